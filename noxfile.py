@@ -1,0 +1,101 @@
+"""Sessions of gpipe-bench. They only shell out, so everything here also works without nox.
+
+    nox -s table1                       reproduce Table 1 (installs once, then runs)
+    nox -s table1 -- --profile smoke    arguments after -- go to the command
+    nox -s tests -- -k partition        ... or to pytest
+    nox -s table1 -- --here             use this interpreter and what it has installed (a GPU container)
+    nox --no-venv -s table1             the same
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_external_run = False
+nox.options.sessions = ["tests", "lint"]
+
+ROOT = Path(__file__).parent
+VENV = ".venv"  # one environment for all sessions: torch is installed once
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+# Experiments of the paper: session name -> what it reproduces.
+EXPERIMENTS = {
+    "table1": "Table 1: maximum model size",
+}
+
+
+def prepare(session: nox.Session) -> tuple[str, list[str]]:
+    """The Python to use and the arguments left for it; installs the project when something changed."""
+    arguments = [argument for argument in session.posargs if argument != "--here"]
+    if "--here" in session.posargs or not session.virtualenv.is_sandboxed:
+        return sys.executable, arguments
+    wanted = hashlib.sha256(
+        b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+    ).hexdigest()
+    stamp = Path(session.virtualenv.location) / "installed.sha256"
+    if not stamp.exists() or stamp.read_text() != wanted:
+        session.install("--constraint", "constraints.txt", "--editable", ".[dev]")
+        stamp.write_text(wanted)
+    return "python", arguments
+
+
+def run_python(session: nox.Session, *command: str, **environment: str) -> None:
+    python, arguments = prepare(session)
+    threads = {name: os.environ.get(name, value) for name, value in THREADS.items()}
+    session.run(python, *command, *arguments, external=True, env={**threads, **environment})
+
+
+def experiment_session(name: str, title: str) -> None:
+    @nox.session(name=name, venv_location=VENV, reuse_venv=True, tags=["paper"], default=False)
+    def run(session: nox.Session) -> None:
+        run_python(session, "-m", "experiments", "run", name)
+
+    run.__doc__ = title
+
+
+for _name, _title in EXPERIMENTS.items():
+    experiment_session(_name, _title)
+
+
+@nox.session(venv_location=VENV, reuse_venv=True, tags=["ci"])
+def tests(session: nox.Session) -> None:
+    """The test suite."""
+    run_python(session, "-m", "pytest")
+
+
+@nox.session(venv_location=VENV, reuse_venv=True, tags=["ci"])
+def lint(session: nox.Session) -> None:
+    """ruff, mypy (strict on pipeline and harness) and the import directions."""
+    python, arguments = prepare(session)
+    if arguments:
+        session.error(f"lint takes no arguments, got {' '.join(arguments)}")
+    session.run(python, "-m", "ruff", "format", "--check", ".", external=True)
+    session.run(python, "-m", "ruff", "check", ".", external=True)
+    session.run(python, "-m", "mypy", external=True)
+    session.run(python, "-c", "from importlinter.cli import lint_imports_command as c; c()", external=True)
+
+
+@nox.session(venv_location=VENV, reuse_venv=True, tags=["ci"], default=False)
+def smoke(session: nox.Session) -> None:
+    """Every experiment's smoke profile, into a fresh folder."""
+    python, arguments = prepare(session)
+    results = session.create_tmp()
+    for name in EXPERIMENTS:
+        session.run(
+            python, "-m", "experiments", "run", name, "--profile", "smoke", "--results", results, "--fresh",
+            *arguments, external=True, env=THREADS,
+        )  # fmt: skip
+
+
+@nox.session(venv_location=VENV, reuse_venv=True, tags=["dev"], default=False)
+def doctor(session: nox.Session) -> None:
+    """What this machine can run."""
+    run_python(session, "-m", "experiments", "doctor")

@@ -10,7 +10,7 @@ One notation for an action, everywhere: `2F0` is stage 2, forward, micro-batch 0
 GPipe on K = 3 stages with M = 3 micro-batches, `remat="except_last"` (F, R, B take 1, 1, 2 slots):
 
     stage 0 | F0 F1 F2 .  .  .  .  .  .  B2 B2 R1 B1 B1 R0 B0 B0
-    stage 1 | .  F0 F1 F2 .  .  B2 B2 R1 B1 B1 R0 B0 B0
+    stage 1 | .  F0 F1 F2 .  .  .  B2 B2 R1 B1 B1 R0 B0 B0
     stage 2 | .  .  F0 F1 F2 B2 B2 R1 B1 B1 R0 B0 B0          (the drain takes the micro-batches in reverse)
 """
 
@@ -30,8 +30,8 @@ class Kind(StrEnum):
     F = "F"  # forward
     R = "R"  # recompute: the forward again, with a graph (re-materialization)
     B = "B"  # backward, gradients of the inputs and of the weights together
-    I = "I"  # noqa: E741  first half of a split backward: gradients of the inputs, which the stage before
-    waits for W = "W"  # second half of a split backward: gradients of the weights, which nobody waits for
+    I = "I"  # noqa: E741  first half of a split backward: gradients of the inputs, awaited by the stage before
+    W = "W"  # second half of a split backward: gradients of the weights, which nobody waits for
 
 
 _ACTION = re.compile(r"(\d+)([FRBIW])(\d+)", re.ASCII)
@@ -53,7 +53,9 @@ class Action:
         """Reads the text form, e.g. `Action.parse("2F0")`. `ValueError` if the text is not an action."""
         match = _ACTION.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is not an action; write stage, one of F R B I W, micro-batch, as in '2F0'")
+            raise ValueError(
+                f"{text!r} is not an action; write stage, one of F R B I W, micro-batch, as in '2F0'"
+            )
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
 
@@ -177,8 +179,7 @@ class Transfer:
 
     @property
     def is_gradient(self) -> bool:
-        """Gradients travel towards stage 0, activations away from it; the two directions never share a queue.
-        """
+        """Gradients travel towards stage 0, activations away from it; the two never share a queue."""
         return self.target.stage < self.source.stage
 
     def __str__(self) -> str:
@@ -199,8 +200,10 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
         elif action.kind in (Kind.B, Kind.I) and action.stage < schedule.num_stages - 1:
             source = gradient_source.get((action.stage + 1, action.microbatch))
             if source is None:
-                raise ValueError(f"{action} needs a gradient of micro-batch {action.microbatch} that no action of "
-                                 f"stage {action.stage + 1} produces; add {action.stage + 1}B{action.microbatch}")
+                raise ValueError(
+                    f"{action} needs a gradient of micro-batch {action.microbatch} that no action of "
+                    f"stage {action.stage + 1} produces; add {action.stage + 1}B{action.microbatch}"
+                )
             found.append(Transfer(source, action))
     return tuple(found)
 
@@ -239,7 +242,9 @@ def execution_order(schedule: Schedule) -> tuple[Action, ...]:
     order: list[Action] = []
 
     def ready(stage: int) -> bool:
-        return position[stage] < len(rows[stage]) and all(a in done for a in needs[rows[stage][position[stage]]])
+        return position[stage] < len(rows[stage]) and all(
+            a in done for a in needs[rows[stage][position[stage]]]
+        )
 
     stage = 0
     total = sum(len(row) for row in rows)
@@ -247,9 +252,10 @@ def execution_order(schedule: Schedule) -> tuple[Action, ...]:
         if not ready(stage):
             waiting = [s for s in range(schedule.num_stages) if ready(s)]
             if not waiting:
-                stuck = [rows[s][position[s]] for s in range(schedule.num_stages) if position[s] <
-                len(rows[s])] reasons = "; ".join(
-                    f"{a} waits for {', '.join(str(need) for need in needs[a] if need not in done)}" for a in stuck
+                stuck = [row[i] for row, i in zip(rows, position, strict=True) if i < len(row)]
+                reasons = "; ".join(
+                    f"{a} waits for {', '.join(str(need) for need in needs[a] if need not in done)}"
+                    for a in stuck
                 )
                 raise ValueError(f"schedule {schedule.name!r} deadlocks: {reasons}")
             stage = waiting[-1]
@@ -271,7 +277,9 @@ def validate(schedule: Schedule) -> None:
     """
     _check_sizes(schedule.num_stages, schedule.num_microbatches, schedule.remat)
     if len(schedule.actions) != schedule.num_stages:
-        raise ValueError(f"{len(schedule.actions)} rows of actions for {schedule.num_stages} stages; give one per stage")
+        raise ValueError(
+            f"{len(schedule.actions)} rows of actions for {schedule.num_stages} stages; give one per stage"
+        )
     for stage, row in enumerate(schedule.actions):
         _validate_row(schedule, stage, row)
     _validate_channels(schedule)
@@ -281,8 +289,10 @@ def validate(schedule: Schedule) -> None:
 def _validate_row(schedule: Schedule, stage: int, row: tuple[Action, ...]) -> None:
     strangers = [str(a) for a in row if a.stage != stage or not 0 <= a.microbatch < schedule.num_microbatches]
     if strangers:
-        raise ValueError(f"the row of stage {stage} holds {', '.join(strangers)}, outside stage {stage} or outside "
-                         f"micro-batches 0..{schedule.num_microbatches - 1}")
+        raise ValueError(
+            f"the row of stage {stage} holds {', '.join(strangers)}, outside stage {stage} or outside "
+            f"micro-batches 0..{schedule.num_microbatches - 1}"
+        )
     repeated = sorted({str(a) for a in row if row.count(a) > 1} if len(set(row)) != len(row) else ())
     if repeated:
         raise ValueError(f"stage {stage} takes {', '.join(repeated)} more than once")
@@ -293,8 +303,10 @@ def _validate_row(schedule: Schedule, stage: int, row: tuple[Action, ...]) -> No
         if kinds - again not in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}) or not again <= kinds:
             have = " ".join(sorted(kind.value for kind in kinds)) or "nothing"
             want = "F R B" if again else "F B"
-            raise ValueError(f"stage {stage} takes micro-batch {microbatch} through {have}; with remat="
-                             f"{schedule.remat!r} it needs {want}, where B may be split into I W")
+            raise ValueError(
+                f"stage {stage} takes micro-batch {microbatch} through {have}; with remat="
+                f"{schedule.remat!r} it needs {want}, where B may be split into I W"
+            )
 
 
 def _validate_channels(schedule: Schedule) -> None:
@@ -309,5 +321,7 @@ def _validate_channels(schedule: Schedule) -> None:
         messages.sort(key=position.__getitem__)
         for made, wanted in zip(messages, needed[source, target], strict=True):
             if made != wanted:
-                raise ValueError(f"stage {source} sends {made} to stage {target}, which waits for {wanted} first; the "
-                                 f"messages between two stages travel in one queue, so their orders must agree")
+                raise ValueError(
+                    f"stage {source} sends {made} to stage {target}, which waits for {wanted} first; the "
+                    f"messages between two stages travel in one queue, so their orders must agree"
+                )

@@ -1,0 +1,128 @@
+"""Every rule against brute force, and the figures that peers' heuristics are known to give."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.partition import Partition, cumulative_shares, partition, partition_by
+
+costs_lists = st.one_of(
+    st.lists(st.integers(0, 30), min_size=1, max_size=9),
+    st.lists(st.floats(0, 1e6, allow_nan=False), min_size=1, max_size=9),
+)
+
+
+def all_splits(num_layers: int, num_stages: int) -> Iterator[Partition]:
+    for cuts in combinations(range(1, num_layers), num_stages - 1):
+        edges = (0, *cuts, num_layers)
+        yield tuple(range(a, b) for a, b in pairwise(edges))
+
+
+def stage_sums(costs: Sequence[float], stages: Partition) -> list[Fraction]:
+    return [sum((Fraction(costs[layer]) for layer in stage), Fraction(0)) for stage in stages]
+
+
+def assert_covers(stages: Partition, num_layers: int, num_stages: int) -> None:
+    assert len(stages) == num_stages
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    assert all(len(stage) > 0 for stage in stages)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(costs_lists, st.integers(1, 9))
+def test_bottleneck_equals_brute_force(costs: list[float], num_stages: int) -> None:
+    num_stages = min(num_stages, len(costs))
+    stages = partition(costs, num_stages, "bottleneck")
+    assert_covers(stages, len(costs), num_stages)
+    best = min(max(stage_sums(costs, split)) for split in all_splits(len(costs), num_stages))
+    assert max(stage_sums(costs, stages)) == best
+
+
+@settings(max_examples=1500, deadline=None)
+@given(costs_lists, st.integers(1, 9))
+def test_variance_equals_brute_force(costs: list[float], num_stages: int) -> None:
+    num_stages = min(num_stages, len(costs))
+    stages = partition(costs, num_stages, "variance")
+    assert_covers(stages, len(costs), num_stages)
+
+    def squares(split: Partition) -> Fraction:
+        return sum((cost**2 for cost in stage_sums(costs, split)), Fraction(0))
+
+    assert squares(stages) == min(squares(split) for split in all_splits(len(costs), num_stages))
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.data(), st.integers(1, 7), st.integers(1, 7), st.integers(0, 40))
+def test_arbitrary_stage_costs_equal_brute_force(
+    data: st.DataObject, num_layers: int, num_stages: int, cap: int
+) -> None:
+    num_stages = min(num_stages, num_layers)
+    floor = data.draw(st.lists(st.integers(0, 5), min_size=num_layers, max_size=num_layers))
+    extra = data.draw(st.lists(st.integers(0, 25), min_size=64, max_size=64))
+
+    def stage_cost(start: int, stop: int) -> int:  # not monotone, but never below its floor
+        return sum(floor[start:stop]) + extra[(8 * start + stop) % 64]
+
+    found = partition_by(stage_cost, num_layers, num_stages, cap=cap, floor=floor)
+    bottlenecks = [
+        max(stage_cost(stage.start, stage.stop) for stage in split)
+        for split in all_splits(num_layers, num_stages)
+    ]
+    if min(bottlenecks) > cap:
+        assert found is None
+    else:
+        assert found is not None
+        assert_covers(found, num_layers, num_stages)
+        assert max(stage_cost(stage.start, stage.stop) for stage in found) == min(bottlenecks)
+
+
+def test_ties_fill_earlier_stages_first() -> None:
+    assert partition([1] * 6, 4) == (range(2), range(2, 4), range(4, 5), range(5, 6))
+    assert partition([1] * 5, 2, "variance") == (range(3), range(3, 5))
+    assert partition_by(lambda a, b: b - a, 5, 2, cap=9) == (range(3), range(3, 5))
+
+
+def test_the_cumulative_heuristic_is_off_by_one_and_may_leave_stages_empty() -> None:
+    assert [len(stage) for stage in partition([1] * 16, 4, "cumulative")] == [3, 4, 4, 5]
+    assert [len(stage) for stage in partition([1] * 24, 8, "cumulative")] == [2, 3, 3, 3, 3, 3, 3, 4]
+    assert [len(stage) for stage in cumulative_shares([6, 1, 1, 1, 1], 4)] == [0, 0, 2, 3]
+    with pytest.raises(ValueError, match="leaves stage 0 of 4 empty.*'bottleneck'"):
+        partition([6, 1, 1, 1, 1], 4, "cumulative")
+
+
+def test_equal_floats_are_not_told_apart_by_rounding() -> None:
+    """With float sums 0.1 + 0.2 + ... differs by position; exact sums give the even split."""
+    assert [len(stage) for stage in partition([0.1] * 30, 10)] == [3] * 10
+    assert [len(stage) for stage in partition([0.1] * 30, 10, "variance")] == [3] * 10
+
+
+@pytest.mark.parametrize("rule", ["bottleneck", "variance", "cumulative"])
+def test_1663_layers_into_128_stages_take_less_than_half_a_second(rule: str) -> None:
+    costs = [65.5e6, *[50358272.0 + 3 * (layer % 7) for layer in range(1663)], 131e6]
+    started = time.process_time()
+    stages = partition(costs, 128, rule)
+    assert time.process_time() - started < 0.5
+    assert_covers(stages, 1665, 128)
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_stages", "rule", "message"),
+    [
+        ([1, 2], 3, "bottleneck", "cannot cut 2 layers into 3 non-empty stages: use at most 2"),
+        ([], 1, "bottleneck", "cannot cut 0 layers"),
+        ([1, 2], 0, "bottleneck", "num_stages is 0"),
+        ([1, 2], 1, "balanced", "unknown partition rule 'balanced': use one of bottleneck, variance"),
+        ([1, -2], 1, "variance", "cost of layer 1 is -2"),
+        ([float("nan"), 2], 1, "bottleneck", "cost of layer 0 is nan"),
+    ],
+)
+def test_bad_input_is_named(costs: list[float], num_stages: int, rule: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition(costs, num_stages, rule)

@@ -1,0 +1,20 @@
+"""The paper's models, each an `nn.Sequential` of layers that can be profiled, cut into stages and
+trained.
+
+A layer maps a tensor or a tuple of tensors to a tensor or a tuple; equal layers are built equally, so
+that one profile serves all of them. Everything can be built on the meta device, at full size and without
+memory.
+"""
+
+from models.counting import count_parameters, layer_parameters
+from models.drop_path import set_drop_path
+from models.registry import MODELS, example_batch, loss_fn
+
+__all__ = [
+    "MODELS",
+    "count_parameters",
+    "example_batch",
+    "layer_parameters",
+    "loss_fn",
+    "set_drop_path",
+]

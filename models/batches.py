@@ -1,0 +1,47 @@
+"""Made-up batches of the right shape and type, for measurements that need data but not its content.
+
+Each function draws from `generator` (None: torch's default), so a seeded batch is the same on every run;
+on the meta device nothing is drawn. Options are those of the model's builder.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Batch = tuple[Any, Tensor]
+
+
+def image_batch(
+    batch_size: int, options: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Images (N, 3, S, S) from a standard normal, classes (N,) of int64."""
+    side = options["image_size"]
+    images = torch.randn(batch_size, 3, side, side, device=device, generator=generator)
+    return images, _draw(options["num_classes"], (batch_size,), device, generator)
+
+
+def language_batch(
+    batch_size: int, options: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Tokens (N, T) and, as target, the tokens one further on; both int64, T = `seq_len`."""
+    tokens = _draw(options["vocab_size"], (batch_size, options["seq_len"] + 1), device, generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def translation_batch(
+    batch_size: int, options: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """(source, target input), each (N, T), and the target one token further on; all int64, T =
+    `seq_len`.
+    """
+    source = _draw(options["vocab_size"], (batch_size, options["seq_len"]), device, generator)
+    target_in, target_out = language_batch(batch_size, options, device, generator)
+    return (source, target_in), target_out
+
+
+def _draw(
+    below: int, shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None
+) -> Tensor:
+    return torch.randint(below, shape, device=device, generator=generator)

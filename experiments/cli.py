@@ -1,0 +1,115 @@
+"""The command line: parses, calls one verb, and turns what happens into an exit status.
+
+Nothing heavy is imported before a verb needs it; `--help` and a typing error answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+"""Exit statuses. 130 is what shells expect of a program that was interrupted from the keyboard."""
+
+PROFILES = ("smoke", "short", "full")
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "local"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status. Bad usage is one line on standard error, never a
+    traceback.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a stream that a test put there
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        options = _parser().parse_args(arguments)
+        options.arguments = arguments
+        status = _verb(options.verb)(options)
+        sys.stdout.flush()
+    except ValueError as error:
+        return _complain(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has seen enough, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    return status
+
+
+def _verb(name: str) -> Callable[[argparse.Namespace], int]:
+    if name == "list":
+        from experiments.verb_list import run
+    elif name == "doctor":
+        from experiments.doctor import run
+    elif name == "compare":
+        from experiments.verb_compare import run
+    else:
+        from experiments.verb_run import run
+    return run
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        sys.exit(_complain(f"{message}; see {self.prog} --help"))
+
+
+def _complain(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return BAD_USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m experiments",
+        description="Reproduce the tables and figures of GPipe (arXiv 1811.06965), and compare.",
+        epilog="exit status: 0 done, 1 a verdict failed under --assert, 2 bad usage, 3 a case failed",
+        allow_abbrev=False,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    verb = _add(verbs, "list", "what there is, and how long it takes")
+    verb.add_argument(
+        "--models", action="store_true", help="the model zoo instead: layers and exact parameters"
+    )
+
+    _add(verbs, "doctor", "what this machine can run, and what it lacks")
+
+    verb = _add(verbs, "run", "run an experiment; what is on record is not run again")
+    verb.add_argument("name", metavar="NAME", help="an experiment, see list")
+    verb.add_argument("--profile", choices=PROFILES, default="short", help="default: %(default)s")
+    verb.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
+    )
+    verb.add_argument("--engine", metavar="NAME", help="the engine under test, where an experiment runs one")
+    verb.add_argument(
+        "--only", action="append", default=[], metavar="KEY=VALUE",
+        help="only the cases with this value; the same key again adds a value, another key narrows",
+    )  # fmt: skip
+    verb.add_argument("--fresh", action="store_true", help="run again what is on record")
+    verb.add_argument(
+        "--assert",
+        dest="assert_",
+        action="store_true",
+        help="exit with 1 if a verdict is `deviates`, after printing",
+    )
+
+    verb = _add(verbs, "compare", "paper | ours | verdict, from records alone")
+    verb.add_argument("name", metavar="NAME", help="an experiment, see list")
+    verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
+    verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
+    return parser
+
+
+def _add(verbs: Any, name: str, text: str) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+    verb.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: results/local")
+    verb.add_argument("--json", action="store_true", help="JSON lines on standard output and nothing else")
+    return verb

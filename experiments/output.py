@@ -1,0 +1,59 @@
+"""Standard output that holds results and nothing else.
+
+Experiments run code that prints, down to libraries that write to the file descriptor; under --json all of
+that must not end up between the lines another program reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def lines_only() -> Iterator[Callable[[bytes], None]]:
+    """Yields a function that writes a line to the real standard output; whatever else is written goes to
+    stderr.
+    """
+    stdout = sys.stdout
+    stdout.flush()
+    try:
+        descriptor: int | None = stdout.fileno()
+    except (io.UnsupportedOperation, AttributeError):  # captured inside this process
+        descriptor = None
+    if descriptor is None:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield lambda line: _write(stdout, line)
+        return
+    kept = os.dup(descriptor)
+    sys.stderr.flush()
+    os.dup2(sys.stderr.fileno(), descriptor)
+    try:
+        with open(kept, "wb", closefd=False) as out, contextlib.redirect_stdout(sys.stderr):
+
+            def emit(line: bytes) -> None:
+                out.write(line + b"\n")
+                out.flush()
+
+            yield emit
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+
+
+def print_line(line: bytes) -> None:
+    """Writes one line of JSON to standard output, in UTF-8 whatever the locale says."""
+    sys.stdout.flush()
+    _write(sys.stdout, line)
+
+
+def _write(stream: object, line: bytes) -> None:
+    buffer = getattr(stream, "buffer", None)
+    if buffer is not None:
+        buffer.write(line + b"\n")
+        buffer.flush()
+    else:
+        stream.write(line.decode() + "\n")  # type: ignore[attr-defined]

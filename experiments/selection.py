@@ -1,0 +1,26 @@
+"""Which records a table is made of: those of one profile, one revision and one set of run options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.experiment import Experiment
+from harness.record import Record
+from harness.store import latest
+
+
+def select_records(records: Sequence[Record], experiment: Experiment, profile: str | None) -> list[Record]:
+    """The latest record of each case of the experiment's revision; `profile` None takes the latest
+    record's.
+    """
+    current = [record for record in records if record.revision == experiment.revision]
+    if profile is None and current:
+        profile = current[-1].profile
+    return list(latest(record for record in current if record.profile == profile).values())
+
+
+def merge(stored: Sequence[Record], new: Sequence[Record]) -> list[Record]:
+    """The stored records with the new ones in their place (new ones may not be stored, if the disk was
+    full).
+    """
+    return list(latest([*stored, *new]).values())

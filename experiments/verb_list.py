@@ -1,0 +1,90 @@
+"""`list`: the experiments with what each profile does and how long it takes; `list --models`: the model
+zoo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from experiments import cli
+from experiments.output import print_line
+from experiments.registry import EXPERIMENTS, load
+from harness.experiment import Experiment, RunOptions
+from harness.progress import words
+from harness.store import Store, latest
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb."""
+    if arguments.models:
+        from experiments.zoo import rows, text
+
+        found, show = rows(), text
+    else:
+        store = Store(arguments.results)
+        found, show = (_entry(name, store) for name in EXPERIMENTS), _text
+    if arguments.json:
+        for row in found:
+            print_line(msgspec.json.encode(row))
+    else:
+        print(show(found))
+    return cli.DONE
+
+
+def _entry(name: str, store: Store) -> dict[str, Any]:
+    try:
+        experiment = load(name)
+    except ImportError as error:  # one experiment that lacks a package must not hide the others
+        print(f"warning: {name} can't be loaded: {error}", file=sys.stderr)
+        return {
+            "name": name,
+            "title": f"can't be loaded: {error}",
+            "source": "",
+            "describe": "",
+            "profiles": [],
+        }
+    return {
+        "name": name,
+        "title": experiment.title,
+        "source": experiment.source,
+        "describe": experiment.describe,
+        "profiles": [
+            {"profile": profile, "does": does, **_time(experiment, profile, store)}
+            for profile, does in experiment.profiles.items()
+        ],
+    }
+
+
+def _time(experiment: Experiment, profile: str, store: Store) -> dict[str, Any]:
+    """Expected seconds: a case's time on record here, or its declared estimate."""
+    cases = experiment.cases(dataclasses.replace(RunOptions(), profile=profile))
+    took = {
+        record.label: record.duration_s
+        for record in latest(store.load(experiment.name).records).values()
+        if record.profile == profile and record.status == "done"
+    }
+    known = sum(case.label in took for case in cases)
+    return {
+        "cases": len(cases),
+        "on_record": known,
+        "expected_s": sum(took.get(case.label, case.estimate_s) for case in cases),
+    }
+
+
+def _text(entries: Iterable[dict[str, Any]]) -> str:
+    blocks = []
+    for entry in entries:
+        lines = [f"{entry['name']}: {entry['title']} ({entry['source']})"]
+        lines += [
+            f"  {each['profile']:<6} {words(each['expected_s']):>12}  {each['cases']:>3} cases, "
+            f"{each['on_record']} on record: {each['does']}"
+            for each in entry["profiles"]
+        ]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n\nrun one with: python -m experiments run NAME --profile PROFILE"

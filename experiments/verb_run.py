@@ -1,0 +1,165 @@
+"""`run NAME`: runs what is not on record, then shows the table beside the paper's and writes the
+figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from experiments import cli
+from experiments.output import lines_only, print_line
+from experiments.registry import load, suggestion
+from experiments.selection import merge, select_records
+from experiments.show import comparisons_of, text_of
+from harness.codec import encode
+from harness.compare import Comparison
+from harness.experiment import Experiment, RunOptions
+from harness.progress import Reporter, reporter
+from harness.record import Record
+from harness.runner import RunResult, run_experiment
+from harness.store import Store
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb."""
+    experiment = load(arguments.name)
+    options = RunOptions(
+        profile=arguments.profile,
+        device=_device(arguments.device, experiment),
+        engine=_engine(arguments.engine, experiment),
+        only=_only(arguments.only),
+    )
+    store = Store(arguments.results)
+    command = shlex.join(["python", "-m", "experiments", *arguments.arguments])
+    show = reporter()
+
+    def go(on_record: Callable[[Record, bool], None]) -> RunResult:
+        return run_experiment(
+            experiment,
+            options,
+            store,
+            reporter=show,
+            fresh=arguments.fresh,
+            command=command,
+            on_record=on_record,
+        )
+
+    if arguments.json:
+        with lines_only() as emit:
+            result = go(lambda record, saved: emit(encode(record)))
+            comparisons, _ = _finish(experiment, options, store, result, show)
+    else:
+        result = go(lambda record, saved: None if saved else print_line(encode(record)))
+        comparisons, text = _finish(experiment, options, store, result, show)
+        print(text)
+    return _status(result, comparisons, arguments, show)
+
+
+def _finish(
+    experiment: Experiment, options: RunOptions, store: Store, result: RunResult, show: Reporter
+) -> tuple[list[Comparison], str]:
+    """Everything that follows from the records: comparison, text, figures."""
+    stored = select_records(store.load(experiment.name).records, experiment, options.profile)
+    wanted = experiment.relevant(options)
+    records = merge([record for record in stored if record.options == wanted], result.records)
+    comparisons = comparisons_of(experiment, records)
+    text = text_of(experiment, records, comparisons)
+    for path in _figures(experiment, records, store.root / "figures", show):
+        text += f"\nfigure: {_short(path)}"
+    return comparisons, text
+
+
+def _figures(experiment: Experiment, records: list[Record], folder: Path, show: Reporter) -> list[Path]:
+    if experiment.figures is None or not records:
+        return []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return experiment.figures(records, folder)
+    except OSError as error:  # the numbers are worth showing without the pictures
+        show.warn(f"can't write figures to {folder}: {error.strerror or error}")
+        return []
+
+
+def _status(
+    result: RunResult, comparisons: list[Comparison], arguments: argparse.Namespace, show: Reporter
+) -> int:
+    results = _short(arguments.results)
+    if result.interrupted:
+        show.warn(
+            f"interrupted; {len(result.records)} finished cases are kept, the same command goes on from there"
+        )
+        return cli.INTERRUPTED
+    for record in result.failed:
+        print(f"failed: {record.label}: {record.reason}", file=sys.stderr)
+    if result.failed:
+        print(
+            f"tracebacks are in the records, {results}/{arguments.name}.jsonl; run again to retry",
+            file=sys.stderr,
+        )
+    if result.unsaved:
+        print(f"error: {len(result.unsaved)} results could not be written to {results}", file=sys.stderr)
+    if result.failed or result.unsaved:
+        return cli.CASE_FAILED
+    if arguments.assert_:
+        bad = [c for c in comparisons if c.verdict == "deviates"]
+        for c in bad:
+            print(f"deviates: {c.table} / {c.row} / {c.column}: {c.reason}", file=sys.stderr)
+        if not any(c.verdict in ("reproduced", "exceeds", "deviates") for c in comparisons):
+            print(
+                "nothing to assert: no cell has a number of ours and a comparable one of the paper",
+                file=sys.stderr,
+            )
+            return cli.VERDICT_FAILED
+        if bad:
+            return cli.VERDICT_FAILED
+    return cli.DONE
+
+
+def _device(asked: str, experiment: Experiment) -> str:
+    """`cpu` or `cuda`, where the experiment depends on it; torch is asked only then."""
+    if asked == "cpu" or (asked == "auto" and "device" not in experiment.options):
+        return asked
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if asked == "cuda":
+        raise ValueError(
+            "--device cuda: torch sees no CUDA device here; use --device cpu, or see what doctor says"
+        )
+    return "cpu"
+
+
+def _engine(asked: str | None, experiment: Experiment) -> str | None:
+    if asked is None:
+        return experiment.engines[0] if experiment.engines else None
+    if not experiment.engines:
+        raise ValueError(f"--engine {asked}: {experiment.name} runs no engine; leave the option out")
+    if asked not in experiment.engines and ":" not in asked:
+        raise ValueError(
+            f"unknown engine {asked!r}{suggestion(asked, experiment.engines)}; "
+            f"known: {', '.join(experiment.engines)}, or your own as module:attribute"
+        )
+    return asked
+
+
+def _only(texts: list[str]) -> dict[str, tuple[str, ...]]:
+    wanted: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--only {text!r} is not KEY=VALUE")
+        wanted[key] = (*wanted.get(key, ()), value)
+    return wanted
+
+
+def _short(path: Path) -> str:
+    """The path as one would type it from here."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

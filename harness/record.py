@@ -1,0 +1,138 @@
+"""What one finished case leaves behind.
+
+Every table, figure and verdict is a pure function of records, so a record carries all that is needed to
+judge it later and elsewhere: raw samples, units, provenance, the machine and the code it came from.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+SCHEMA = 1
+"""Version of the stored form. A reader refuses lines of a newer one instead of guessing what they
+mean.
+"""
+
+Scalar = str | int | float | bool | None
+Provenance = Literal["measured", "replayed", "modelled"]
+Status = Literal["done", "skipped", "out_of_memory", "failed"]
+
+PROVENANCES: tuple[str, ...] = get_args(Provenance)
+STATUSES: tuple[str, ...] = get_args(Status)
+
+FINAL: frozenset[str] = frozenset({"done", "out_of_memory"})
+"""Statuses that are results. A skipped or failed case is tried again by the next run: a missing device
+may have appeared, a bug may have been fixed, and nothing that was finished is repeated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantity:
+    """One number with its unit, where it comes from and how sure it is.
+
+    `low` and `high` are the 95 % interval in the same unit, `samples` the raw measurements behind
+    `value`. `value` is None where the case ended without one. `higher_is_better` is None where neither
+    direction is.
+
+    Raises ValueError for values that are not finite, an interval that does not hold the value, or an
+    unknown provenance.
+    """
+
+    name: str
+    value: float | int | None
+    unit: str
+    provenance: Provenance
+    low: float | None = None
+    high: float | None = None
+    samples: tuple[float, ...] = ()
+    higher_is_better: bool | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.provenance not in PROVENANCES:
+            raise ValueError(
+                f"quantity {self.name!r}: provenance {self.provenance!r} is none of {list(PROVENANCES)}"
+            )
+        for label, number in (("value", self.value), ("low", self.low), ("high", self.high)):
+            if number is not None and not math.isfinite(number):
+                raise ValueError(f"quantity {self.name!r}: {label} is {number}; use None and say why in note")
+        if (self.low is None) != (self.high is None):
+            raise ValueError(f"quantity {self.name!r}: give both ends of the interval or neither")
+        if self.low is not None and self.high is not None and self.value is not None:
+            slack = 1e-9 * max(
+                abs(self.low), abs(self.high)
+            )  # a bootstrap of equal samples may differ in the last bit
+            if not self.low - slack <= self.value <= self.high + slack:
+                raise ValueError(
+                    f"quantity {self.name!r}: {self.value} is outside its interval {self.low} to {self.high}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One case of one experiment: what was asked, what came out, on what, and when.
+
+    `case` is the key of the case within the experiment, `options` the run options its result depends on,
+    `revision` the experiment's own version: together with `experiment` and `profile` they identify the
+    case. `reason` says why there is no result where `status` is not "done". `environment` holds machine,
+    versions, git commit and the fingerprint of the code. `started_at` is UTC and for people only; order
+    in the file decides which record is later.
+    """
+
+    schema: int
+    experiment: str
+    profile: str
+    case: dict[str, Scalar]
+    status: Status
+    reason: str
+    quantities: tuple[Quantity, ...]
+    details: dict[str, Any]
+    environment: dict[str, Any]
+    command: str
+    started_at: str
+    duration_s: float
+    revision: int = 1
+    options: dict[str, Scalar] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.schema < 1:
+            raise ValueError(f"schema is {self.schema}, the first one was 1")
+        if self.status != "done" and not self.reason:
+            raise ValueError(f"a record with status {self.status!r} needs a reason")
+        names = [quantity.name for quantity in self.quantities]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"quantity {name!r} is given twice; names identify quantities within a case")
+
+    def quantity(self, name: str) -> Quantity | None:
+        """The quantity of that name, or None where the case did not produce it."""
+        return next((quantity for quantity in self.quantities if quantity.name == name), None)
+
+    @property
+    def identity(self) -> str:
+        """Equal for two records of the same case (see `identity`)."""
+        return identity(self.experiment, self.profile, self.revision, self.case, self.options)
+
+    @property
+    def label(self) -> str:
+        """The case in words, for messages."""
+        return label(self.case)
+
+
+def identity(
+    experiment: str, profile: str, revision: int, case: dict[str, Scalar], options: dict[str, Scalar]
+) -> str:
+    """A text that two records share exactly when they are of the same case; independent of key order."""
+    parts = [experiment, profile, str(revision)]
+    parts += [
+        f"{group}.{key}={value!r}"
+        for group, values in (("case", case), ("options", options))
+        for key, value in sorted(values.items())
+    ]
+    return "\x1f".join(parts)
+
+
+def label(case: dict[str, Scalar]) -> str:
+    """`K=2 M=4`: the key of a case in words."""
+    return " ".join(f"{key}={value}" for key, value in case.items()) or "the only case"

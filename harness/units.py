@@ -1,0 +1,84 @@
+"""Units of the paper's numbers, and how ours are brought to them.
+
+The paper prints decimal GB in one half of a table and GiB in the other, so the two are units of their own
+here and every conversion is explicit.
+"""
+
+from __future__ import annotations
+
+_GIB = 2**30
+
+# unit -> (what it measures, how many base units one of it is)
+UNITS: dict[str, tuple[str, float]] = {
+    "bytes": ("memory", 1),
+    "MB": ("memory", 1e6),
+    "MiB": ("memory", 2**20),
+    "GB": ("memory", 1e9),
+    "GiB": ("memory", _GIB),
+    "bytes/parameter": ("bytes per parameter", 1),
+    "s": ("time", 1),
+    "ms": ("time", 1e-3),
+    "us": ("time", 1e-6),
+    "ratio": ("ratio", 1),  # a normalized throughput, a speed-up, how many times larger
+    "%": ("ratio", 1e-2),
+    "parameters": ("parameters", 1),
+    "layers": ("layers", 1),
+    "filters": ("filters", 1),
+    "stages": ("stages", 1),
+    "micro-batches": ("micro-batches", 1),
+    "examples": ("examples", 1),
+    "samples/s": ("throughput", 1),
+    "tokens": ("tokens", 1),
+    "pixels": ("pixels", 1),
+    "epochs": ("epochs", 1),
+    "runs": ("runs", 1),
+    "heads": ("heads", 1),
+    "standard deviations": ("standard deviations", 1),
+    "BLEU": ("BLEU", 1),
+    "nats": ("nats", 1),
+    "number": ("number", 1),  # a setting without a unit, such as a learning rate
+}
+
+_COUNTS = ("parameters", "tokens")
+_SCALES = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
+
+
+def convert(value: float, unit: str, to: str) -> float:
+    """The value in another unit of the same kind. Raises ValueError for an unknown unit or another
+    kind.
+    """
+    if unit == to:
+        return value
+    for name in (unit, to):
+        if name not in UNITS:
+            raise ValueError(f"unknown unit {name!r}; known: {', '.join(UNITS)}")
+    (kind, scale), (wanted_kind, wanted_scale) = UNITS[unit], UNITS[to]
+    if kind != wanted_kind:
+        raise ValueError(
+            f"{unit!r} measures {kind} and {to!r} measures {wanted_kind}; they can't be compared"
+        )
+    return value * (scale / wanted_scale)
+
+
+def show(value: float, unit: str) -> str:
+    """A number as a person reads it, with four significant digits: `81.79M`, `3.819 GB`, `3.48`, `65.6
+    %`.
+    """
+    if unit in _COUNTS:
+        for scale, suffix in _SCALES:
+            if abs(value) >= scale:
+                return _digits(value / scale) + suffix
+        return _digits(value)
+    number = _digits(value)
+    if unit in ("ratio", "number"):
+        return number
+    return f"{number} {unit}"
+
+
+def _digits(value: float) -> str:
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
+        return f"{value:.0f}"
+    if value != 0 and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3e}"
+    magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 1
+    return f"{value:.{max(0, 4 - magnitude)}f}"

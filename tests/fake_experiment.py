@@ -1,0 +1,97 @@
+"""A small experiment for the tests of runner and command line; needs no torch.
+
+What it does is steered through environment variables, so that tests can watch it from elsewhere: FAKE_LOG
+is a file to which each executed case is appended, FAKE_GATE a folder with the pair of named pipes at
+which the case `step=2` waits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
+from harness.record import Quantity, Record
+
+TABLE = "table1-amoebanet"
+COLUMNS = {1: "naive-1", 2: "pipeline-1", 3: "pipeline-2", 4: "pipeline-4", 5: "pipeline-8"}
+PARAMETERS = {1: 81_785_166, 2: 318_277_617, 3: 540_986_433, 4: 1_054_083_969, 5: 1_843_386_873}
+
+
+def cases(options: RunOptions) -> list[Case]:
+    """Five steps, three in smoke."""
+    steps = 3 if options.profile == "smoke" else 5
+    return [
+        Case({"step": step, "kind": "even" if step % 2 == 0 else "odd"}, estimate_s=2.0)
+        for step in range(1, steps + 1)
+    ]
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    """Logs itself, waits at the gate, fails on demand, then returns a parameter count."""
+    step = case.key["step"]
+    assert isinstance(step, int)
+    if log := os.environ.get("FAKE_LOG"):
+        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(fd, f"{step}\n".encode())
+        os.close(fd)
+    if (gate := os.environ.get("FAKE_GATE")) and step == 2:
+        Path(gate, "arrived").write_text("here")  # blocks until somebody reads
+        Path(gate, "leave").read_text()  # blocks until somebody writes
+    print("a library that prints to standard output")
+    os.write(1, b"and one that writes to the descriptor\n")
+    match os.environ.get(f"FAKE_STEP_{step}"):
+        case "crash":
+            raise RuntimeError("the wheel came off\nwith details")
+        case "memory":
+            raise MemoryError("no room for 3 GiB")
+        case "exit":
+            raise SystemExit(7)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "unstorable":
+            return Outcome(details={"object": object()})
+        case "skip":
+            return Outcome(status="skipped", reason="needs 8 devices")
+        case "print":
+            print("é")
+    return Outcome(
+        (Quantity(name="parameters", value=PARAMETERS[step], unit="parameters", provenance="modelled"),),
+        details={"step": step},
+    )
+
+
+def cells(records: Sequence[Record]) -> list[Ours]:
+    """One cell per record."""
+    return [
+        Ours(
+            table=TABLE,
+            row="parameters",
+            column=COLUMNS[int(record.case["step"] or 0)],
+            quantity=record.quantity("parameters"),
+            status=record.status,
+            reason=record.reason,
+        )
+        for record in records
+    ]
+
+
+def figures(records: Sequence[Record], folder: Path) -> list[Path]:
+    """A file with as many lines as records."""
+    path = folder / "fake.txt"
+    path.write_text("\n".join(record.label for record in records))
+    return [path]
+
+
+EXPERIMENT = Experiment(
+    name="fake",
+    title="Parameters of Table 1",
+    source="v5 Table 1",
+    describe="counts that are known",
+    profiles={"smoke": "three steps", "short": "five steps", "full": "five steps"},
+    cases=cases,
+    run=run,
+    cells=cells,
+    figures=figures,
+)

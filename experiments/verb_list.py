@@ -24,16 +24,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb."""
     if arguments.models:
         from experiments.zoo import rows, text
-
-        found, show = rows(), text
     else:
         store = Store(arguments.results)
-        found, show = (_entry(name, store) for name in EXPERIMENTS), _text
+    found = rows() if arguments.models else (_entry(name, store) for name in EXPERIMENTS)
     if arguments.json:
         for row in found:
             print_line(msgspec.json.encode(row))
     else:
-        print(show(found))
+        print(text(found) if arguments.models else _text(found))
     return cli.DONE
 
 

@@ -11,9 +11,9 @@ from typing import Any
 # Tables 1-3 (AmoebaNet-D, Transformer-L), section 4 (AmoebaNet-B), section 5 (multilingual), v1
 # (ResNet-101).
 CONFIGURATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("amoebanet-a", {"num_layers": 18, "num_filters": 190, "num_classes": 1001}),
-    ("amoebanet-b", {"num_layers": 18, "num_filters": 512, "num_classes": 1001}),
-    ("amoebanet-c", {"num_layers": 18, "num_filters": 228, "num_classes": 1001}),
+    ("amoebanet-a", {"num_layers": 18, "num_filters": 190, "num_classes": 1001, "aux_head": False}),
+    ("amoebanet-b", {"num_layers": 18, "num_filters": 512, "num_classes": 1001, "aux_head": False}),
+    ("amoebanet-c", {"num_layers": 18, "num_filters": 228, "num_classes": 1001, "aux_head": False}),
     ("amoebanet-d", {"num_layers": 18, "num_filters": 208, "num_classes": 1001, "aux_head": True}),
     ("amoebanet-d", {"num_layers": 18, "num_filters": 256, "num_classes": 1001, "aux_head": True}),
     ("amoebanet-d", {"num_layers": 72, "num_filters": 512, "num_classes": 1001, "aux_head": True}),
@@ -57,6 +57,5 @@ def text(found: Iterable[dict[str, Any]]) -> str:
         for row in found
     ]
     align = ("left", "left", "right", "right")
-    return tabulate(
-        lines, ["model", "configuration", "layers", "parameters"], colalign=align, disable_numparse=True
-    )
+    headers = ["model", "configuration", "layers", "parameters"]
+    return str(tabulate(lines, headers, colalign=align, disable_numparse=True))

@@ -123,7 +123,8 @@ class Stem(nn.Module):
         self.bn = BatchNorm2d(filters)
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.bn(self.conv(self.relu(image)))
+        x: Tensor = self.bn(self.conv(self.relu(image)))
+        return x
 
 
 class Classifier(nn.Module):
@@ -190,6 +191,10 @@ def amoebanet(
         raise ValueError(
             f"num_filters={num_filters} is not allowed: the stem has a quarter of it, so give at least 4"
         )
+    if preset == "torchgpipe" and num_filters % 4:
+        raise ValueError(
+            f"num_filters={num_filters} is not allowed with preset='torchgpipe': give a multiple of 4"
+        )
     if checks.positive_int("image_size", image_size) < 3:
         raise ValueError(
             f"image_size={image_size} is not allowed: the stem's 3x3 convolution needs at least 3"
@@ -203,27 +208,21 @@ def amoebanet(
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     stem_filters = num_filters // 4 if form.stem_filters is None else form.stem_filters
     layers["stem"] = Stem(stem_filters, form)
-    size = (image_size + 2 * form.stem_padding - 3) // 2 + 1
-    reductions = [int(float(i) / 3 * num_layers) for i in (1, 2)]
+    reductions = [int(i / 3 * num_layers) for i in (1, 2)]
 
     # Channels and side of the last two outputs; the first cell has one input only.
-    net, prev = (stem_filters, size), (stem_filters, size)
+    net = prev = (stem_filters, (image_size + 2 * form.stem_padding - 3) // 2 + 1)
 
     def add_cell(name: str, scale: float, reduce: bool) -> None:
         nonlocal net, prev
-        cell, filters, out_size = (
-            plans.reduction if reduce else plans.normal,
-            int(num_filters * scale),
-            net[1],
-        )
-        if reduce:
-            out_size = -(-net[1] // 2)
-            if form.padding == "symmetric" and "max2" in cell.operations and net[1] % 2:
-                raise ValueError(
-                    f"image_size={image_size} is not allowed with preset={preset!r}: {name} would halve a map "
-                    f"of {net[1]} pixels, and its 2x2 maximum has no padding; use 224, or preset='tf'"
-                )
-        match = "reduce" if prev[1] != net[1] else "project"
+        cell, filters = plans.reduction if reduce else plans.normal, int(num_filters * scale)
+        size, out_size = net[1], -(-net[1] // 2) if reduce else net[1]
+        if reduce and form.padding == "symmetric" and "max2" in cell.operations and size % 2:
+            raise ValueError(
+                f"image_size={image_size} is not allowed with preset={preset!r}: {name} would halve a map of "
+                f"{size} pixels, and its 2x2 maximum has no padding; use 224, or preset='tf'"
+            )
+        match = "reduce" if prev[1] != size else "project"
         layers[name] = Cell(
             cell,
             filters=filters,
@@ -231,7 +230,7 @@ def amoebanet(
             prev_channels=prev[0],
             stride=2 if reduce else 1,
             prev_match=form.first_prev if name == "stem_cell_0" else match,
-            reduce_concat=out_size != net[1],
+            reduce_concat=out_size != size,
             style=style,
         )
         net, prev = (len(cell.concat) * filters, out_size), net
@@ -247,8 +246,8 @@ def amoebanet(
         if aux_head and i == reductions[1] - 1:
             if net[1] < 5:
                 raise ValueError(
-                    f"image_size={image_size} is too small for the auxiliary head: its 5x5 average would get a "
-                    f"map of {net[1]} pixels; use a larger image (preset 'tf': at least 67), or aux_head=False"
+                    f"image_size={image_size} is too small for the auxiliary head, whose 5x5 average would "
+                    f"get a map of {net[1]} pixels; use a larger image (tf: at least 67), or aux_head=False"
                 )
             layers["aux_head"] = AuxHead(*net, num_classes, form.padding)
     layers["classifier"] = Classifier(net[0], num_classes, dropout, form)

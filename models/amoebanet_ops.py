@@ -123,7 +123,8 @@ class FactorizedReduction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         odd = F.pad(x[:, :, 1::2, 1::2], (0, x.size(3) % 2, 0, x.size(2) % 2))
-        return self.bn(torch.cat([self.even(x[:, :, ::2, ::2]), self.odd(odd)], dim=1))
+        halves: Tensor = self.bn(torch.cat([self.even(x[:, :, ::2, ::2]), self.odd(odd)], dim=1))
+        return halves
 
 
 def operation(name: str, channels: int, filters: int, stride: int, style: Style) -> nn.Module:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models import checks
+
 Batch = tuple[Any, Tensor]
 
 
@@ -17,16 +19,17 @@ def image_batch(
     batch_size: int, options: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """Images (N, 3, S, S) from a standard normal, classes (N,) of int64."""
-    side = options["image_size"]
+    side = checks.positive_int("image_size", options["image_size"])
     images = torch.randn(batch_size, 3, side, side, device=device, generator=generator)
-    return images, _draw(options["num_classes"], (batch_size,), device, generator)
+    return images, _draw("num_classes", options, (batch_size,), device, generator)
 
 
 def language_batch(
     batch_size: int, options: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """Tokens (N, T) and, as target, the tokens one further on; both int64, T = `seq_len`."""
-    tokens = _draw(options["vocab_size"], (batch_size, options["seq_len"] + 1), device, generator)
+    length = checks.positive_int("seq_len", options["seq_len"])
+    tokens = _draw("vocab_size", options, (batch_size, length + 1), device, generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -36,12 +39,17 @@ def translation_batch(
     """(source, target input), each (N, T), and the target one token further on; all int64, T =
     `seq_len`.
     """
-    source = _draw(options["vocab_size"], (batch_size, options["seq_len"]), device, generator)
+    source, _ = language_batch(batch_size, options, device, generator)
     target_in, target_out = language_batch(batch_size, options, device, generator)
     return (source, target_in), target_out
 
 
 def _draw(
-    below: int, shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None
+    size: str,
+    options: Mapping[str, Any],
+    shape: tuple[int, ...],
+    device: torch.device,
+    generator: torch.Generator | None,
 ) -> Tensor:
+    below = checks.positive_int(size, options[size])
     return torch.randint(below, shape, device=device, generator=generator)

@@ -24,8 +24,10 @@ class BatchNorm2d(nn.BatchNorm2d):
     def _follow(self, mean: Tensor) -> None:
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
+        share = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+            share = 1.0 / int(self.num_batches_tracked) if share is None else share
+        share = 0.0 if share is None else share
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.mul_(1.0 - share)

@@ -31,25 +31,27 @@ def flag(name: str, value: Any) -> bool:
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> Any:
     """Returns `value` if it is among `allowed`, else raises `ValueError` that lists them."""
-    if value not in allowed:
+    if value not in tuple(allowed):
         raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, allowed))}")
     return value
 
 
 def even_int(name: str, value: Any) -> int:
     """Returns `value` if it is an even integer of at least 2, else raises `ValueError`."""
-    if positive_int(name, value) % 2:
+    number = positive_int(name, value)
+    if number % 2:
         raise ValueError(
             f"{name}={value} is not allowed: give an even integer, half of it are sines, half cosines"
         )
-    return value
+    return number
 
 
 def divisor(name: str, value: Any, of_name: str, of: int) -> int:
     """Returns `value` if it is a positive divisor of `of`, else raises `ValueError`."""
-    if of % positive_int(name, value):
+    number = positive_int(name, value)
+    if of % number:
         raise ValueError(f"{name}={value} is not allowed: it has to divide {of_name}={of}")
-    return value
+    return number
 
 
 def optional_positive(name: str, value: Any) -> float | None:

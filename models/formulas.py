@@ -53,11 +53,11 @@ def amoebanet_d_layers(num_layers: int, num_filters: int, num_classes: int, pres
             "multiple of 16 filters; count a built model instead"
         )
 
-    def normal(F: int, a: int, b: int) -> int:
-        return (a + b) * F + 23 * F * F // 4 + 17 * F
+    def normal(width: int, a: int, b: int) -> int:
+        return (a + b) * width + 23 * width * width // 4 + 17 * width
 
-    def reduction(F: int, a: int, b: int) -> int:
-        return (a + b) * F + 55 * F * F // 16 + 25 * F // 2
+    def reduction(width: int, a: int, b: int) -> int:
+        return (a + b) * width + 55 * width * width // 16 + 25 * width // 2
 
     if preset == "tf":
         stem, F = 32, D // 4

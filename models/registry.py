@@ -85,7 +85,8 @@ def example_batch(
     """
     options = _options(name, model_kwargs)
     checks.positive_int("batch_size", batch_size)
-    return _BATCHES[name](batch_size, options, torch.device(device), generator)
+    batch: tuple[Any, Tensor] = _BATCHES[name](batch_size, options, torch.device(device), generator)
+    return batch
 
 
 def loss_fn(name: str, **model_kwargs: Any) -> Callable[[Any, Tensor], Tensor]:
@@ -107,5 +108,6 @@ def _options(name: str, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     options = builder.options(model_kwargs)
     if "preset" in options:
         preset = PRESETS[checks.one_of("preset", options["preset"], PRESETS)]
-        options["num_classes"] = options["num_classes"] or preset.num_classes
+        if options["num_classes"] is None:
+            options["num_classes"] = preset.num_classes
     return options

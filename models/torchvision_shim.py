@@ -41,8 +41,8 @@ def import_torchvision() -> ModuleType:
 
 
 def _declare(operator: str) -> None:
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    library.define(operator + _SIGNATURES[operator])
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(operator + _SIGNATURES[operator])  # type: ignore[no-untyped-call]
     _declared[operator] = library
     # What the failed import left behind would be taken for complete.
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:

@@ -9,12 +9,15 @@ Shapes: N examples, T tokens, d = `d_model`, f = `ffn_dim`, V = `vocab_size`, h 
 """
 
 import math
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from models import checks
 
 State = Tensor | tuple[Tensor, ...]
 ATTENTIONS = ("fused", "explicit")
@@ -91,7 +94,7 @@ class Attention(nn.Module):
         return (x, *rest) if isinstance(state, tuple) else x
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return x.view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
 
     def extra_repr(self) -> str:
         return (
@@ -138,7 +141,7 @@ class Softmax(nn.Module):
         self.linear = Linear(d_model, vocab_size)
 
     def forward(self, state: State) -> Tensor:
-        logits = self.linear(state[0] if isinstance(state, tuple) else state)
+        logits: Tensor = self.linear(state[0] if isinstance(state, tuple) else state)
         return logits if self.logit_clip is None else logits.clamp(-self.logit_clip, self.logit_clip)
 
     def extra_repr(self) -> str:
@@ -156,9 +159,7 @@ class Table(nn.Embedding):
 
 
 def embed(table: Table, tokens: Tensor, seq_len: int, dropout: float) -> Tensor:
-    """Tokens (N, T) -> (N, T, d): rows times sqrt(d), plus positions. Longer than `seq_len` is a
-    `ValueError`.
-    """
+    """Tokens (N, T) -> (N, T, d): rows times sqrt(d), plus positions. T > seq_len is a `ValueError`."""
     if tokens.size(1) > seq_len:
         raise ValueError(
             f"sequences of {tokens.size(1)} tokens: this model was built with seq_len={seq_len}; build it longer"
@@ -198,3 +199,13 @@ def stack(
             yield f"{prefix}_{i}", TransformerLayer(parts)
         else:
             yield from ((f"{prefix}_{i}_{name}", block) for name, block in parts.items())
+
+
+def to_cut(state: Mapping[str, Tensor], cut: str) -> dict[str, Tensor]:
+    """Renames a Transformer's state dict for a model built with `cut`; it has the same tensors either way.
+
+    `layer_0.attention.out.bias` of `cut="layer"` is `layer_0_attention.out.bias` of `cut="sublayer"`.
+    """
+    joint = "." if checks.one_of("cut", cut, CUTS) == "layer" else "_"
+    pattern = re.compile(r"^((?:layer|encoder|decoder)_\d+)[._](attention|cross|feed_forward)\.")
+    return {pattern.sub(rf"\1{joint}\2.", name): tensor for name, tensor in state.items()}

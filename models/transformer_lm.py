@@ -8,7 +8,6 @@ usual, to the input itself.
 
 from collections import OrderedDict
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import checks

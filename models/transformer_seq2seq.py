@@ -119,7 +119,7 @@ def transformer_seq2seq(
     seq_len = checks.positive_int("seq_len", seq_len)
     d_model = checks.even_int("d_model", d_model)
     channels = checks.positive_int("num_heads", num_heads) * checks.positive_int("head_dim", head_dim)
-    num_tables = checks.one_of("num_tables", num_tables, NUM_TABLES)
+    num_tables = checks.one_of("num_tables", checks.positive_int("num_tables", num_tables), NUM_TABLES)
     dropout = checks.probability("dropout", dropout)
     attention = checks.one_of("attention", attention, ATTENTIONS)
     cut = checks.one_of("cut", cut, CUTS)

@@ -1,0 +1,222 @@
+"""What one layer costs in bytes, found by running it once on fake tensors of the real size.
+
+Everything downstream (partition, memory model, maximum-size search) adds up layer profiles, so a profile must
+say more than "saved 12 MiB": whether an input is kept by the layer's graph (its neighbour may keep the same
+storage), when in the backward pass it is let go, how high the transients stand at that moment. A profile
+therefore tells the *order of events* - which storage appears and dies when - of three stories:
+
+    free     forward without a graph                                       (F under re-materialization)
+    first    forward with a graph, backward that creates the gradients     (first B of a step)
+    later    the same with a backward that accumulates into them           (every other B)
+
+Nothing of the real size is allocated: the layer runs under FakeTensorMode, on the CPU device. A GPU's kernels
+may keep other things; real runs under a memory cap check that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipeline.boundary import Boundary, TensorSpec, as_tuple
+from pipeline.signature import signature
+from pipeline.story import Story
+from pipeline.tracker import EventLog
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProfile:
+    """The bytes of one layer at one micro-batch size."""
+
+    name: str
+    inputs: Boundary
+    outputs: Boundary
+    num_parameters: int  # trainable elements
+    parameter_sizes: tuple[int, ...]  # bytes of each parameter tensor
+    buffer_bytes: int
+    gradient_bytes: int
+    free: Story
+    first: Story
+    later: Story
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        return sum(self.parameter_sizes)
+
+
+@dataclass
+class Profiler:
+    """Profiles layers, each distinct one once: same configuration, same inputs, same precision.
+
+    ``autocast`` is the dtype of mixed precision (parameters stay as they are), None for none. Casts of
+    weights are not cached between operations, as in the engine: the cache would keep a copy of every weight.
+    """
+
+    autocast: torch.dtype | None = None
+    _known: dict[tuple[object, Boundary], LayerProfile] = field(default_factory=dict, repr=False)
+
+    def layer(self, layer: nn.Module, inputs: Boundary) -> LayerProfile:
+        """The profile of one layer. Raises ValueError if it returns anything but tensors."""
+        key = (signature(layer), inputs)
+        if key not in self._known:
+            with FakeTensorMode():
+                self._known[key] = self._run(fake_copy(layer), inputs)
+        return self._known[key]
+
+    def chain(self, layers: Iterable[nn.Module], inputs: Boundary) -> tuple[LayerProfile, ...]:
+        """Profiles of layers in sequence, each fed with what the one before it returns."""
+        profiles = []
+        for layer in layers:
+            profiles.append(self.layer(layer, inputs))
+            inputs = profiles[-1].outputs
+        return tuple(profiles)
+
+    def loss(
+        self, loss_fn: Callable[[Any, Tensor], Tensor], outputs: Boundary, target: Boundary
+    ) -> LayerProfile:
+        """The loss as one more layer, which takes the outputs and the target."""
+        return self.layer(LossLayer(loss_fn, outputs.is_tuple), outputs.join(target))
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
+
+    def _run(self, layer: nn.Module, inputs: Boundary) -> LayerProfile:
+        trainable = [p for p in layer.parameters() if p.requires_grad]
+        with torch.no_grad():
+            free, _ = self._tell(layer, inputs)
+        first, outputs = self._tell(layer, inputs)
+        gradient_bytes = sum(p.grad.untyped_storage().nbytes() for p in trainable if p.grad is not None)
+        later, _ = self._tell(layer, inputs)
+        return LayerProfile(
+            name=type(layer).__name__,
+            inputs=inputs,
+            outputs=outputs,
+            num_parameters=sum(p.numel() for p in trainable),
+            parameter_sizes=tuple(p.numel() * p.itemsize for p in layer.parameters()),
+            buffer_bytes=sum(b.numel() * b.itemsize for b in layer.buffers()),
+            gradient_bytes=gradient_bytes,
+            free=free,
+            first=first,
+            later=later,
+        )
+
+    def _tell(self, layer: nn.Module, inputs: Boundary) -> tuple[Story, Boundary]:
+        """Run forward, and backward where there is a graph, with references as scarce as in a stage."""
+        delivered: list[Tensor] = []
+        leaves = [torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs.tensors]
+        seed = torch.empty(())
+        with EventLog() as log:
+            values = [
+                _enter(leaf, spec, delivered) for leaf, spec in zip(leaves, inputs.tensors, strict=True)
+            ]
+            values = [values[first] for first in inputs.same_as]
+            input_storages = _serials(log, values)
+            log.events.clear()
+            with self._precision():
+                result = layer(tuple(values) if inputs.is_tuple else values[0])
+            forward = tuple(log.events)
+            outputs = Boundary.of(result)
+            output_storages = _serials(log, as_tuple(result))
+            root = _follow(result) if torch.is_grad_enabled() else None
+            hidden = log.serial_of(root) if root is not None else None
+            del result, values
+            kept = frozenset(log.alive - {hidden})
+            log.events.clear()
+            if root is not None and root.requires_grad:
+                root.backward(seed)
+            del root
+            backward = tuple(event for event in log.events if hidden is None or abs(event) != hidden + 1)
+            gradients = {log.serial_of(p.grad) for p in layer.parameters() if p.grad is not None}
+        story = Story(
+            sizes=tuple(log.sizes),
+            inputs=input_storages,
+            outputs=output_storages,
+            kept=kept if torch.is_grad_enabled() else frozenset(),
+            gradients=frozenset(serial for serial in gradients if serial is not None),
+            forward=forward,
+            backward=backward if torch.is_grad_enabled() else (),
+        )
+        return story, outputs
+
+
+class _Source(torch.autograd.Function):
+    """Makes an input that is no leaf, as between two layers, and takes its gradient as the layer before."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, delivered: list[Tensor]) -> Tensor:
+        ctx.delivered = delivered
+        return torch.empty_like(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.delivered.append(gradient)
+        return None, None
+
+
+class _Tail(torch.autograd.Function):
+    """Stands for all that follows the layer: keeps nothing, sends fresh gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.specs = [(t.shape, t.dtype) if t.requires_grad else None for t in outputs]
+        ctx.same_as = Boundary.of(outputs).same_as
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(
+            torch.empty(spec[0], dtype=spec[1]) if spec is not None and first == index else None
+            for index, (spec, first) in enumerate(zip(ctx.specs, ctx.same_as, strict=True))
+        )
+
+
+class LossLayer(nn.Module):
+    """A loss function as a layer that takes ``(*outputs, target)``."""
+
+    def __init__(self, loss_fn: Callable[[Any, Tensor], Tensor], is_tuple: bool) -> None:
+        super().__init__()
+        self.loss_fn, self.is_tuple = loss_fn, is_tuple
+
+    def forward(self, values: tuple[Tensor, ...]) -> Tensor:
+        *outputs, target = values
+        return self.loss_fn(tuple(outputs) if self.is_tuple else outputs[0], target)
+
+
+def _enter(leaf: Tensor, spec: TensorSpec, delivered: list[Tensor]) -> Tensor:
+    if not (spec.requires_grad and torch.is_grad_enabled()):
+        return torch.empty_like(leaf)
+    made: Tensor = _Source.apply(leaf.requires_grad_(), delivered)
+    return made
+
+
+def _follow(result: Any) -> Tensor:
+    root: Tensor = _Tail.apply(*as_tuple(result))
+    return root
+
+
+def _serials(log: EventLog, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Numbers of the tensors' storages; one that the run did not make (a parameter) counts as new."""
+    tensors = tuple(tensors)
+    log.watch(tensors)
+    return tuple(serial for serial in map(log.serial_of, tensors) if serial is not None)
+
+
+def fake_copy(layer: nn.Module) -> nn.Module:
+    """The layer with fake CPU tensors for its parameters and buffers, whatever device they are on."""
+    stand_ins: dict[int, Any] = {}
+    for parameter in layer.parameters():
+        fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        stand_ins[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+    for buffer in layer.buffers():
+        stand_ins[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return copy.deepcopy(layer, stand_ins).train()

@@ -1,0 +1,153 @@
+"""Counting the bytes of live storages, the same way on real, fake and meta tensors.
+
+Neither `sum(t.nbytes for t in saved)` nor an allocator's statistics answer "what does this stage keep": the
+first counts views, in-place results and tensors saved twice more than once, the second exists on GPUs only.
+Here a dispatch mode sees the result of every operation and counts each *storage* once, from the operation
+that made it until its last reference dies (storages keep their Python object, so a weak reference tells).
+
+What it does not see: workspaces that a kernel allocates and frees inside one operation, allocator rounding
+and fragmentation. On a GPU `torch.cuda.max_memory_allocated` is the check for those.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class StorageWatch(TorchDispatchMode):
+    """Calls `allocated` and `freed` once for each storage that operations under this mode create.
+
+    Storages that existed before are ignored, views of them included, unless `watch` names them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._serials: dict[int, int] = {}  # address of a live storage -> its number
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._next_serial = 0
+
+    def allocated(self, serial: int, num_bytes: int) -> None:
+        """A storage appeared. Subclasses override this."""
+
+    def freed(self, serial: int) -> None:
+        """The last reference to a storage died. Subclasses override this."""
+
+    @property
+    def alive(self) -> set[int]:
+        """Numbers of the storages that live now."""
+        return set(self._references)
+
+    def serial_of(self, tensor: Tensor) -> int | None:
+        """The number of the storage behind ``tensor``, None if it is not watched."""
+        return self._serials.get(tensor.untyped_storage()._cdata)
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Count storages that existed before, such as parameters."""
+        for tensor in tensors:
+            self._register(tensor)
+
+    def _register(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._serials:
+            return
+        serial = self._next_serial
+        self._next_serial += 1
+        self._serials[address] = serial
+
+        def on_death(_: object) -> None:
+            del self._serials[address], self._references[serial]
+            self.freed(serial)
+
+        self._references[serial] = weakref.ref(storage, on_death)
+        self.allocated(serial, storage.nbytes())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given: set[int] | None = None
+        for tensor in _tensors(result):
+            address = tensor.untyped_storage()._cdata
+            if address in self._serials:
+                continue
+            if given is None:
+                given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+            if address not in given:  # else: a view or in-place result of a storage that is not watched
+                self._register(tensor)
+        return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+class LiveMemory(StorageWatch):
+    """Live and peak bytes by owner. The owner of a storage is whoever was running when it was created.
+
+        memory = LiveMemory()
+        with memory:
+            with memory.owned_by(stage): ...
+
+    ``memory.peak_bytes[stage]`` is then what that stage would need on a device of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owner: int | str = ""
+        self._held: dict[int, tuple[int | str, int]] = {}
+        self.live_bytes: defaultdict[int | str, int] = defaultdict(int)
+        self.peak_bytes: defaultdict[int | str, int] = defaultdict(int)
+
+    @contextmanager
+    def owned_by(self, owner: int | str) -> Iterator[None]:
+        previous, self._owner = self._owner, owner
+        try:
+            yield
+        finally:
+            self._owner = previous
+
+    def reset_peaks(self) -> None:
+        self.peak_bytes = defaultdict(int, self.live_bytes)
+
+    def allocated(self, serial: int, num_bytes: int) -> None:
+        self._held[serial] = (self._owner, num_bytes)
+        live = self.live_bytes[self._owner] = self.live_bytes[self._owner] + num_bytes
+        if live > self.peak_bytes[self._owner]:
+            self.peak_bytes[self._owner] = live
+
+    def freed(self, serial: int) -> None:
+        owner, num_bytes = self._held.pop(serial)
+        self.live_bytes[owner] -= num_bytes
+
+
+class EventLog(StorageWatch):
+    """The order in which storages appear and die: ``+(s + 1)`` and ``-(s + 1)`` for storage number s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[int] = []
+        self.sizes: list[int] = []
+
+    def allocated(self, serial: int, num_bytes: int) -> None:
+        self.sizes.append(num_bytes)
+        self.events.append(serial + 1)
+
+    def freed(self, serial: int) -> None:
+        self.events.append(-serial - 1)

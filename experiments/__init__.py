@@ -1,3 +1,1 @@
-"""One file per table or figure of the paper, and the command line that runs them (`python -m
-experiments`).
-"""
+"""One file per table or figure of the paper, and the command line, `python -m experiments`."""

@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
-"""Exit statuses. 130 is what shells expect of a program that was interrupted from the keyboard."""
+DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
+"""Exit statuses of what went as it should and of what the user asked to know."""
+
+INTERRUPTED, READER_GONE = 130, 141
+"""Exit statuses that shells expect of a program stopped by the keyboard or by a closed pipe."""
 
 PROFILES = ("smoke", "short", "full")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "local"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status. Bad usage is one line on standard error, never a
-    traceback.
-    """
+    """Runs one command; returns its exit status. Bad usage is one line on standard error."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a stream that a test put there
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -35,12 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except ValueError as error:
         return _complain(str(error))
+    except ImportError as error:
+        return _complain(f"{error}; `doctor` says what is missing and how to get it")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has seen enough, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
+        return READER_GONE
     return status
 
 

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def lines_only() -> Iterator[Callable[[bytes], None]]:
-    """Yields a function that writes a line to the real standard output; whatever else is written goes to
-    stderr.
-    """
+    """Yields what writes a line to the real standard output; all else that is written goes to stderr."""
     stdout = sys.stdout
     stdout.flush()
     try:

@@ -1,6 +1,4 @@
-"""The experiments there are, by name. Modules are imported when asked for, so the command line starts at
-once.
-"""
+"""The experiments by name; a module is imported when asked for, so the command line starts at once."""
 
 from __future__ import annotations
 

@@ -10,9 +10,7 @@ from harness.store import latest
 
 
 def select_records(records: Sequence[Record], experiment: Experiment, profile: str | None) -> list[Record]:
-    """The latest record of each case of the experiment's revision; `profile` None takes the latest
-    record's.
-    """
+    """The latest record of each case at the current revision; without `profile`, of the latest one."""
     current = [record for record in records if record.revision == experiment.revision]
     if profile is None and current:
         profile = current[-1].profile
@@ -20,7 +18,5 @@ def select_records(records: Sequence[Record], experiment: Experiment, profile: s
 
 
 def merge(stored: Sequence[Record], new: Sequence[Record]) -> list[Record]:
-    """The stored records with the new ones in their place (new ones may not be stored, if the disk was
-    full).
-    """
+    """The stored records with the new ones in their place; on a full disk new ones are not stored."""
     return list(latest([*stored, *new]).values())

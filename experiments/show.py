@@ -13,9 +13,7 @@ from harness.tables import text_table
 
 
 def comparisons_of(experiment: Experiment, records: Sequence[Record]) -> list[Comparison]:
-    """The experiment's cells beside the paper's. Raises RuntimeError where the experiment contradicts
-    itself.
-    """
+    """The experiment's cells beside the paper's. Raises RuntimeError where they contradict themselves."""
     paper = load_paper()
     try:
         return compare(experiment.cells(records), paper)
@@ -31,9 +29,7 @@ def text_of(experiment: Experiment, records: Sequence[Record], comparisons: list
 
 
 def environment_warnings(records: Sequence[Record]) -> list[str]:
-    """One line for each field in which the records' machines or code differ although numbers depend on
-    it.
-    """
+    """One line for each field that numbers depend on and in which the records differ."""
     return [
         f"records differ in {name}: {' | '.join(str(value) for value in values)}"
         for name, values in differences([record.environment for record in records]).items()

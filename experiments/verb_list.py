@@ -1,6 +1,4 @@
-"""`list`: the experiments with what each profile does and how long it takes; `list --models`: the model
-zoo.
-"""
+"""`list`: the experiments and how long each profile takes; `list --models`: the model zoo."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`run NAME`: runs what is not on record, then shows the table beside the paper's and writes the
-figures.
-"""
+"""`run NAME`: runs what is not on record, then shows table and verdicts and writes the figures."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from experiments.output import lines_only, print_line
 from experiments.registry import load, suggestion
 from experiments.selection import merge, select_records
 from experiments.show import comparisons_of, text_of
-from harness.codec import encode
+from harness.codec import encode, printable
 from harness.compare import Comparison
 from harness.experiment import Experiment, RunOptions
 from harness.progress import Reporter, reporter
@@ -34,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         only=_only(arguments.only),
     )
     store = Store(arguments.results)
-    command = shlex.join(["python", "-m", "experiments", *arguments.arguments])
+    command = printable(shlex.join(["python", "-m", "experiments", *arguments.arguments]))
     show = reporter()
 
     def go(on_record: Callable[[Record, bool], None]) -> RunResult:

@@ -29,9 +29,7 @@ CONFIGURATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """For each configuration: model, its keywords, the length of its sequence, its trainable
-    parameters.
-    """
+    """For each configuration: model, keywords, length of the sequence, trainable parameters."""
     import torch
 
     from models import MODELS

@@ -27,9 +27,7 @@ _record_decoder = msgspec.json.Decoder(Record)
 
 
 def encode(record: Record) -> bytes:
-    """The line of a record, without the newline. Raises ValueError where its details are not plain
-    data.
-    """
+    """The line of a record, without newline. Raises ValueError where its details are not plain data."""
     try:
         body = _encoder.encode(record)
     except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
@@ -57,6 +55,11 @@ def decode(line: bytes) -> Record:
         return _record_decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a valid record: {error}") from error
+
+
+def printable(text: str) -> str:
+    """The text with what UTF-8 can't hold (bytes of a file name that are no text) spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _digest(body: bytes) -> bytes:

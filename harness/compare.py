@@ -1,7 +1,6 @@
 """Joins our cells with the paper's: one row per cell, with verdict, reason and footnotes.
 
-A cell that nobody produced is a row too ("not run"), so a table never looks better by leaving numbers
-out.
+A cell that nobody produced is a row too ("not run"), so leaving numbers out makes no table look better.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class Comparison:
 
 
 def compare(ours: Sequence[Ours], paper: Sequence[PaperCell] | None = None) -> list[Comparison]:
-    """The rows of every table that `ours` touches, in the paper's order, then what the paper doesn't
-    have.
+    """The rows of every table that `ours` touches, in the paper's order, then our other cells.
 
     Raises ValueError where a cell is given twice or its unit can't be converted to the paper's.
     """

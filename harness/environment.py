@@ -39,17 +39,14 @@ COMPARABLE_FIELDS = (
 
 
 def environment(load_torch: bool = False) -> dict[str, Any]:
-    """The environment as plain data. With `load_torch`, torch is imported to ask it; otherwise only if it
-    is there."""
+    """The environment as plain data. Torch is asked if it is loaded, or loaded with `load_torch`."""
     if load_torch:
         import torch  # noqa: F401
     return {**_machine(), **_software(), **_code(ROOT), **_torch(), **_now()}
 
 
 def differences(environments: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Fields that differ between environments although numbers depend on them, with their distinct
-    values.
-    """
+    """Fields that numbers depend on and that differ between environments, with their distinct values."""
     found: dict[str, list[Any]] = {}
     for name in COMPARABLE_FIELDS:
         values: list[Any] = []
@@ -93,7 +90,7 @@ def _software() -> dict[str, Any]:
         "implementation": platform.python_implementation(),
         "versions": versions,
         "variables": {
-            name: value
+            name: value.encode("utf-8", "backslashreplace").decode("utf-8")
             for name, value in sorted(os.environ.items())
             if name.startswith(_VARIABLE_PREFIXES) or name in _VARIABLES
         },
@@ -102,8 +99,7 @@ def _software() -> dict[str, Any]:
 
 @functools.cache
 def _code(root: Path) -> dict[str, Any]:
-    """Commit and changes on top of it where `root` is a git work tree, and in any case a digest of the
-    sources."""
+    """A digest of the sources and, where `root` is a git work tree, the commit and whether it was changed."""
     known: dict[str, Any] = {
         "git_commit": None, "git_dirty": None, "git_diff_sha256": None, "code_sha256": _source_digest(root),
     }  # fmt: skip
@@ -131,9 +127,7 @@ def _source_digest(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:
-    """Output of a git command, or None without git, without a repository, or where git refuses to read
-    it.
-    """
+    """Output of a git command; None without git, without a repository, or where git refuses to read it."""
     try:
         done = subprocess.run(
             ["git", "--no-optional-locks", "-C", os.fspath(root), *arguments],

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What the user asked for. `only` maps a key of the cases to the texts of the values that are
-    wanted.
-    """
+    """What the user asked for. `only` maps a key of the cases to the wanted values, as typed."""
 
     profile: str = "short"
     device: str = "auto"
@@ -34,8 +32,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One unit of work that is run, stored and resumed as a whole. `estimate_s` is its time on two laptop
-    cores.
+    """One unit of work that is run, stored and resumed as a whole; `estimate_s` on two laptop cores.
 
     Raises ValueError for keys that would not survive being stored.
     """
@@ -135,8 +132,7 @@ class Experiment:
 
 
 def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[Case]:
-    """The cases that every wanted key admits. Raises ValueError naming an unknown key or value and those
-    allowed."""
+    """The cases that every wanted key admits. Raises ValueError with what is unknown and what allowed."""
     for key, wanted in only.items():
         allowed = {text(case.key[key]): None for case in cases if key in case.key}
         if not allowed:

@@ -41,8 +41,7 @@ def file_lock(fd: int, *, shared: bool = False) -> Iterator[None]:
 
 
 class Claims:
-    """Claims on cases, as byte ranges of one lock file: no file per case, and none left behind by a
-    killed run.
+    """Claims on cases, as byte ranges of one lock file; a killed run leaves none behind.
 
     A range lock belongs to the process, so it is not kept alive by workers that a killed run leaves
     behind.
@@ -62,15 +61,16 @@ class Claims:
             yield True
             return
         offset = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "big")
+        refusal: int | None = None
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, offset)
         except OSError as error:
-            yield error.errno not in _TAKEN
-            return
+            refusal = error.errno
         try:
-            yield True
+            yield refusal not in _TAKEN  # any other refusal: a file system without locks
         finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, offset)
+            if refusal is None:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, offset)
 
     def close(self) -> None:
         """Gives up everything still claimed."""

@@ -102,8 +102,7 @@ def parse_printed(printed: str, unit: str) -> tuple[float, float]:
 
 
 def load_paper(path: Path = PATH) -> list[PaperCell]:
-    """All published numbers in file order. Raises ValueError that names file, line and what is wrong
-    there."""
+    """All published numbers in file order. Raises ValueError with file, line and what is wrong there."""
     try:
         file = path.open(encoding="utf-8", newline="")
     except OSError as error:

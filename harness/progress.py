@@ -26,8 +26,7 @@ class Reporter(Protocol):
 
 
 class Remaining:
-    """Time left: the estimates of what is left, scaled by how the estimates of what was run compared with
-    reality."""
+    """Time left: the estimates of what is left, scaled by how right they were so far."""
 
     def __init__(self, cases: list[Case]) -> None:
         self._left_s = sum(case.estimate_s for case in cases)
@@ -149,8 +148,7 @@ def describe(case: Case, record: Record) -> str:
 
 
 def reporter(stream: TextIO | None = None, variables: Mapping[str, str] = os.environ) -> Reporter:
-    """A bar where a person watches, lines where a log is written (no terminal, CI, NO_COLOR, a dumb
-    terminal)."""
+    """A bar where a person watches; lines for logs, CI, NO_COLOR and dumb terminals."""
     stream = sys.stderr if stream is None else stream
     plain = bool(variables.get("CI") or variables.get("NO_COLOR") or variables.get("TERM") == "dumb")
     return PlainReporter(stream) if plain or not stream.isatty() else BarReporter(stream)

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 SCHEMA = 1
-"""Version of the stored form. A reader refuses lines of a newer one instead of guessing what they
-mean.
+"""Version of the stored form; a reader refuses newer lines instead of guessing what they mean.
 """
 
 Scalar = str | int | float | bool | None
@@ -23,8 +22,9 @@ PROVENANCES: tuple[str, ...] = get_args(Provenance)
 STATUSES: tuple[str, ...] = get_args(Status)
 
 FINAL: frozenset[str] = frozenset({"done", "out_of_memory"})
-"""Statuses that are results. A skipped or failed case is tried again by the next run: a missing device
-may have appeared, a bug may have been fixed, and nothing that was finished is repeated."""
+"""Statuses that are results and never run again.
+
+A skipped or failed case is tried again by the next run: a missing device may have appeared, a bug may be fixed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from harness.codec import encode
+from harness.codec import decode, encode, printable
 from harness.environment import environment
 from harness.experiment import Case, Experiment, Outcome, RunOptions, select
 from harness.lock import Claims
@@ -25,8 +25,7 @@ from harness.store import Problem, Store, StoreError, latest
 
 @dataclass
 class RunResult:
-    """What a run left. `records` are the wanted cases' in their order; `unsaved` those of them that are
-    not on disk."""
+    """What a run left. `records` are the wanted cases' in their order, `unsaved` those not on disk."""
 
     records: list[Record] = field(default_factory=list)
     ran: int = 0
@@ -47,8 +46,7 @@ def run_experiment(
     command: str = "",
     on_record: Callable[[Record, bool], None] = lambda record, saved: None,
 ) -> RunResult:
-    """Runs what is not on record (everything with `fresh`). `on_record(record, saved)` sees each record
-    when it is final.
+    """Runs what is not on record, or everything with `fresh`. `on_record(record, saved)` sees each result.
 
     Raises ValueError, before anything is run, where options name what the experiment doesn't have. An
     interrupt from the keyboard ends the run; what was finished is kept.
@@ -166,10 +164,9 @@ class _Run:
             )
 
         try:
-            made = record(outcome)
-            encode(made)
+            made = decode(encode(record(outcome)))  # from here on exactly what will be read back
         except ValueError as error:  # an outcome that no record can hold is a fault of the experiment
-            made = record(_failed(error))
+            made = decode(encode(record(_failed(error))))
         self._keep(case, made)
         return made
 
@@ -191,30 +188,32 @@ class _Run:
 def _outcome(experiment: Experiment, case: Case, options: RunOptions) -> Outcome:
     """Runs one case; whatever it raises becomes an outcome."""
     try:
-        return experiment.run(case, options)
+        outcome = experiment.run(case, options)
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"{experiment.name} returned {type(outcome).__name__}, not an Outcome")
+        return outcome
     except (Exception, SystemExit) as error:
         memory = _memory_error(error)
         if memory is None:
             return _failed(error)
         reason = _first_line(memory)
-        details = {"traceback": traceback.format_exc()}
+        details = {"traceback": printable(traceback.format_exc())}
     _give_memory_back()  # only here are the frames gone that held it
     return Outcome(status="out_of_memory", reason=reason, details=details)
 
 
 def _failed(error: BaseException) -> Outcome:
     text = "".join(traceback.format_exception(error))
-    return Outcome(status="failed", reason=_first_line(error), details={"traceback": text})
+    return Outcome(status="failed", reason=_first_line(error), details={"traceback": printable(text)})
 
 
 def _first_line(error: BaseException) -> str:
-    message = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {message[0]}" if message else type(error).__name__
+    lines = printable(str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _memory_error(error: BaseException) -> BaseException | None:
-    """The out-of-memory error that this is, or was raised from. Torch's are known by name, without
-    importing it."""
+    """The out-of-memory error that this is or was raised from; torch's by name, without importing it."""
     seen: BaseException | None = error
     while seen is not None:
         names = {each.__name__ for each in type(seen).__mro__}

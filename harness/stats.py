@@ -16,9 +16,7 @@ _SEED = 1811_06965  # the interval of the same samples must be the same number e
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Percentile bootstrap interval of the median, in the samples' unit; None for fewer than two
-    samples.
-    """
+    """Percentile bootstrap interval of the median, in the samples' unit; None below two samples."""
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}; it is a share between 0 and 1, such as 0.95")
     if len(samples) < 2:
@@ -49,8 +47,7 @@ def from_samples(
     higher_is_better: bool | None = None,
     note: str = "",
 ) -> Quantity:
-    """Median of the samples with its 95 % interval and the samples themselves. Raises ValueError without
-    samples."""
+    """Median of the samples with its 95 % interval. Raises ValueError without samples."""
     if not samples:
         raise ValueError(f"quantity {name!r} has no samples")
     interval = median_interval(samples)

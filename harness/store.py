@@ -133,9 +133,7 @@ def latest(records: Iterable[Record]) -> dict[str, Record]:
 
 
 def _append_whole(fd: int, line: bytes) -> None:
-    """Writes the line at the end of the locked file, on a line of its own, or leaves the file as it
-    was.
-    """
+    """Adds the line to the locked file, on a line of its own, or leaves the file as it was."""
     size = os.fstat(fd).st_size
     if size:
         os.lseek(fd, size - 1, os.SEEK_SET)

@@ -44,9 +44,7 @@ _SCALES = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def convert(value: float, unit: str, to: str) -> float:
-    """The value in another unit of the same kind. Raises ValueError for an unknown unit or another
-    kind.
-    """
+    """The value in another unit of the same kind. Raises ValueError for any other unit."""
     if unit == to:
         return value
     for name in (unit, to):
@@ -60,25 +58,23 @@ def convert(value: float, unit: str, to: str) -> float:
     return value * (scale / wanted_scale)
 
 
-def show(value: float, unit: str) -> str:
-    """A number as a person reads it, with four significant digits: `81.79M`, `3.819 GB`, `3.48`, `65.6
-    %`.
-    """
+def show(value: float, unit: str, digits: int = 4) -> str:
+    """A number as a person reads it, to so many significant digits: `81.79M`, `3.819 GB`, `65.60 %`."""
     if unit in _COUNTS:
         for scale, suffix in _SCALES:
             if abs(value) >= scale:
-                return _digits(value / scale) + suffix
-        return _digits(value)
-    number = _digits(value)
+                return _digits(value / scale, digits) + suffix
+        return _digits(value, digits)
+    number = _digits(value, digits)
     if unit in ("ratio", "number"):
         return number
     return f"{number} {unit}"
 
 
-def _digits(value: float) -> str:
-    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
+def _digits(value: float, digits: int) -> str:
+    if float(value).is_integer() and abs(value) < 1e6:
         return f"{value:.0f}"
-    if value != 0 and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.3e}"
-    magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 1
-    return f"{value:.{max(0, 4 - magnitude)}f}"
+    if not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.{digits - 1}e}"
+    before_point = len(str(int(abs(value)))) if abs(value) >= 1 else 1
+    return f"{value:.{max(0, digits - before_point)}f}"

@@ -25,8 +25,7 @@ _ULP = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, always with its reason, and the band it was held against (None where there was nothing
-    to hold)."""
+    """A verdict, always with its reason, and the band it was held against, if there was one."""
 
     verdict: Verdict
     reason: str
@@ -114,4 +113,5 @@ def _band_in_words(cell: PaperCell, quantity: Quantity, ours: Ours) -> str:
 
 
 def _pair(low: float, high: float, unit: str) -> str:
-    return show(low, unit) if low == high else f"{show(low, unit)} to {show(high, unit)}"
+    # one digit more than the numbers themselves, because half a unit of the printed digit has one more
+    return show(low, unit, 5) if low == high else f"{show(low, unit, 5)} to {show(high, unit, 5)}"

@@ -1,0 +1,90 @@
+"""Start and end of every action without disturbing it: the wall clock on CPUs, events on GPUs.
+
+A GPU runs behind the host, so the host's clock would show when an action was enqueued. CUDA events are
+recorded into the stream instead and read only when somebody asks for the timeline, so a step never waits for
+the device.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+
+from pipeline.schedule import Action
+from pipeline.timeline import Event, Timeline
+
+
+class Clock:
+    """Records start and end of the actions of one program, step after step; keeps the latest step."""
+
+    def __init__(self, actions: Sequence[Action], devices: Sequence[torch.device]) -> None:
+        self._actions = tuple(actions)
+        self._devices = tuple(devices)  # by stage
+        self._start_ns = [0] * len(self._actions)
+        self._end_ns = [0] * len(self._actions)
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._origins: dict[torch.device, torch.cuda.Event] = {}
+        self._cuda = any(device.type == "cuda" for device in self._devices)
+        self.complete = False
+
+    def begin(self) -> None:
+        self.complete = False
+        if self._cuda:
+            if not self._events:
+                self._events = [(_new_event(), _new_event()) for _ in self._actions]
+                self._origins = {device: _new_event() for device in self._devices}
+            for device, event in self._origins.items():
+                event.record(torch.cuda.current_stream(device))
+
+    def start(self, position: int) -> None:
+        """The action at `position` of the program begins."""
+        if self._cuda:
+            device = self._devices[self._actions[position].stage]
+            self._events[position][0].record(torch.cuda.current_stream(device))
+        else:
+            self._start_ns[position] = time.perf_counter_ns()
+
+    def stop(self, position: int) -> None:
+        """The action at `position` of the program ends."""
+        if self._cuda:
+            device = self._devices[self._actions[position].stage]
+            self._events[position][1].record(torch.cuda.current_stream(device))
+        else:
+            self._end_ns[position] = time.perf_counter_ns()
+
+    def timeline(self, num_stages: int) -> Timeline:
+        """The latest step. Waits for the device. `ValueError` before the first complete step.
+
+        Times of several CUDA devices are each counted from an event at the start of the step.
+        """
+        if not self.complete:
+            raise ValueError("no complete step to show; run a step first")
+        events = []
+        for position, action in enumerate(self._actions):
+            if self._cuda:
+                origin = self._origins[self._devices[action.stage]]
+                start, end = self._events[position]
+                end.synchronize()
+                start_s, end_s = origin.elapsed_time(start) / 1e3, origin.elapsed_time(end) / 1e3
+            else:
+                start_s, end_s = self._start_ns[position] / 1e9, self._end_ns[position] / 1e9
+            events.append(Event(action, start_s, end_s))
+        devices = [str(device) for device in self._devices]
+        return Timeline.of(events, num_stages, devices=devices, conditions=conditions())
+
+
+def conditions() -> dict[str, str]:
+    """What this process is held to: compute threads and the cores it may run on."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    pinned = bool(cores) and len(cores) < (os.cpu_count() or 0)
+    return {
+        "threads": str(torch.get_num_threads()),
+        "pinned_cores": ",".join(map(str, cores)) if pinned else "not pinned",
+    }
+
+
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,125 @@
+"""Runs a schedule on stages through a transport.
+
+The engine decides nothing: the schedule says what happens in which order, the stages know how, the transport
+moves what has to move. What is left is a loop. Everything that does not change between steps is looked up
+once, in `prepare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+from pipeline.clock import Clock
+from pipeline.schedule import Action, Kind, Schedule, execution_order, validate
+from pipeline.stage import Stage
+from pipeline.transport import Transport
+
+Observer = Callable[[Action], AbstractContextManager[object]]
+_UNOBSERVED = nullcontext()
+
+
+class ActionError(RuntimeError):
+    """An action failed. `action` is where (`2F0`), `rank` the process (None in a single one), `cause` what
+    happened.
+
+    The original exception, with its traceback, is `__cause__` in the process in which it was raised.
+    """
+
+    def __init__(self, action: Action | None, cause: str, rank: int | None = None) -> None:
+        self.action, self.cause, self.rank = action, cause, rank
+        where = f"action {action}" if action is not None else "the step"
+        if rank is not None:
+            where += f" on rank {rank}"
+        super().__init__(f"{where} failed: {cause}")
+
+
+class Step(NamedTuple):
+    """One instruction of a prepared program."""
+
+    kind: Kind
+    stage: Stage
+    microbatch: int
+    graph: bool  # F: build the graph, because no recomputation follows
+    action: Action
+
+
+def prepare(schedule: Schedule, stages: Mapping[int, Stage], *, training: bool = True) -> tuple[Step, ...]:
+    """The actions that this process takes, in order, with everything looked up that a step needs.
+
+    With one stage that is its row; with several, `schedule.execution_order`. `training=False` leaves the
+    forwards only.
+    """
+    validate(schedule)
+    (only,) = stages if len(stages) == 1 else (None,)
+    actions = schedule.actions[only] if only is not None else execution_order(schedule)
+    return tuple(
+        Step(
+            action.kind,
+            stages[action.stage],
+            action.microbatch,
+            training and not schedule.recomputes(action.microbatch),
+            action,
+        )
+        for action in actions
+        if action.stage in stages and (training or action.kind is Kind.F)
+    )
+
+
+def run(
+    program: tuple[Step, ...], transport: Transport, clock: Clock, observe: Observer | None = None
+) -> None:
+    """Takes every action of `program` once. The stages have begun; the caller finishes them.
+
+    `observe` is entered around each action. An exception in an action becomes an `ActionError` that names it;
+    stages and transport are reset, so that the next step starts clean.
+    """
+    action: Action | None = None
+    transport.begin()
+    clock.begin()
+    try:
+        for position, (kind, stage, m, graph, action) in enumerate(program):
+            with _UNOBSERVED if observe is None else observe(action):
+                match kind:
+                    case Kind.F:
+                        message = None if stage.is_first else transport.receive_activation(stage.index, m)
+                        clock.start(position)
+                        message = stage.forward(m, message, graph)
+                        clock.stop(position)
+                        if message is not None and not stage.is_last:
+                            transport.send_activation(stage.index, m, message)
+                        del message
+                    case Kind.R:
+                        clock.start(position)
+                        stage.recompute(m)
+                        clock.stop(position)
+                    case Kind.B | Kind.I:
+                        gradients = () if stage.is_last else transport.receive_gradient(stage.index, m)
+                        clock.start(position)
+                        backward = stage.backward if kind is Kind.B else stage.backward_inputs
+                        gradients = backward(m, gradients)
+                        clock.stop(position)
+                        if not stage.is_first:
+                            transport.send_gradient(stage.index, m, gradients)
+                        del gradients
+                    case Kind.W:
+                        clock.start(position)
+                        stage.backward_weights(m)
+                        clock.stop(position)
+        action = None
+        transport.finish()
+        clock.complete = True
+    except Exception as error:
+        for stage in {step.stage for step in program}:
+            stage.reset()
+        failure = error if isinstance(error, ActionError) else ActionError(action, _summary(error))
+        transport.abort(failure)
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _summary(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

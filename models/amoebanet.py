@@ -169,7 +169,8 @@ def amoebanet(
         num_layers: L, normal cells in all three stacks together; any L >= 1. For L not divisible by 3 the
             reduction cells come where the reference puts them. L = 1 has one reduction cell and no place
             for an auxiliary head, so it gets none, as in the reference.
-        num_filters: D, width of the first stack; the widths D / 4 and D / 2 of the stem are rounded down.
+        num_filters: D >= 8, width of the first stack; the widths D / 4 and D / 2 of the stem are rounded
+            down.
         preset: `"tf"` or `"torchgpipe"`. torchgpipe itself builds only D with L divisible by 3.
         num_classes: None means the preset's: 1001 (class 0 is background) or 1000.
         aux_head: None means the preset's: with it, or without. It belongs to one image size: its last
@@ -187,9 +188,9 @@ def amoebanet(
     plans = GENOTYPES[checks.one_of("genotype", genotype, GENOTYPES)]
     form = PRESETS[checks.one_of("preset", preset, PRESETS)]
     num_layers = checks.positive_int("num_layers", num_layers)
-    if checks.positive_int("num_filters", num_filters) < 4:
+    if checks.positive_int("num_filters", num_filters) < 8:
         raise ValueError(
-            f"num_filters={num_filters} is not allowed: the stem has a quarter of it, so give at least 4"
+            f"num_filters={num_filters} is not allowed: the stem halves a quarter of it, so give at least 8"
         )
     if preset == "torchgpipe" and num_filters % 4:
         raise ValueError(

@@ -162,7 +162,7 @@ def embed(table: Table, tokens: Tensor, seq_len: int, dropout: float) -> Tensor:
     """Tokens (N, T) -> (N, T, d): rows times sqrt(d), plus positions. T > seq_len is a `ValueError`."""
     if tokens.size(1) > seq_len:
         raise ValueError(
-            f"sequences of {tokens.size(1)} tokens: this model was built with seq_len={seq_len}; build it longer"
+            f"sequences of {tokens.size(1)} tokens: the model was built for at most seq_len={seq_len}"
         )
     x = table(tokens) * math.sqrt(table.embedding_dim)
     return F.dropout(x + sinusoids(tokens.size(1), table.embedding_dim, x), dropout)

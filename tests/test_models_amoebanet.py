@@ -1,0 +1,506 @@
+"""AmoebaNet: genotypes, order, shapes, what travels between layers, and the switches of the two
+presets.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models import MODELS, loss_fn
+from models.amoebanet import PRESETS, Classifier, Stem
+from models.amoebanet_cell import Cell
+from models.amoebanet_ops import Style
+from models.drop_path import DropPath
+from models.genotypes import GENOTYPES, OPERATIONS
+
+# A second transcription, in the reference's form: operations, the states they read, and 1 for each state
+# that is used inside the cell and therefore not concatenated.
+REFERENCE = {
+    "a normal": ("avg3 max3 sep3 none none avg3 sep3 sep5 avg3 sep3", "0 0 1 1 0 1 0 2 5 0", "1010010"),
+    "a reduction": ("sep3 avg3 max3 sep7 max3 max3 sep3 1x7 avg3 sep7", "1 0 0 2 1 0 4 0 1 0", "1100000"),
+    "b normal": ("1x1 max3 none sep3 1x1 sep3 1x1 none avg3 1x1", "1 1 1 0 1 0 2 2 1 5", "0110010"),
+    "b reduction": ("max2 max3 none 3x3 sep5 max3 none sep3 avg3 1x1", "0 0 2 1 2 2 3 1 4 3", "1111100"),
+    "c normal": ("avg3 sep3 none sep3 avg3 sep3 none sep3 avg3 sep3", "0 0 0 0 2 1 0 1 3 0", "1001000"),
+    "c reduction": ("max3 max3 sep7 sep3 sep7 max3 sep5 sep5 max3 sep3", "0 0 2 0 0 1 4 4 1 1", "0100000"),
+    "d normal": ("1x1 max3 none 1x7 1x1 1x7 max3 none avg3 1x1", "1 1 1 0 0 0 2 2 1 5", "0110010"),
+    "d reduction": ("max2 max3 none 3x3 1x7 max3 none max2 avg3 1x1", "0 0 2 1 2 2 3 1 2 3", "1111000"),
+}
+
+
+def build(letter="d", **options):
+    defaults = {"num_layers": 3, "num_filters": 8, "num_classes": 5, "image_size": 32, "aux_head": False}
+    return MODELS[f"amoebanet-{letter}"](**defaults | options)
+
+
+def on_meta(letter="d", **options):
+    with torch.device("meta"):
+        return build(letter, **options)
+
+
+def shapes(value):
+    return [tuple(tensor.shape) for tensor in (value if isinstance(value, tuple) else (value,))]
+
+
+@pytest.mark.parametrize("cell", REFERENCE)
+def test_genotypes_agree_with_the_reference(cell):
+    operations, inputs, used = REFERENCE[cell]
+    letter, kind = cell.split()
+    plan = getattr(GENOTYPES[letter], kind)
+    assert [name[: 3 if name[1:3] == "x7" else 4] for name in plan.operations] == operations.split()
+    assert " ".join(map(str, plan.inputs)) == inputs
+    assert plan.concat == tuple(state for state, flag in enumerate(used) if flag == "0")
+    assert set(plan.operations) <= set(OPERATIONS)
+
+
+class Times(nn.Module):
+    """Stands for an operation: what it contributes can be read off the result."""
+
+    def __init__(self, factor, stride=1):
+        super().__init__()
+        self.factor = factor
+        self.stride = stride
+
+    def forward(self, x):
+        return self.factor * x[..., :: self.stride, :: self.stride]
+
+
+def stubbed(plan, stride):
+    cell = Cell(
+        plan,
+        filters=1,
+        net_channels=1,
+        prev_channels=1,
+        stride=stride,
+        prev_match="raw",
+        reduce_concat=False,
+        style=Style(),
+    )
+    cell.net, cell.prev = Times(1.0), Times(1.0)
+    primes = [2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0, 19.0, 23.0, 29.0]
+    cell.ops = nn.ModuleList(
+        Times(prime, stride if state < 2 else 1) for prime, state in zip(primes, plan.inputs, strict=True)
+    )
+    return cell
+
+
+def test_a_normal_cell_of_d_is_put_together_as_drawn():
+    net, prev = torch.tensor([1.0, 100.0]).reshape(2, 1, 1, 1, 1)
+    out, passed_on = stubbed(GENOTYPES["d"].normal, 1)((net, prev))
+    h0, h1 = 1, 100
+    h2 = 2 * h1 + 3 * h1
+    h3 = 5 * h1 + 7 * h0
+    h4 = 11 * h0 + 13 * h0
+    h5 = 17 * h2 + 19 * h2
+    h6 = 23 * h1 + 29 * h5
+    assert out.flatten().tolist() == [h0, h3, h4, h6]
+    assert passed_on is net
+
+
+def test_a_reduction_cell_of_d_is_put_together_as_drawn():
+    net, prev = torch.ones(1, 1, 4, 4), torch.full((1, 1, 4, 4), 100.0)
+    out, _ = stubbed(GENOTYPES["d"].reduction, 2)((net, prev))
+    h0, h1 = 1, 100
+    h2 = 2 * h0 + 3 * h0
+    h3 = 5 * h2 + 7 * h1
+    h4 = 11 * h2 + 13 * h2
+    h5 = 17 * h3 + 19 * h1
+    h6 = 23 * h2 + 29 * h3
+    assert out.shape == (1, 3, 2, 2)
+    assert out[0, :, 0, 0].tolist() == [h4, h5, h6]
+
+
+def test_a_normal_cell_of_a_concatenates_its_previous_input():
+    net, prev = torch.tensor([1.0, 100.0]).reshape(2, 1, 1, 1, 1)
+    out, _ = stubbed(GENOTYPES["a"].normal, 1)((net, prev))
+    h0, h1 = 1, 100
+    h2 = 2 * h0 + 3 * h0
+    h3 = 5 * h1 + 7 * h1
+    h5 = 17 * h0 + 19 * h2
+    assert out.flatten().tolist() == [h1, h3, 11 * h0 + 13 * h1, 23 * h5 + 29 * h0]
+
+
+def test_only_operations_on_the_inputs_of_a_reduction_cell_are_strided():
+    for letter, genotype in GENOTYPES.items():
+        cell = on_meta(letter, num_filters=8).get_submodule("reduction_0")
+        for op, state in zip(cell.ops, genotype.reduction.inputs, strict=True):
+            side = op(torch.empty(2, 16, 6, 6, device="meta")).shape[-1]
+            assert side == (3 if state < 2 else 6), (letter, op)
+
+
+def test_the_reduction_cell_of_c_shrinks_the_input_that_it_concatenates():
+    cells = dict(on_meta("c").named_children())
+    cell = cells["reduction_0"]
+    assert list(cell.concat_match) == ["0"]
+    net, prev = torch.empty(2, 40, 6, 6, device="meta"), torch.empty(2, 24, 6, 6, device="meta")
+    assert shapes(cell((net, prev))) == [(2, 96, 3, 3), (2, 40, 6, 6)]
+    assert not on_meta("d").get_submodule("reduction_0").concat_match
+    # No ReLU there: on a map that the normalization makes negative the result does depend on the values.
+    real = build("c").get_submodule("reduction_0").eval()
+    state = -torch.rand(1, 16, 4, 4)
+    assert real.concat_match["0"](state).abs().sum() > 0
+
+
+ORDERS = {
+    1: "R0",
+    2: "R0R1",
+    3: "0R1R2",
+    4: "0R1R23",
+    5: "0R12R34",
+    6: "01R23R45",
+    7: "01R23R456",
+    12: "0123R4567R891011",
+}
+
+
+@pytest.mark.parametrize(("num_layers", "order"), ORDERS.items())
+def test_reduction_cells_come_where_the_reference_puts_them(num_layers, order):
+    names = [name for name, _ in on_meta(num_layers=num_layers).named_children()]
+    assert names[:3] == ["stem", "stem_cell_0", "stem_cell_1"]
+    assert names[-1] == "classifier"
+    middle = names[3:-1]
+    assert (
+        "".join("R" if name.startswith("reduction") else name.removeprefix("normal_") for name in middle)
+        == order
+    )
+    assert [n for n in middle if n.startswith("reduction")] == [
+        f"reduction_{i}" for i in range(order.count("R"))
+    ]
+
+
+@pytest.mark.parametrize("num_layers", [2, 3, 4, 5, 6, 7, 18])
+def test_the_auxiliary_head_follows_the_last_normal_cell_before_the_second_reduction(num_layers):
+    names = [
+        name for name, _ in on_meta(num_layers=num_layers, aux_head=True, image_size=96).named_children()
+    ]
+    at = names.index("aux_head")
+    assert names[at - 1] == f"normal_{int(2 / 3 * num_layers) - 1}"
+    assert names[at + 1] == "reduction_1"
+
+
+def test_one_layer_has_one_reduction_and_as_in_the_reference_no_auxiliary_head():
+    names = [name for name, _ in on_meta(num_layers=1, aux_head=True).named_children()]
+    assert names == ["stem", "stem_cell_0", "stem_cell_1", "reduction_0", "normal_0", "classifier"]
+
+
+SIDES = {
+    ("tf", 224): [111, 56, 28, 14, 7],
+    ("tf", 299): [149, 75, 38, 19, 10],
+    ("tf", 331): [165, 83, 42, 21, 11],
+    ("tf", 480): [239, 120, 60, 30, 15],
+    ("torchgpipe", 224): [112, 56, 28, 14, 7],
+}
+
+
+@pytest.mark.parametrize(("preset", "image_size"), SIDES)
+def test_shapes_between_all_layers_of_d(preset, image_size):
+    check_shapes("d", preset, image_size, per_stack=2)
+
+
+@pytest.mark.parametrize("letter", "abc")
+def test_shapes_between_all_layers_of_the_others(letter):
+    check_shapes(letter, "tf", 331, per_stack=1)
+
+
+def check_shapes(letter, preset, image_size, per_stack):
+    D, N = 16, 2
+    options = {"preset": preset, "image_size": image_size, "aux_head": True, "num_classes": 7}
+    model = on_meta(letter, num_layers=3 * per_stack, num_filters=D, **options)
+    normal, reduction = (len(getattr(GENOTYPES[letter], kind).concat) for kind in ("normal", "reduction"))
+    stem, cell0, cell1, stack2, stack3 = SIDES[preset, image_size]
+    scale = D // 4 if preset == "tf" else D // 2
+    outputs = [
+        (32 if preset == "tf" else D // 4, stem),
+        (reduction * scale, cell0),
+        (reduction * scale * 2, cell1),
+        *[(normal * D, cell1)] * per_stack,
+        (reduction * 2 * D, stack2),
+        *[(normal * 2 * D, stack2)] * per_stack,
+        "aux",
+        (reduction * 4 * D, stack3),
+        *[(normal * 4 * D, stack3)] * per_stack,
+    ]
+    images = state = torch.empty(N, 3, image_size, image_size, device="meta")
+    previous, aux = [], []
+    for layer, expected in zip(model[:-1], outputs, strict=True):
+        state = layer(state)
+        if expected == "aux":
+            aux = [(N, 7)]
+        else:
+            current, previous = (N, expected[0], expected[1], expected[1]), previous[:1]
+            previous = [current, *previous]
+        assert shapes(state) == [*previous, *aux]
+    assert shapes(model[-1](state)) == [(N, 7), (N, 7)]
+    if letter == "d":
+        assert shapes(model.eval()(images)) == [(N, 7)]
+
+
+@pytest.mark.parametrize("num_layers", range(1, 8))
+def test_any_number_of_layers_trains(num_layers):
+    torch.manual_seed(num_layers)
+    model = build(num_layers=num_layers, num_filters=8, image_size=20)
+    output = model(torch.randn(2, 3, 20, 20))
+    loss_fn("amoebanet-d")(output, torch.tensor([1, 4])).backward()
+    assert output.shape == (2, 5)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("letter", "abc")
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_the_other_genotypes_train(letter, num_layers):
+    model = build(letter, num_layers=num_layers, num_filters=8, image_size=19)
+    model(torch.randn(2, 3, 19, 19)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("image_size", [3, 4, 7, 9, 17, 33, 65])
+def test_any_image_size_from_3_pixels_is_accepted_without_an_auxiliary_head(image_size):
+    model = build(image_size=image_size, num_filters=8)
+    assert model.eval()(torch.randn(1, 3, image_size, image_size)).shape == (1, 5)
+
+
+def test_sizes_that_cannot_be_built_are_named():
+    with pytest.raises(ValueError, match=r"image_size=66 .*aux_head=False"):
+        on_meta(aux_head=True, image_size=66)
+    assert "aux_head" in dict(on_meta(aux_head=True, image_size=67).named_children())
+    with pytest.raises(ValueError, match="image_size=2 "):
+        on_meta(image_size=2)
+    with pytest.raises(ValueError, match="image_size=299 .*preset='tf'"):
+        on_meta(preset="torchgpipe", image_size=299)
+    with pytest.raises(ValueError, match="num_filters=7 "):
+        on_meta(num_filters=7)
+    with pytest.raises(ValueError, match="num_filters=10 .*multiple of 4"):
+        on_meta(num_filters=10, preset="torchgpipe")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("num_layers", 0),
+        ("num_layers", 2.5),
+        ("num_layers", True),
+        ("num_filters", -8),
+        ("num_classes", 0),
+        ("image_size", "224"),
+        ("preset", "jax"),
+        ("aux_head", 1),
+        ("dropout", 1.0),
+        ("dropout", -0.1),
+        ("drop_path_keep", 0.0),
+        ("drop_path_keep", 1.5),
+        ("averaging_max_pool", "yes"),
+    ],
+)
+def test_values_that_are_not_allowed_are_named(option, value):
+    with pytest.raises(ValueError, match=r"keep=|" + option) as error:
+        on_meta(**{option: value})
+    assert repr(value) in str(error.value)
+
+
+def test_the_auxiliary_head_works_in_training_only_and_changes_nothing_else():
+    torch.manual_seed(0)
+    model = build(aux_head=True, image_size=67, dropout=0.0)
+    images = torch.randn(2, 3, 67, 67)
+    logits, aux = model(images)
+    assert logits.shape == aux.shape == (2, 5)
+    assert isinstance(model.eval()(images), torch.Tensor)
+    without = build(image_size=67, dropout=0.0)
+    without.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("aux_head")})
+    torch.testing.assert_close(without(images), logits)
+
+
+def test_the_auxiliary_head_by_hand():
+    torch.manual_seed(0)
+    model = build(aux_head=True, image_size=83)
+    head = model.aux_head
+    for norm in (head.proj_bn, head.conv_bn):
+        nn.init.uniform_(norm.weight)
+        nn.init.uniform_(norm.bias)
+    net = torch.randn(3, 64, 6, 6)
+    state = (net, torch.randn(3, 64, 6, 6))
+    x = F.batch_norm(
+        F.relu(net)[:, :, :5, :5].mean((2, 3), keepdim=True).flatten(1) @ head.proj.weight.flatten(1).T,
+        None, None, head.proj_bn.weight, head.proj_bn.bias, training=True,
+    )  # fmt: skip
+    x = F.batch_norm(
+        F.relu(x) @ head.conv.weight.flatten(1).T,
+        None, None, head.conv_bn.weight, head.conv_bn.bias, training=True,
+    )  # fmt: skip
+    out = head(state)
+    assert out[:2] == state
+    torch.testing.assert_close(out[2], head.fc(F.relu(x)), rtol=1e-4, atol=1e-4)
+    assert (head.proj.out_channels, head.conv.out_channels) == (51, 307)
+
+
+def test_a_single_example_trains_with_the_auxiliary_head():
+    model = build(aux_head=True, image_size=67)
+    loss_fn("amoebanet-d")(model(torch.randn(1, 3, 67, 67)), torch.tensor([3])).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(b.isfinite().all() for b in model.buffers())
+
+
+def test_the_stems_differ_as_published():
+    torch.manual_seed(0)
+    dark = -torch.rand(2, 3, 9, 9)
+    tf, torchgpipe = Stem(32, PRESETS["tf"]), Stem(4, PRESETS["torchgpipe"])
+    assert tf(dark).shape == (2, 32, 4, 4)
+    assert torchgpipe(dark).shape == (2, 4, 5, 5)
+    assert tf.conv(tf.relu(dark)).abs().sum() > 0
+    assert torchgpipe.conv(torchgpipe.relu(dark)).abs().sum() == 0
+    assert (tf(dark) < 0).any()  # nothing follows the normalization
+    assert (torchgpipe(dark.abs()) < 0).any()
+
+
+def test_the_first_cell_takes_the_stem_for_both_inputs():
+    tf, torchgpipe = (dict(on_meta(preset=preset).named_children())["stem_cell_0"] for preset in PRESETS)
+    assert isinstance(tf.prev, nn.Identity)
+    assert [type(m).__name__ for m in torchgpipe.prev] == ["ReLU", "Conv2d", "BatchNorm2d"]
+    cell = build(num_filters=16).get_submodule("stem_cell_0").eval()
+    x = torch.randn(1, 32, 8, 8)
+    out, passed_on = cell(x)
+    assert passed_on is x
+    torch.testing.assert_close(out, cell((x, x))[0])
+    assert not torch.allclose(out, cell((x, x.relu()))[0])
+
+
+def test_previous_inputs_are_matched_after_a_relu():
+    model = build(num_layers=6, num_filters=8)
+    cells = dict(model.named_children())
+    kinds = {
+        name: [type(m).__name__ for m in cell.prev.children()] for name, cell in cells.items() if "_" in name
+    }
+    assert kinds["stem_cell_1"] == kinds["normal_0"] == kinds["normal_2"] == ["ReLU", "FactorizedReduction"]
+    assert kinds["normal_1"] == kinds["reduction_0"] == ["ReLU", "ReferenceSameConv2d", "BatchNorm2d"]
+    assert kinds["normal_4"] == ["ReLU", "FactorizedReduction"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_classifier_by_hand(preset):
+    torch.manual_seed(0)
+    head = Classifier(4, 3, 0.0, PRESETS[preset])
+    net = torch.randn(2, 4, 7, 7)
+    x = net.relu() if preset == "tf" else net
+    expected = x.flatten(2).mean(2) @ head.fc.weight.T + head.fc.bias
+    torch.testing.assert_close(head((net, net)), expected)
+    aux = torch.randn(2, 3)
+    logits, passed_on = head((net, net, aux))
+    torch.testing.assert_close(logits, expected)
+    assert passed_on is aux
+
+
+def test_dropout_before_the_classifier_follows_the_preset_and_the_option():
+    shares = {
+        (preset, dropout): on_meta(preset=preset, dropout=dropout).classifier.dropout.p
+        for preset in PRESETS
+        for dropout in (None, 0.2)
+    }
+    assert shares == {
+        ("tf", None): 0.5, ("tf", 0.2): 0.2, ("torchgpipe", None): 0.0, ("torchgpipe", 0.2): 0.2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    head = Classifier(1000, 1, 0.5, PRESETS["tf"])
+    nn.init.ones_(head.fc.weight)
+    net = torch.ones(1, 1000, 2, 2)
+    assert 900 < head((net, net)).item() < 1100
+    assert head((net, net)).item() != head((net, net)).item()
+    assert head.eval()((net, net)).item() == pytest.approx(1000)
+
+
+def test_defaults_are_the_presets_own():
+    for preset, aux, classes in (("tf", True, 1001), ("torchgpipe", False, 1000)):
+        with torch.device("meta"):
+            model = MODELS["amoebanet-d"](num_layers=18, num_filters=8, preset=preset)
+        assert len(model) == 24 + aux
+        assert model.classifier.fc.out_features == classes
+
+
+def test_pools_are_true_maxima_unless_asked_otherwise():
+    for preset in PRESETS:
+        true, averaging = (
+            repr(on_meta(preset=preset, averaging_max_pool=option).normal_0) for option in (False, True)
+        )
+        assert true != averaging
+        words = ("kind='max'", "kind='avg'") if preset == "tf" else ("MaxPool2d", "AvgPool2d")
+        assert [true.count(word) for word in words] == [2, 1]
+        assert [averaging.count(word) for word in words] == [0, 3]
+
+
+def test_averaging_changes_the_function_but_not_the_parameters():
+    torch.manual_seed(0)
+    true, averaging = build(), build(averaging_max_pool=True)
+    averaging.load_state_dict(true.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    assert not torch.allclose(true.eval()(x), averaging.eval()(x))
+
+
+def test_torchgpipe_pads_symmetrically():
+    tf, torchgpipe = (build(preset=preset).get_submodule("reduction_0") for preset in PRESETS)
+    position = next(i for i, name in enumerate(GENOTYPES["d"].reduction.operations) if name == "3x3")
+    assert torchgpipe.ops[position][4].padding == (1, 1)
+    with torch.no_grad():
+        for weight, other in zip(tf.parameters(), torchgpipe.parameters(), strict=False):
+            if weight.shape == other.shape:
+                other.copy_(weight)
+    x = torch.randn(1, 16, 6, 6)
+    assert not torch.allclose(tf.ops[position].eval()(x), torchgpipe.ops[position].eval()(x))
+
+
+def test_normalization_follows_the_flags_of_the_training_script():
+    norms = [m for m in build().modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {(m.momentum, m.eps, m.affine) for m in norms} == {(0.1, 1e-5, True)}
+
+
+def test_drop_path_follows_every_operation_but_none():
+    cell = on_meta(drop_path_keep=0.7).normal_0
+    last = [list(op.children())[-1:] for op in cell.ops]
+    for name, child in zip(GENOTYPES["d"].normal.operations, last, strict=True):
+        assert (child and isinstance(child[0], DropPath) and child[0].keep == 0.7) == (
+            name != "none"
+        ) or not child
+
+
+def test_the_reference_initialisation_has_variance_2_over_fan_out():
+    torch.manual_seed(0)
+    model = build("b", num_filters=64, num_classes=1000, aux_head=True, image_size=67)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear) and module.weight.numel() > 8000:
+            out = module.weight.shape[0]
+            kernel = math.prod(module.weight.shape[2:])
+            fan_out = out // getattr(module, "groups", 1) * kernel
+            assert module.weight.var().item() * fan_out == pytest.approx(2.0, rel=0.1)
+            assert module.weight.abs().max().item() <= 2 * math.sqrt(2.6 / fan_out) * 1.0001
+    assert not model.classifier.fc.bias.any()
+    assert not model.aux_head.fc.bias.any()
+
+
+def test_depthwise_kernels_fan_out_to_one_channel():
+    torch.manual_seed(0)
+    depthwise = [
+        m
+        for m in build("a", num_filters=256).modules()
+        if isinstance(m, nn.Conv2d) and m.kernel_size == (7, 7)
+    ]
+    weights = torch.cat([m.weight.flatten() for m in depthwise])
+    assert weights.var().item() == pytest.approx(2 / 49, rel=0.1)
+
+
+def test_torchgpipe_starts_as_torch_does():
+    torch.manual_seed(0)
+    model = build(preset="torchgpipe", num_filters=64, num_classes=1000)
+    weight = model.classifier.fc.weight
+    assert weight.abs().max().item() == pytest.approx(weight.shape[1] ** -0.5, rel=0.01)
+    assert model.classifier.fc.bias.any()
+
+
+def test_equal_cells_are_built_equally():
+    cells = dict(on_meta(num_layers=18).named_children())
+    alike = [repr(cells[f"normal_{i}"]) for i in range(2, 6)]
+    assert len(set(alike)) == 1
+    plain = ("training", "inputs", "concat")
+    for i in range(3, 6):
+        assert {k: v for k, v in vars(cells[f"normal_{i}"]).items() if k in plain} == {
+            k: v for k, v in vars(cells["normal_2"]).items() if k in plain
+        }
+    assert repr(cells["normal_1"]) != alike[0]

@@ -1,0 +1,269 @@
+"""Parameter counts to the digit: they pin genotypes, widths, biases and what is tied, though not the
+pools.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from models import MODELS, count_parameters, layer_parameters
+from models.formulas import amoebanet_d_layers, transformer_lm_parameters, transformer_seq2seq_parameters
+
+# (L, D): tf with auxiliary head 1001, tf 1000, tf 1001, torchgpipe 1000, torchgpipe 1001 classes; all at
+# 224 pixels.
+AMOEBANET_D = {
+    (18, 208): (81_785_166, 81_137_437, 81_140_766, 81_505_540, 81_508_869),
+    (18, 416): (318_277_617, 317_541_696, 317_548_353, 319_024_120, 319_030_777),
+    (18, 544): (540_986_433, 540_196_240, 540_204_945, 542_734_840, 542_743_545),
+    (36, 544): (1_054_083_969, 1_053_293_776, 1_053_302_481, 1_055_832_376, 1_055_841_081),
+    (72, 512): (1_843_386_873, 1_842_610_248, 1_842_618_441, 1_844_858_344, 1_844_866_537),
+    (18, 256): (122_579_097, 121_911_016, 121_915_113, 122_470_120, 122_474_217),
+    (18, 128): (32_169_193, 31_555_384, 31_557_433, 31_694_440, 31_696_489),
+    (12, 512): (328_286_713, 327_510_088, None, 329_758_184, None),
+    (6, 128): (13_184_745, 12_570_936, None, 12_709_992, None),
+    (6, 256): (46_763_161, 46_095_080, 46_099_177, 46_654_184, None),
+    (6, 512): (176_776_697, 176_000_072, 176_008_265, 178_248_168, 178_256_361),
+    (18, 512): (479_796_729, 479_020_104, 479_028_297, 481_268_200, 481_276_393),
+    (4, 512): (157_024_249, 156_247_624, 156_255_817, None, None),
+    (2, 128): (8_272_617, 7_658_808, 7_660_857, None, None),
+    (2, 256): (27_149_465, 26_481_384, 26_485_481, None, None),
+}
+COLUMNS = (
+    ("tf", True, 1001),
+    ("tf", False, 1000),
+    ("tf", False, 1001),
+    ("torchgpipe", False, 1000),
+    ("torchgpipe", False, 1001),
+)
+
+
+def build(name: str, **options):
+    with torch.device("meta"):
+        return MODELS[name](**options)
+
+
+@pytest.mark.parametrize(("size", "counts"), AMOEBANET_D.items(), ids=str)
+def test_amoebanet_d_has_every_published_and_derived_count(size, counts):
+    for (preset, aux_head, num_classes), expected in zip(COLUMNS, counts, strict=True):
+        if expected is None:
+            continue
+        model = build(
+            "amoebanet-d",
+            num_layers=size[0],
+            num_filters=size[1],
+            preset=preset,
+            num_classes=num_classes,
+            aux_head=aux_head,
+            image_size=224,
+        )
+        assert count_parameters(model) == expected, (preset, aux_head, num_classes)
+
+
+def test_running_statistics_are_not_counted():
+    counted = {}
+    for preset in ("tf", "torchgpipe"):
+        model = build("amoebanet-d", num_layers=18, num_filters=208, preset=preset, aux_head=False)
+        counted[preset] = sum(b.numel() for name, b in model.named_buffers() if "running" in name)
+    assert counted == {"tf": 166_126, "torchgpipe": 168_116}
+
+
+@pytest.mark.parametrize(
+    ("image_size", "expected"), [(224, 4), (299, 5), (331, 6), (480, 9)], ids=lambda value: str(value)
+)
+def test_the_auxiliary_head_grows_with_the_map(image_size, expected):
+    model = build("amoebanet-d", num_layers=18, num_filters=208, image_size=image_size)
+    head = count_parameters(model.aux_head)
+    narrow, wide = 51, 307
+    by_hand = 8 * 208 * narrow + 2 * narrow + narrow * wide * expected**2 + 2 * wide + wide * 1001 + 1001
+    assert head == by_hand
+    if image_size == 224:
+        assert head == 644_400
+
+
+@pytest.mark.parametrize(
+    ("num_filters", "expected"),
+    [(208, 644_400), (416, 729_264), (544, 781_488), (512, 768_432), (256, 663_984), (128, 611_760)],
+)
+def test_the_auxiliary_head_counts_as_published(num_filters, expected):
+    model = build("amoebanet-d", num_layers=18, num_filters=num_filters)
+    assert count_parameters(model.aux_head) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "num_filters", "aux_head", "image_size", "expected"),
+    [
+        ("amoebanet-b", 512, False, 224, 557_286_057),
+        ("amoebanet-b", 512, True, 480, 559_072_194),
+        ("amoebanet-b", 190, False, 224, 79_011_717),
+        ("amoebanet-a", 190, False, 331, 86_721_838),
+        ("amoebanet-a", 204, False, 331, 99_628_547),
+        ("amoebanet-a", 448, False, 331, 468_158_353),
+        ("amoebanet-c", 228, False, 331, 155_277_228),
+    ],
+)
+def test_amoebanet_a_b_and_c(name, num_filters, aux_head, image_size, expected):
+    model = build(name, num_layers=18, num_filters=num_filters, aux_head=aux_head, image_size=image_size)
+    assert count_parameters(model) == expected
+
+
+def test_amoebanet_a_with_its_auxiliary_head_rounds_to_the_published_size():
+    model = build("amoebanet-a", num_layers=18, num_filters=448, image_size=331)
+    assert round(count_parameters(model) / 1e6, 1) == 469.2
+
+
+def test_amoebanet_b_with_1000_classes_and_with_six_cells():
+    thousand = build("amoebanet-b", num_layers=18, num_filters=512, aux_head=False, num_classes=1000)
+    six = build("amoebanet-b", num_layers=6, num_filters=512, aux_head=False)
+    assert (count_parameters(thousand), count_parameters(six)) == (557_277_864, 204_161_705)
+
+
+STACK_2_AND_3_OF_D256 = [
+    1_956_096, 2_826_752, 3_351_040, *[3_613_184] * 4,
+    7_811_584, 11_289_600, 13_386_752, *[14_435_328] * 4,
+]  # fmt: skip
+PER_LAYER = {
+    "tf": [928, 18_464, 86_592, 528_640, 741_632, *[905_472] * 4, *STACK_2_AND_3_OF_D256, 4_097_000],
+    "torchgpipe": [
+        1_856,
+        74_304,
+        343_168,
+        676_096,
+        839_936,
+        *[905_472] * 4,
+        *STACK_2_AND_3_OF_D256,
+        4_097_000,
+    ],
+}
+
+
+@pytest.mark.parametrize("preset", ["tf", "torchgpipe"])
+def test_amoebanet_d_18_256_layer_by_layer(preset):
+    options = {"num_layers": 18, "num_filters": 256, "preset": preset, "num_classes": 1000, "aux_head": False}
+    counts = layer_parameters(build("amoebanet-d", **options))
+    assert counts == PER_LAYER[preset]
+    if preset == "tf":  # 67.6 % of the parameters are in the last six cells
+        assert round(sum(counts[-7:-1]) / sum(counts), 3) == 0.676
+
+
+def test_the_auxiliary_head_is_a_layer_of_its_own():
+    options = {"num_layers": 18, "num_filters": 256, "num_classes": 1000}
+    counts = layer_parameters(build("amoebanet-d", **options))
+    without = layer_parameters(build("amoebanet-d", aux_head=False, **options))
+    assert counts[:16] == without[:16]
+    assert counts[17:] == without[16:]
+    assert counts[16] == 663_984 - 308  # one class fewer than in the published count: 307 weights and a shift
+
+
+def test_amoebanet_b_18_512_layer_by_layer():
+    model = build("amoebanet-b", num_layers=18, num_filters=512, num_classes=1001, aux_head=False)
+    assert layer_parameters(model) == [
+        928, 97_824, 492_800, 2_519_040, 3_173_376, *[4_222_976] * 4,
+        10_638_336, 12_640_256, 14_737_408, *[16_834_560] * 4,
+        42_379_264, 50_446_336, 58_834_944, *[67_223_552] * 4,
+        8_201_193,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", ["tf", "torchgpipe"])
+@pytest.mark.parametrize("num_filters", [16, 128, 208])
+@pytest.mark.parametrize("num_layers", range(1, 9))
+def test_the_closed_form_of_amoebanet_d_is_the_built_model(num_layers, num_filters, preset):
+    options = {"num_layers": num_layers, "num_filters": num_filters, "preset": preset, "num_classes": 10}
+    model = build("amoebanet-d", aux_head=False, **options)
+    assert layer_parameters(model) == amoebanet_d_layers(num_layers, num_filters, 10, preset)
+
+
+@pytest.mark.parametrize("size", [(0, 208), (18, 200), (18, 0)])
+def test_the_closed_form_refuses_what_it_does_not_cover(size):
+    with pytest.raises(ValueError, match="closed form"):
+        amoebanet_d_layers(*size, 1000)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "expected"),
+    [
+        (3, 282_178_816),
+        (13, 785_761_536),
+        (24, 1_339_702_528),
+        (48, 2_548_301_056),
+        (103, 5_318_006_016),
+        (415, 21_029_786_880),
+        (1663, 83_876_910_336),
+    ],
+)
+def test_transformer_lm(num_layers, expected):
+    model = build("transformer-lm", num_layers=num_layers)
+    assert count_parameters(model) == expected == transformer_lm_parameters(num_layers)
+    assert layer_parameters(model) == [65_536_000, *[50_358_272] * num_layers, 65_568_000]
+
+
+def test_transformer_lm_formula_at_other_sizes():
+    sizes = {"d_model": 12, "ffn_dim": 20, "vocab_size": 30}
+    model = build("transformer-lm", num_layers=2, num_heads=3, **sizes)
+    assert count_parameters(model) == transformer_lm_parameters(2, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_tables", "expected"),
+    [
+        ((6, 8192, 16), 2, 408_205_824),
+        ((24, 8192, 16), 3, 1_304_951_296),
+        ((12, 16384, 32), 3, 1_304_766_976),
+        ((32, 16384, 32), 2, 3_086_055_936),
+        ((32, 16384, 32), 3, 3_151_591_936),
+        ((64, 16384, 32), 2, 6_040_975_872),
+        ((64, 16384, 32), 3, 6_106_511_872),
+    ],
+    ids=str,
+)
+def test_transformer_seq2seq(size, num_tables, expected):
+    num_layers, ffn_dim, num_heads = size
+    options = {"num_layers": num_layers, "ffn_dim": ffn_dim, "num_heads": num_heads, "num_tables": num_tables}
+    model = build("transformer-seq2seq", **options)
+    assert count_parameters(model) == expected
+    assert transformer_seq2seq_parameters(*size, num_tables=num_tables) == expected
+
+
+def test_transformer_seq2seq_to_the_printed_digits_with_one_and_three_tables():
+    printed = {
+        ((6, 8192, 16), 1): "342.67M",
+        ((6, 8192, 16), 3): "473.74M",
+        ((24, 8192, 16), 1): "1173.88M",
+        ((24, 8192, 16), 2): "1239.42M",
+        ((12, 16384, 32), 1): "1173.69M",
+        ((12, 16384, 32), 2): "1239.23M",
+        ((32, 16384, 32), 1): "3020.52M",
+        ((64, 16384, 32), 1): "5975.44M",
+    }
+    for (size, num_tables), expected in printed.items():
+        options = dict(zip(("num_layers", "ffn_dim", "num_heads"), size, strict=True))
+        counted = count_parameters(build("transformer-seq2seq", num_tables=num_tables, **options))
+        assert f"{counted / 1e6:.2f}M" == expected
+        assert counted == transformer_seq2seq_parameters(*size, num_tables=num_tables)
+
+
+def test_transformer_seq2seq_layers_and_other_sizes():
+    model = build("transformer-seq2seq")
+    assert layer_parameters(model) == [65_536_000, *[20_988_928] * 6, 0, *[25_189_376] * 6, 65_600_000]
+    wide = build("transformer-seq2seq", num_layers=2, ffn_dim=16384, num_heads=32)
+    assert layer_parameters(wide)[1:-1] == [41_971_712, 41_971_712, 0, 50_369_536, 50_369_536]
+    sizes = {"d_model": 12, "head_dim": 5, "vocab_size": 30}
+    for num_tables in (1, 2, 3):
+        small = build(
+            "transformer-seq2seq", num_layers=2, ffn_dim=20, num_heads=3, num_tables=num_tables, **sizes
+        )
+        expected = transformer_seq2seq_parameters(2, 20, 3, num_tables=num_tables, **sizes)
+        assert count_parameters(small) == sum(layer_parameters(small)) == expected
+
+
+def test_resnet101():
+    model = build("resnet101")
+    assert count_parameters(model) == 44_549_160
+    assert len(model) == 370
+    kinds = [type(layer).__name__ for layer in model]
+    inner = [type(layer.module).__name__ if hasattr(layer, "module") else "" for layer in model]
+    both = list(itertools.chain(kinds, inner))
+    assert [both.count(kind) for kind in ("Conv2d", "BatchNorm2d", "ReLU")] == [100, 100, 100]
+    assert [both.count(kind) for kind in ("Stash", "Residual")] == [33, 33]
+    assert sum(isinstance(module, torch.nn.Conv2d) for module in model.modules()) == 104

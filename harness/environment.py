@@ -42,7 +42,7 @@ def environment(load_torch: bool = False) -> dict[str, Any]:
     """The environment as plain data. Torch is asked if it is loaded, or loaded with `load_torch`."""
     if load_torch:
         import torch  # noqa: F401
-    return {**_machine(), **_software(), **_code(ROOT), **_torch(), **_now()}
+    return {**_machine(), **_software(), **code_state(ROOT), **_torch(), **_now()}
 
 
 def differences(environments: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -98,7 +98,7 @@ def _software() -> dict[str, Any]:
 
 
 @functools.cache
-def _code(root: Path) -> dict[str, Any]:
+def code_state(root: Path) -> dict[str, Any]:
     """A digest of the sources and, where `root` is a git work tree, the commit and whether it was changed."""
     known: dict[str, Any] = {
         "git_commit": None, "git_dirty": None, "git_diff_sha256": None, "code_sha256": _source_digest(root),

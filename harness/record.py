@@ -24,7 +24,7 @@ STATUSES: tuple[str, ...] = get_args(Status)
 FINAL: frozenset[str] = frozenset({"done", "out_of_memory"})
 """Statuses that are results and never run again.
 
-A skipped or failed case is tried again by the next run: a missing device may have appeared, a bug may be fixed."""
+A skipped or failed case is tried again by the next run: a device may have appeared, a bug may be fixed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

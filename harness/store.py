@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,8 @@ class Store:
         path = self.path(experiment)
         try:
             with path.open("rb") as file, file_lock(file.fileno(), shared=True):
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    return Loaded((), (Problem(path, 0, "not a regular file"),))
                 content = file.read()
         except (FileNotFoundError, NotADirectoryError):
             return Loaded((), ())

@@ -1,0 +1,104 @@
+"""Records: what they refuse, how they are identified, and that a line holds exactly one of them."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from records import quantity, record
+
+from harness.codec import decode, encode
+from harness.record import SCHEMA
+
+texts = st.text(st.characters(codec="utf-8"), max_size=20)
+numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+scalars = st.none() | st.booleans() | texts | numbers
+plain = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3)
+)
+
+
+@given(st.dictionaries(texts, scalars, max_size=4), st.dictionaries(texts, plain, max_size=4), texts)
+def test_a_line_holds_a_record_and_gives_it_back(case, details, reason):
+    written = record(case=case, details=details, reason=reason)
+    line = encode(written)
+    assert b"\n" not in line
+    assert decode(line) == written
+    assert decode(line).identity == written.identity
+
+
+def test_numbers_of_numpy_and_paths_become_plain_data():
+    details = {"array": numpy.arange(3), "number": numpy.float32(0.5), "path": pathlib.PurePosixPath("a/b")}
+    written = record(
+        details=details, quantities=(quantity(numpy.float64(1.5)), quantity(numpy.int64(3), name="n"))
+    )
+    read = decode(encode(written))
+    assert read.details == {"array": [0, 1, 2], "number": 0.5, "path": "a/b"}
+    assert [each.value for each in read.quantities] == [1.5, 3]
+
+
+@pytest.mark.parametrize("details", [{"a": object()}, {"a": "\udcff"}, {(1, 2): 3}])
+def test_what_is_not_plain_data_is_refused_by_name(details):
+    with pytest.raises(ValueError, match="step=1 can't be written"):
+        encode(record(details=details))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value": math.nan}, "value is nan"),
+        ({"low": 1.0}, "both ends"),
+        ({"low": 2.0, "high": 3.0}, "outside its interval"),
+        ({"low": -math.inf, "high": 3.0}, "low is -inf"),
+        ({"provenance": "guessed"}, "'guessed' is none of"),
+    ],
+)
+def test_a_quantity_that_nothing_can_judge_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        quantity(**changes)
+
+
+def test_a_record_without_a_result_says_why_and_names_are_unique():
+    with pytest.raises(ValueError, match="needs a reason"):
+        record(status="failed")
+    with pytest.raises(ValueError, match="'time' is given twice"):
+        record(quantities=(quantity(), quantity()))
+
+
+def test_identity_tells_cases_apart_and_nothing_else():
+    one = record(case={"K": 2, "M": 4})
+    assert one.identity == record(case={"M": 4, "K": 2}, status="failed", reason="x", duration_s=9).identity
+    others = [
+        record(case={"K": 2}),
+        record(case={"K": 2, "M": 4.0}),
+        record(case={"K": 2, "M": "4"}),
+        record(case={"K": 2, "M": 4}, profile="full"),
+        record(case={"K": 2, "M": 4}, revision=2),
+        record(case={"K": 2}, options={"M": 4}),
+    ]
+    assert len({one.identity, *(other.identity for other in others)}) == 1 + len(others)
+
+
+def test_a_quantity_is_found_by_name():
+    assert record().quantity("time") == quantity()
+    assert record().quantity("space") is None
+
+
+def test_lines_say_what_is_wrong_with_them():
+    line = encode(record())
+    newer = line.replace(b'{"schema":%d' % SCHEMA, b'{"schema":%d' % (SCHEMA + 1), 1)
+    for broken, message in [
+        (line[:-5], "truncated or edited"),
+        (line.replace(b"a processor", b"\xff\xfe"), "edited after it was written"),
+        (line.replace(b"0.5", b"0.4"), "edited after it was written"),
+        (line[: line.rindex(b',"digest"')] + b"}", "digest is missing"),
+        (b'{"answer":42}', "not a record"),
+        (b'{"schema":1,"details":' + b"[" * 100_000, "truncated or edited"),
+        (newer, f"newer version: schema {SCHEMA + 1}"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            decode(broken)

@@ -1,0 +1,287 @@
+"""The runner: nothing finished is lost or run twice, and everything that goes wrong is a record."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import sys
+import types
+from datetime import UTC, datetime
+
+import fake_experiment
+import pytest
+
+import harness.runner
+from harness.experiment import Case, Outcome, RunOptions, select
+from harness.progress import PlainReporter
+from harness.runner import run_experiment
+from harness.store import Store
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "results")
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    path.touch()
+    monkeypatch.setenv("FAKE_LOG", str(path))
+    return path
+
+
+def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):
+    seen = []
+    options = arguments.pop("options", RunOptions(device="cpu"))
+    result = run_experiment(
+        experiment, options, store, reporter=PlainReporter(io.StringIO()),
+        on_record=lambda record, saved: seen.append((record, saved)), **arguments,
+    )  # fmt: skip
+    return result, seen
+
+
+def steps(log):
+    return [int(line) for line in log.read_text().split()]
+
+
+def raising(error):
+    def run(case, options):
+        raise error
+
+    return dataclasses.replace(fake_experiment.EXPERIMENT, run=run)
+
+
+def test_what_is_on_record_is_not_run_again(store, log):
+    first, _ = go(store)
+    second, seen = go(store)
+    assert steps(log) == [1, 2, 3, 4, 5]
+    assert (first.ran, first.reused, second.ran, second.reused) == (5, 0, 0, 5)
+    assert second.records == first.records == [record for record, saved in seen]
+    go(store, fresh=True)
+    assert steps(log) == [1, 2, 3, 4, 5] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"options": RunOptions(device="cpu", profile="full")},
+        {"options": RunOptions(device="cuda")},
+        {"options": RunOptions(device="cpu", engine="another")},
+        {"options": RunOptions(device="cpu", seed=1)},
+        {"experiment": dataclasses.replace(fake_experiment.EXPERIMENT, revision=2)},
+    ],
+)
+def test_what_would_give_another_result_is_run_again(store, log, change):
+    go(store)
+    go(store, **change)
+    assert steps(log) == [1, 2, 3, 4, 5] * 2
+
+
+def test_an_option_the_results_do_not_depend_on_changes_nothing(store, log):
+    experiment = dataclasses.replace(fake_experiment.EXPERIMENT, options=())
+    go(store, experiment)
+    go(store, experiment, options=RunOptions(device="cuda", seed=3))
+    assert steps(log) == [1, 2, 3, 4, 5]
+
+
+def test_a_crash_is_a_record_with_its_traceback_and_the_run_goes_on(store, log, monkeypatch):
+    monkeypatch.setenv("FAKE_STEP_2", "crash")
+    monkeypatch.setenv("FAKE_STEP_3", "exit")
+    monkeypatch.setenv("FAKE_STEP_4", "unstorable")
+    result, _ = go(store)
+    assert [record.status for record in result.records] == ["done", "failed", "failed", "failed", "done"]
+    crash, left, unstorable = result.failed
+    assert crash.reason == "RuntimeError: the wheel came off"
+    assert 'raise RuntimeError("the wheel' in crash.details["traceback"]
+    assert left.reason == "SystemExit: 7"
+    assert "object is not plain data" in unstorable.reason
+    monkeypatch.delenv("FAKE_STEP_2")
+    again, _ = go(store)
+    assert steps(log) == [1, 2, 3, 4, 5, 2, 3, 4]
+    assert [record.status for record in again.records] == ["done", "done", "failed", "failed", "done"]
+
+
+def test_an_outcome_of_the_wrong_kind_is_a_failure_with_its_name(store):
+    experiment = dataclasses.replace(fake_experiment.EXPERIMENT, run=lambda case, options: {"time": 1})
+    result, _ = go(store, experiment)
+    assert {record.reason for record in result.failed} == {"TypeError: fake returned dict, not an Outcome"}
+
+
+def test_a_skipped_case_has_its_reason_and_is_tried_again(store, log, monkeypatch):
+    monkeypatch.setenv("FAKE_STEP_2", "skip")
+    result, _ = go(store)
+    assert (result.records[1].status, result.records[1].reason) == ("skipped", "needs 8 devices")
+    assert result.failed == []
+    monkeypatch.delenv("FAKE_STEP_2")
+    assert go(store)[0].records[1].status == "done"
+    assert steps(log) == [1, 2, 3, 4, 5, 2]
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's."""
+
+
+def chained():
+    error = RuntimeError("stage 2 stopped in 2F0")
+    error.__cause__ = OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (MemoryError("no room"), "MemoryError: no room"),
+        (MemoryError(), "MemoryError"),
+        (chained(), "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory",
+        ),
+    ],
+)
+def test_running_out_of_memory_is_a_result(store, error, reason):
+    result, _ = go(store, raising(error), options=RunOptions(device="cpu", only={"step": ("1",)}))
+    assert (result.records[0].status, result.records[0].reason) == ("out_of_memory", reason)
+    assert result.failed == []
+    assert go(store, raising(error), options=RunOptions(device="cpu", only={"step": ("1",)}))[0].reused == 1
+
+
+def test_memory_of_the_device_is_given_back_after_running_out(store, monkeypatch):
+    calls = []
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(empty_cache=lambda: calls.append(1)))
+    monkeypatch.setattr(harness.runner, "environment", lambda: {"load": None})
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    go(store, raising(MemoryError("no room")), options=RunOptions(device="cpu", only={"step": ("1",)}))
+    assert calls == [1]
+
+
+def test_the_error_is_told_from_one_that_only_mentions_memory(store):
+    result, _ = go(store, raising(RuntimeError("out of memory, says the message")))
+    assert len(result.failed) == 5
+
+
+def test_an_interrupt_ends_the_run_and_keeps_what_is_finished(store, log, monkeypatch):
+    monkeypatch.setenv("FAKE_STEP_3", "interrupt")
+    result, _ = go(store)
+    assert result.interrupted
+    assert [record.case["step"] for record in result.records] == [1, 2]
+    monkeypatch.delenv("FAKE_STEP_3")
+    assert not go(store)[0].interrupted
+    assert steps(log) == [1, 2, 3, 3, 4, 5]
+
+
+def test_results_that_can_not_be_written_are_handed_over_and_the_run_goes_on(tmp_path):
+    store = Store(tmp_path)
+    store.path("fake").symlink_to("/dev/full")
+    stream = io.StringIO()
+    seen = []
+    result = run_experiment(
+        fake_experiment.EXPERIMENT, RunOptions(device="cpu"), store, reporter=PlainReporter(stream),
+        on_record=lambda record, saved: seen.append((record.case["step"], saved)),
+    )  # fmt: skip
+    assert seen == [(step, False) for step in range(1, 6)]
+    assert len(result.unsaved) == len(result.records) == 5
+    assert stream.getvalue().count("No space left on device") == 5
+    assert "not a regular file" in stream.getvalue()
+
+
+def test_damaged_lines_are_reported_and_only_their_cases_run_again(store, log):
+    go(store)
+    lines = store.path("fake").read_bytes().splitlines()
+    lines[1] = lines[1].replace(b"318277617", b"318277618")
+    lines[3] = lines[3][:100]
+    store.path("fake").write_bytes(b"\n".join(lines))
+    stream = io.StringIO()
+    run_experiment(
+        fake_experiment.EXPERIMENT, RunOptions(device="cpu"), store, reporter=PlainReporter(stream)
+    )
+    assert steps(log) == [1, 2, 3, 4, 5, 2, 4]
+    assert f"{store.path('fake')}:2: its digest does not fit" in stream.getvalue()
+    assert f"{store.path('fake')}:4: not a complete line" in stream.getvalue()
+
+
+def test_a_clock_that_goes_backwards_changes_nothing(store, monkeypatch):
+    class Backwards(datetime):
+        year_now = 2030
+
+        @classmethod
+        def now(cls, tz=None):
+            cls.year_now -= 1
+            return datetime(cls.year_now, 1, 1, tzinfo=UTC)
+
+    monkeypatch.setattr(harness.runner, "datetime", Backwards)
+    first, _ = go(store)
+    second, _ = go(store, fresh=True)
+    assert first.records[0].started_at > first.records[4].started_at > second.records[0].started_at
+    assert all(record.duration_s >= 0 for record in second.records)
+    assert go(store)[0].records == second.records
+
+
+def test_a_record_says_where_it_comes_from(store):
+    result, _ = go(store, command="python -m experiments run fake")
+    environment = result.records[0].environment
+    assert result.records[0].command == "python -m experiments run fake"
+    assert result.records[0].options == {"device": "cpu", "engine": None, "seed": 0}
+    assert environment["versions"]["msgspec"]
+    assert len(environment["code_sha256"]) == 64
+    assert {"load", "load_after", "cpu_model", "cores_logical", "git_commit", "git_dirty"} <= set(environment)
+
+
+def test_two_cases_with_one_key_are_a_mistake_of_the_experiment(store):
+    experiment = dataclasses.replace(
+        fake_experiment.EXPERIMENT, cases=lambda options: [Case({"K": 2}), Case({"K": 2})]
+    )
+    with pytest.raises(ValueError, match="two cases K=2"):
+        go(store, experiment)
+
+
+@pytest.mark.parametrize("value", [float("nan"), (1, 2), object()])
+def test_a_key_that_would_not_survive_storage_is_refused(value):
+    with pytest.raises(ValueError, match="case key K="):
+        Case({"K": value})
+
+
+CASES = [Case({"K": 2, "remat": True}), Case({"K": 4, "remat": False}), Case({"M": None, "K": 2})]
+
+
+@pytest.mark.parametrize(
+    ("only", "chosen"),
+    [
+        ({}, [0, 1, 2]),
+        ({"K": ("2",)}, [0, 2]),
+        ({"K": ("2", "4")}, [0, 1, 2]),
+        ({"K": ("2",), "remat": ("true",)}, [0]),
+        ({"M": ("none",)}, [2]),
+    ],
+)
+def test_only_selects(only, chosen):
+    assert select(CASES, only) == [CASES[place] for place in chosen]
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        ({"L": ("2",)}, "unknown key 'L' in --only; allowed: K, M, remat"),
+        ({"K": ("2", "3")}, "no case has K=3; allowed: 2, 4"),
+        ({"K": ("4",), "remat": ("true",)}, "no case has K=4 remat=true together"),
+    ],
+)
+def test_only_names_what_is_unknown_and_what_is_allowed(only, message):
+    with pytest.raises(ValueError, match=message):
+        select(CASES, only)
+
+
+def test_a_profile_the_experiment_lacks_is_named():
+    experiment = dataclasses.replace(fake_experiment.EXPERIMENT, profiles={"short": "all"})
+    with pytest.raises(ValueError, match="fake has no profile 'full'; allowed: short"):
+        go(Store("unused"), experiment, options=RunOptions(profile="full"))
+
+
+def test_a_status_without_a_reason_becomes_a_failure(store):
+    experiment = dataclasses.replace(
+        fake_experiment.EXPERIMENT, run=lambda case, options: Outcome(status="skipped")
+    )
+    assert {record.reason for record in go(store, experiment)[0].failed} == {
+        "ValueError: a record with status 'skipped' needs a reason"
+    }

@@ -1,0 +1,205 @@
+"""The registry: names, options, example batches and losses, and what it says about mistakes."""
+
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from models import MODELS, example_batch, layer_parameters, loss_fn
+from models.losses import class_loss, token_loss
+
+IMAGES = {"num_classes": 5, "image_size": 16}
+AMOEBA = {"num_layers": 2, "num_filters": 8, "aux_head": False} | IMAGES
+TOKENS = {"num_layers": 1, "vocab_size": 11, "d_model": 8, "ffn_dim": 12, "num_heads": 2, "seq_len": 6}
+SMALL = {
+    "amoebanet-a": AMOEBA,
+    "amoebanet-b": AMOEBA,
+    "amoebanet-c": AMOEBA,
+    "amoebanet-d": AMOEBA,
+    "transformer-lm": TOKENS,
+    "transformer-seq2seq": TOKENS,
+    "resnet101": {"num_blocks": (1, 1, 1, 1), "num_filters": 4} | IMAGES,
+}
+
+
+def test_all_models_are_registered():
+    assert list(SMALL) == list(MODELS)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_model_takes_its_example_batch_and_loss(name):
+    torch.manual_seed(0)
+    model = MODELS[name](**SMALL[name])
+    assert isinstance(model, nn.Sequential)
+    inputs, target = example_batch(name, 3, **SMALL[name])
+    loss = loss_fn(name, **SMALL[name])(model(inputs), target)
+    assert loss.shape == ()
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert len(layer_parameters(model)) == len(model)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_batches_have_the_same_form_on_the_meta_device(name):
+    real, meta = (example_batch(name, 3, device=device, **SMALL[name]) for device in ("cpu", "meta"))
+    form = [
+        [(t.shape, t.dtype) for t in (*(i if isinstance(i, tuple) else (i,)), target)]
+        for i, target in (real, meta)
+    ]
+    assert form[0] == form[1]
+    assert meta[1].is_meta
+
+
+def test_batches_by_the_models_own_sizes():
+    images, classes = example_batch("amoebanet-d", 2, image_size=9)
+    assert (images.shape, images.dtype, classes.shape, classes.dtype) == (
+        (2, 3, 9, 9), torch.float32, (2,), torch.int64,
+    )  # fmt: skip
+    tokens, target = example_batch("transformer-lm", 2, vocab_size=7, seq_len=9)
+    assert (tokens.shape, target.shape) == ((2, 9), (2, 9))
+    assert torch.equal(tokens[:, 1:], target[:, :-1])
+    assert tokens.untyped_storage().nbytes() == tokens.numel() * 8
+    (source, given), wanted = example_batch("transformer-seq2seq", 2, vocab_size=7, seq_len=9)
+    assert torch.equal(given[:, 1:], wanted[:, :-1])
+    assert not torch.equal(source, given)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "classes"),
+    [
+        ("amoebanet-d", {"num_classes": 3}, 3),
+        ("amoebanet-d", {"preset": "torchgpipe"}, 1000),
+        ("amoebanet-d", {}, 1001),
+        ("resnet101", {}, 1000),
+        ("resnet101", {"num_classes": 4}, 4),
+    ],
+)
+def test_classes_cover_what_the_model_knows(name, options, classes):
+    drawn = example_batch(name, 20_000, image_size=1, generator=torch.Generator().manual_seed(0), **options)[
+        1
+    ]
+    assert (drawn.min().item(), drawn.max().item()) == (0, classes - 1)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_seeded_batch_repeats(name):
+    first, again, other = (
+        example_batch(name, 2, generator=torch.Generator().manual_seed(seed), **SMALL[name])
+        for seed in (1, 1, 2)
+    )
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    inputs = [b[0] if isinstance(b[0], torch.Tensor) else b[0][0] for b in (first, other)]
+    assert not torch.equal(*inputs)
+
+
+def test_the_loss_of_amoebanet_by_hand():
+    logits, aux = [[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]], [[0.2, 0.1, 0.0], [1.0, 1.0, -1.0]]
+    classes = [2, 0]
+
+    def smoothed(rows, smoothing):
+        total = 0.0
+        for row, label in zip(rows, classes, strict=True):
+            log_sum = math.log(sum(map(math.exp, row)))
+            for index, value in enumerate(row):
+                share = smoothing / 3 + (1 - smoothing if index == label else 0)
+                total += share * (log_sum - value)
+        return total / 2
+
+    target = torch.tensor(classes)
+    both = (torch.tensor(logits), torch.tensor(aux))
+    expected = smoothed(logits, 0.1) + 0.4 * smoothed(aux, 0.1)
+    assert loss_fn("amoebanet-d")(both, target).item() == pytest.approx(expected)
+    assert loss_fn("amoebanet-d", preset="tf")(both[0], target).item() == pytest.approx(smoothed(logits, 0.1))
+    unsmoothed = pytest.approx(smoothed(logits, 0.0))
+    assert loss_fn("amoebanet-d", preset="torchgpipe")(both[0], target).item() == unsmoothed
+    assert loss_fn("resnet101")(both[0], target).item() == unsmoothed
+
+
+def test_the_loss_of_tokens_is_the_mean_over_examples_and_tokens():
+    output = torch.randn(2, 3, 4, dtype=torch.float64)
+    target = torch.tensor([[0, 1, 2], [3, 3, 0]])
+    total = 0.0
+    for n in range(2):
+        for t in range(3):
+            row = output[n, t].tolist()
+            total += math.log(sum(map(math.exp, row))) - row[target[n, t]]
+    for name in ("transformer-lm", "transformer-seq2seq"):
+        assert loss_fn(name)(output, target).item() == pytest.approx(total / 6)
+
+
+def test_a_loss_is_the_mean_of_its_micro_batches():
+    output, target = torch.randn(6, 5), torch.randint(5, (6,))
+    loss = loss_fn("amoebanet-d")
+    parts = loss(output[:4], target[:4]) * 4 / 6 + loss(output[4:], target[4:]) * 2 / 6
+    torch.testing.assert_close(parts, loss(output, target))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_half_precision_logits_are_computed_in_float32(dtype):
+    logits, target = torch.randn(2, 5).to(dtype), torch.tensor([1, 2])
+    loss = class_loss((logits, logits), target)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, class_loss((logits.float(), logits.float()), target))
+    assert token_loss(logits[None], target[None]).dtype == torch.float32
+    assert class_loss(logits.double(), target).dtype == torch.float64
+
+
+def test_mistakes_are_named_with_what_is_allowed():
+    with pytest.raises(ValueError, match=r"unknown model 'resnet50': .*'resnet101'"):
+        example_batch("resnet50", 1)
+    with pytest.raises(ValueError, match=r"unknown model 'resnet50': .*'resnet101'"):
+        loss_fn("resnet50")
+    for call in (
+        MODELS["transformer-lm"],
+        lambda **options: loss_fn("transformer-lm", **options),
+        lambda **options: example_batch("transformer-lm", 1, **options),
+    ):
+        with pytest.raises(ValueError, match=r"'layers': .*'num_layers'"):
+            call(layers=3)
+    with pytest.raises(ValueError, match="genotype"):
+        MODELS["amoebanet-d"](genotype="a")
+    for call in (
+        lambda: MODELS["amoebanet-d"](preset="torch"),
+        lambda: loss_fn("amoebanet-d", preset="torch"),
+        lambda: example_batch("amoebanet-d", 1, preset="torch"),
+    ):
+        with pytest.raises(ValueError, match=r"unknown preset 'torch': .*'tf', 'torchgpipe'"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "named"),
+    [
+        ("amoebanet-d", {"image_size": 0}, "image_size=0"),
+        ("amoebanet-d", {"num_classes": 0}, "num_classes=0"),
+        ("transformer-lm", {"seq_len": -1}, "seq_len=-1"),
+        ("transformer-seq2seq", {"vocab_size": 0}, "vocab_size=0"),
+    ],
+)
+def test_batches_of_impossible_sizes_are_refused(name, options, named):
+    with pytest.raises(ValueError, match=named):
+        example_batch(name, 1, **options)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        example_batch(name, 0)
+
+
+def test_shared_parameters_are_counted_once():
+    model = MODELS["transformer-seq2seq"](num_tables=1, **TOKENS)
+    assert sum(layer_parameters(model)) == sum(p.numel() for p in model.parameters())
+
+
+def test_frozen_parameters_are_not_counted():
+    model = MODELS["resnet101"](**SMALL["resnet101"])
+    before = layer_parameters(model)
+    model.conv1.weight.requires_grad_(False)
+    assert layer_parameters(model) == [0, *before[1:]]
+
+
+def test_the_largest_model_is_built_on_the_meta_device_in_seconds():
+    start = time.process_time()
+    with torch.device("meta"):
+        model = MODELS["transformer-lm"](num_layers=1663)
+    assert len(model) == 1665
+    assert time.process_time() - start < 20  # about 1 s; initialising even a part of it would take minutes

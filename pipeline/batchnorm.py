@@ -27,14 +27,22 @@ class _Meter:
 
     def __init__(self, module: _BatchNorm, owner: Statistics) -> None:
         self.module, self.owner = module, owner
-        mean, var = module.running_mean, module.running_var
-        assert mean is not None
-        assert var is not None
-        wide = torch.promote_types(mean.dtype, torch.float32)
-        self.scratch_mean, self.scratch_var = torch.zeros_like(mean), torch.zeros_like(var)
-        self.mean, self.squares = torch.zeros_like(mean, dtype=wide), torch.zeros_like(var, dtype=wide)
         self.count = 0  # values per channel folded so far
         self.new_count = 0  # values per channel whose statistics are in the scratch buffers
+        self.scratch_mean = self.scratch_var = self.mean = self.squares = torch.empty(0, device="meta")
+
+    def fit(self) -> None:
+        """Makes buffers like the module's averages, which may have moved or changed their precision."""
+        average = self.module._buffers["running_mean"]
+        assert average is not None
+        scratch = self.scratch_mean
+        if scratch.dtype != average.dtype or scratch.device != average.device:
+            wide = torch.promote_types(average.dtype, torch.float32)
+            self.scratch_mean, self.scratch_var = torch.zeros_like(average), torch.zeros_like(average)
+            self.mean, self.squares = (
+                torch.zeros_like(average, dtype=wide),
+                torch.zeros_like(average, dtype=wide),
+            )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The module's own forward, with scratch buffers in place of its moving averages."""
@@ -78,6 +86,11 @@ class Statistics:
 
     def __bool__(self) -> bool:
         return bool(self._meters)
+
+    def begin(self) -> None:
+        """Prepares a step."""
+        for meter in self._meters:
+            meter.fit()
 
     def redirect(self, *, recording: bool) -> None:
         """From here to `release` the modules leave their moving averages alone; `recording` keeps the

@@ -108,6 +108,7 @@ class Stage:
         while len(self._microbatches) < num_microbatches:
             self._microbatches.append(_MicroBatch())
         self._training = training
+        self.statistics.begin()
         self._feed, self._targets, self._loss_fn, self._shares = feed, targets, loss_fn, shares
         self.losses, self.outputs = [], [None] * (num_microbatches if self.is_last else 0)
         self._calls = tuple(
@@ -241,7 +242,9 @@ class Stage:
     def _take_inputs(self, state: _MicroBatch, m: int, received: Message | None) -> None:
         if received is None:
             tensors, state.structure = flatten(self._feed[m], "the mini-batch")
-            state.inputs = tuple([t.to(self.device, non_blocking=True) for t in tensors])
+            # .data: parts of one batch share a version counter, but overwriting one does not change the
+            # others.
+            state.inputs = tuple([t.data.to(self.device, non_blocking=True) for t in tensors])
             state.needs_grad = (False,) * len(tensors)
         else:
             state.inputs, state.structure, state.needs_grad = received

@@ -1,0 +1,204 @@
+"""Batch normalization: normalized by the micro-batch, remembered by the mini-batch, once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline import Pipeline
+from pipeline.batchnorm import Statistics
+from pipeline.microbatch import split
+from pipeline.schedule import REMAT_MODES, SCHEDULES
+
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def norms(momentum: float | None = 0.1) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.BatchNorm2d(3, momentum=momentum), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum),
+        nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm1d(5, momentum=momentum, affine=False),
+    ).double()  # fmt: skip
+
+
+def images(batch_size: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 + 2 * torch.randn(batch_size, 3, 4, 4, generator=generator, dtype=torch.float64)
+
+
+def square(output: Tensor, target: None) -> Tensor:
+    return output.square().sum(1).mean()
+
+
+def averages(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def expected(model: nn.Sequential, batches: list[Tensor], num_microbatches: int) -> dict[str, Tensor]:
+    """Micro-batch by micro-batch through the plain model, the averages from each module's inputs taken
+    together.
+    """
+    seen: dict[nn.Module, list[Tensor]] = {}
+    for module in model:
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            module.register_forward_pre_hook(
+                lambda m, inputs: seen.setdefault(m, []).append(inputs[0].detach())
+            )
+    buffers = averages(model)
+    for count, batch in enumerate(batches, start=1):
+        seen.clear()
+        for part in split(batch, num_microbatches):
+            model(part)
+        for name, module in model.named_children():
+            if module in seen:
+                values = torch.cat(seen[module]).transpose(0, 1).flatten(1)
+                factor = module.momentum if module.momentum is not None else 1 / count
+                for kind, statistic in (("mean", values.mean(1)), ("var", values.var(1))):
+                    buffers[f"{name}.running_{kind}"].lerp_(statistic, factor)
+                buffers[f"{name}.num_batches_tracked"].add_(1)
+    return buffers
+
+
+def assert_same(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert ours.keys() == wanted.keys()
+    for name, buffer in wanted.items():
+        torch.testing.assert_close(ours[name], buffer, **TOLERANCE, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("remat", REMAT_MODES)
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_averages_move_once_by_the_whole_mini_batch(
+    schedule: str, remat: str, num_stages: int, num_microbatches: int, momentum: float | None
+) -> None:
+    batches = [images(11, seed) for seed in range(3)]
+    wanted = expected(norms(momentum), batches, num_microbatches)
+    pipeline = Pipeline(
+        norms(momentum),
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        remat=remat,
+    )
+    for batch in batches:
+        pipeline.step(batch, None, square)
+    assert_same(averages(pipeline), wanted)
+
+
+def test_the_first_module_sees_the_statistics_of_the_mini_batch() -> None:
+    """Where micro-batches do not change a module's input, the averages are those of the unsplit batch."""
+    batch = images(10)
+    plain = norms()
+    plain(batch)
+    pipeline = Pipeline(norms(), num_stages=2, num_microbatches=4)
+    pipeline.step(batch, None, square)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(
+            getattr(pipeline.get_submodule("0"), name), getattr(plain[0], name), **TOLERANCE
+        )
+
+
+def test_evaluation_uses_the_averages_and_keeps_them() -> None:
+    pipeline = Pipeline(norms(), num_stages=2, num_microbatches=4)
+    pipeline.step(images(8), None, square)
+    before = averages(pipeline)
+    pipeline.eval()
+    plain = norms()
+    plain.load_state_dict(pipeline.state_dict())
+    batch = images(8, seed=1)
+    torch.testing.assert_close(pipeline(batch), plain.eval()(batch), **TOLERANCE)
+    assert_same(averages(pipeline), before)
+
+
+def test_a_frozen_module_trains_with_its_averages() -> None:
+    pipeline = Pipeline(norms(), num_stages=2, num_microbatches=4)
+    pipeline.get_submodule("2").eval()
+    before = averages(pipeline)
+    pipeline.step(images(8), None, square)
+    after = averages(pipeline)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        f"{module}.{buffer}"
+        for module in (0, 5)
+        for buffer in ("running_mean", "running_var", "num_batches_tracked")
+    }
+
+
+def test_a_forward_in_training_mode_counts_as_one_mini_batch() -> None:
+    wanted = expected(norms(), [images(9)], 4)
+    pipeline = Pipeline(norms(), num_stages=3, num_microbatches=4)
+    pipeline(images(9))
+    assert_same(averages(pipeline), wanted)
+
+
+def test_large_means_cancel_nothing() -> None:
+    """Sums of squares would lose a variance of 1 beside a mean of 1e6 in float32."""
+    torch.manual_seed(0)
+    batch = 1e6 + torch.randn(4096, 2)
+    pipeline = Pipeline([nn.BatchNorm1d(2, momentum=1.0), nn.Linear(2, 1)], num_stages=1, num_microbatches=16)
+    pipeline.step(batch, None, square)
+    torch.testing.assert_close(
+        pipeline.get_submodule("0").running_var, batch.double().var(0).float(), rtol=5e-2, atol=0.0
+    )
+
+
+def test_one_module_twice_in_a_layer() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2, momentum=1.0).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x) + self.norm(3 * x)
+
+    torch.manual_seed(0)
+    batch = torch.randn(8, 2, dtype=torch.float64)
+    pipeline = Pipeline([Twice()], num_stages=1, num_microbatches=2)
+    pipeline.step(batch, None, square)
+    both = torch.cat([batch, 3 * batch])
+    torch.testing.assert_close(pipeline.get_submodule("0.norm").running_var, both.var(0), **TOLERANCE)
+
+
+def test_modules_are_themselves_again_after_a_step_and_after_an_error() -> None:
+    model = norms()
+    pipeline = Pipeline(model, num_stages=2, num_microbatches=2)
+    pipeline.step(images(4), None, square)
+    before = averages(pipeline)
+
+    def broken(output: Tensor, target: None) -> Tensor:
+        raise RuntimeError("broken loss")
+
+    with pytest.raises(RuntimeError, match="broken loss"):
+        pipeline.step(images(4), None, broken)
+    assert_same(averages(pipeline), before)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert pipeline.state_dict().keys() == norms().state_dict().keys()
+    model(images(4))  # the plain model again: its averages move at every forward
+    assert int(model[0].num_batches_tracked) == 2
+
+
+def test_half_precision_averages_follow_too() -> None:
+    torch.manual_seed(0)
+    pipeline = Pipeline(
+        [nn.BatchNorm1d(2, momentum=1.0), nn.Linear(2, 1)], num_stages=1, num_microbatches=2
+    ).bfloat16()
+    batch = torch.randn(64, 2).bfloat16()
+    pipeline.step(batch, None, square)
+    norm = pipeline.get_submodule("0")
+    assert norm.running_var.dtype == torch.bfloat16
+    torch.testing.assert_close(norm.running_var.float(), batch.float().var(0), rtol=2e-2, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "complaint"),
+    [
+        (nn.SyncBatchNorm(3), "replica_group"),
+        (nn.InstanceNorm2d(3, track_running_stats=True), "track_running_stats=False"),
+    ],
+)
+def test_modules_that_would_be_wrong_are_refused(module: nn.Module, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Statistics([nn.Sequential(module)])
+    Statistics([nn.InstanceNorm2d(3), nn.BatchNorm2d(3, track_running_stats=False)])

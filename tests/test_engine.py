@@ -1,0 +1,306 @@
+"""The loop and its surroundings: order, errors, thread-local state, the user's interface."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_models import everything, mlp, mlp_batch, plain_step, seeded
+from torch import Tensor, nn
+
+from pipeline import Pipeline
+from pipeline.drawing import from_csv
+from pipeline.engine import ActionError
+from pipeline.schedule import REMAT_MODES, SCHEDULES, Action, Kind, execution_order, gpipe
+from pipeline.transport import InProcess
+
+mse_loss = nn.functional.mse_loss
+
+
+def observed(pipeline: Pipeline, batch_size: int = 8) -> list[Action]:
+    """The actions of one step, in the order in which they were taken."""
+    taken: list[Action] = []
+
+    @contextlib.contextmanager
+    def observe(action: Action) -> Iterator[None]:
+        taken.append(action)
+        yield
+
+    pipeline.step(*mlp_batch(batch_size), mse_loss, observe=observe)
+    return taken
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("remat", REMAT_MODES)
+def test_actions_are_taken_in_the_schedules_order(schedule: str, remat: str) -> None:
+    pipeline = Pipeline(seeded(mlp), num_stages=4, num_microbatches=4, schedule=schedule, remat=remat)
+    assert observed(pipeline) == list(execution_order(pipeline.schedule))
+    assert sorted(e.action for e in pipeline.timeline.events) == sorted(pipeline.schedule)
+
+
+def test_gradients_arrive_in_reverse_order_of_the_micro_batches() -> None:
+    """Seen from inside the layers, by what distinguishes the micro-batches, not from the schedule."""
+    seen: list[tuple[int, float]] = []
+
+    class Spy(nn.Module):
+        def __init__(self, stage: int) -> None:
+            super().__init__()
+            self.stage, self.weight = stage, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.weight
+            if torch.is_grad_enabled():
+                key = float(x.detach()[0, 0])
+                y.register_hook(lambda gradient: seen.append((self.stage, key)))
+            return y
+
+    batch = torch.arange(1.0, 7.0, dtype=torch.float64).view(3, 2)
+    Pipeline([Spy(0), Spy(1)], num_stages=2, num_microbatches=3, remat="always").step(
+        batch, None, lambda output, target: output.mean()
+    )
+    assert [key for stage, key in seen if stage == 1] == [5.0, 3.0, 1.0]
+    assert [key for stage, key in seen if stage == 0] == [5.0, 3.0, 1.0]
+    assert [stage for stage, _ in seen] == [1, 0, 1, 0, 1, 0]
+
+
+def test_a_split_backward_computes_the_same() -> None:
+    """I and W need nothing from the engine but a schedule that has them."""
+    text = "0F0,0F1,0I1,0I0,0W1,0W0\n1F0,1F1,1I1,1W1,1R0,1I0,1W0\n"
+    rows = text.replace("0I0", "0R0,0I0", 1)
+    schedule = from_csv(rows, remat="except_last")
+    model = seeded(mlp)
+    plain = plain_step(model, *mlp_batch(6), mse_loss, 2)
+    pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=2, schedule=schedule)
+    pipeline.step(*mlp_batch(6), mse_loss)
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.gradients[name], rtol=1e-12, atol=1e-14)
+
+
+class Fuse(nn.Module):
+    """Breaks when its fuse is at the given kind of action, on its third micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.blow: Kind | None = None
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if (self.blow is Kind.F and self.calls == 3) or (self.blow is Kind.R and self.calls == 6):
+            raise ZeroDivisionError("the fuse has blown")
+        y = self.linear(x)
+        if self.blow is Kind.B and torch.is_grad_enabled():
+            y.register_hook(self._break)
+        return y
+
+    def _break(self, gradient: Tensor) -> None:
+        raise ZeroDivisionError("the fuse has blown")
+
+
+@pytest.mark.parametrize(("kind", "action"), [(Kind.F, "1F2"), (Kind.R, "1R2"), (Kind.B, "1B3")])
+def test_an_exception_names_its_action_and_keeps_its_traceback(kind: Kind, action: str) -> None:
+    fuse = Fuse()
+    pipeline = Pipeline(
+        [nn.Linear(6, 6).double(), fuse, nn.Tanh()], num_stages=3, num_microbatches=4, cost=[1, 1, 1]
+    )
+    batch, target = mlp_batch(8)
+    pipeline.step(batch, target, mse_loss)
+    pipeline.zero_grad()
+    fuse.blow, fuse.calls = kind, 0
+    with pytest.raises(
+        ActionError, match=f"action {action} failed: ZeroDivisionError: the fuse has blown"
+    ) as caught:
+        pipeline.step(batch, target, mse_loss)
+    assert str(caught.value.action) == action
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "raise ZeroDivisionError" in "".join(traceback.format_exception(caught.value))
+
+    # The next step starts clean.
+    fuse.blow = None
+    pipeline.zero_grad()
+    pipeline.num_steps = 0
+    pipeline.step(batch, target, mse_loss)
+    again = [p.grad.clone() for p in pipeline.parameters()]
+    pipeline.zero_grad()
+    pipeline.step(batch, target, mse_loss)
+    assert all(torch.equal(a, p.grad) for a, p in zip(again, pipeline.parameters(), strict=True))
+
+
+class State(nn.Module):
+    """Records thread-local state, and does a product in the precision that autocast chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.seen: list[tuple[bool, torch.dtype, bool, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(
+            (
+                torch.is_autocast_enabled("cpu"),
+                torch.get_default_dtype(),
+                torch.is_inference_mode_enabled(),
+                torch.are_deterministic_algorithms_enabled(),
+            )
+        )
+        return x @ self.weight
+
+
+def test_thread_local_state_reaches_the_stages() -> None:
+    layers = [State(), State()]
+    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2)
+    batch = torch.randn(4, 6)
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            pipeline.step(batch, None, lambda output, target: output.float().square().mean())
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+    with torch.inference_mode():
+        pipeline(batch)
+    for layer in layers:
+        assert (
+            layer.seen == [(True, torch.float64, False, True)] * 4 + [(False, torch.float32, True, False)] * 2
+        )
+
+
+@pytest.mark.parametrize("remat", REMAT_MODES)
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_autocast_trains_like_the_plain_model(num_stages: int, remat: str) -> None:
+    """Weights are cast with and without a graph in one step; a cast without must not serve one with."""
+    build = lambda: mlp(dropout=0.0)  # noqa: E731
+    model, other = (seeded(build, torch.float32) for _ in range(2))
+    batch, target = mlp_batch(8, dtype=torch.float32)
+    for inputs, wanted in zip(batch.split(2), target.split(2), strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            loss = mse_loss(model(inputs).float(), wanted)
+        (loss / 4).backward()
+    pipeline = Pipeline(other, num_stages=num_stages, num_microbatches=4, remat=remat)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipeline.step(batch, target, lambda output, wanted: mse_loss(output.float(), wanted))
+    for plain, ours in zip(model.parameters(), other.parameters(), strict=True):
+        assert ours.grad.dtype == torch.float32
+        # Micro-batches are added up in another order; each one's gradient is made of bfloat16 products.
+        torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_bfloat16_weights() -> None:
+    batch, target = mlp_batch(8, dtype=torch.bfloat16)
+    gradients = []
+    for num_stages in (1, 4):
+        pipeline = Pipeline(seeded(mlp, torch.bfloat16), num_stages=num_stages, num_microbatches=4)
+        pipeline.step(batch, target, mse_loss)
+        gradients.append([p.grad for p in pipeline.parameters()])
+    assert all(a.dtype == torch.bfloat16 and torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_copies_belong_to_their_receiver() -> None:
+    """Each stage owns its copy of every boundary tensor, made while the receiver is being charged."""
+    receivers: list[int] = []
+
+    @contextlib.contextmanager
+    def observe_transfer(stage: int) -> Iterator[None]:
+        receivers.append(stage)
+        yield
+
+    transport = InProcess(copy=True, observe_transfer=observe_transfer)
+    pipeline = Pipeline(seeded(mlp), num_stages=3, num_microbatches=2, transport=transport)
+    pipeline.step(*mlp_batch(4), mse_loss)
+    assert receivers == [1, 2, 1, 2, 1, 0, 1, 0]
+
+
+def test_more_micro_batches_than_stages_or_fewer() -> None:
+    for num_microbatches in (1, 2, 8):
+        pipeline = Pipeline(seeded(mlp), num_stages=4, num_microbatches=num_microbatches, schedule="1f1b")
+        assert len(observed(pipeline)) == 4 * num_microbatches * 3
+
+
+def test_state_dict_has_the_plain_models_keys() -> None:
+    model = seeded(everything)
+    keys = list(model.state_dict())
+    for num_stages in (1, 5):
+        assert list(Pipeline(model, num_stages=num_stages, num_microbatches=2).state_dict()) == keys
+    named = nn.Sequential()
+    named.add_module("stem", nn.Linear(2, 2))
+    named.add_module("step", nn.Linear(2, 2))  # also the name of a method
+    pipeline = Pipeline(named, num_stages=2, num_microbatches=1)
+    assert list(pipeline.state_dict()) == list(named.state_dict())
+    assert [name for name, _ in pipeline.named_parameters()] == [name for name, _ in named.named_parameters()]
+    pipeline.step(torch.zeros(1, 2), None, lambda output, target: output.sum())
+    pipeline.load_state_dict(named.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"num_stages": 9}, "8 layers into 9"),
+        ({"num_stages": 0}, "num_stages"),
+        ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"schedule": "zigzag"}, "'zigzag'; choose one of naive, gpipe, 1f1b"),
+        ({"schedule": gpipe(3, 4)}, "3 stages and 4 micro-batches"),
+        ({"remat": "sometimes"}, "'sometimes'; choose one of"),
+        ({"cost": "seconds"}, "'seconds'; choose 'parameters', 'auto'"),
+        ({"cost": [1, 2]}, "2 numbers for 8 layers"),
+        ({"cost": "auto"}, "pass example="),
+        ({"devices": ["cpu"]}, "1 devices for 2 stages"),
+        ({"layers": nn.Linear(1, 1)}, "a Linear; a pipeline needs a sequence"),
+        ({"layers": []}, "layers is empty"),
+        ({"layers": [nn.Linear(1, 1), torch.tanh]}, "layer 1 is a builtin_function_or_method"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Pipeline(**{"layers": mlp(), "num_stages": 2, "num_microbatches": 4, **arguments})
+
+
+def test_batches_that_do_not_fit() -> None:
+    pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=4)
+    batch, target = mlp_batch(8)
+    with pytest.raises(ValueError, match="num_microbatches is 4 but the mini-batch has only 3 examples"):
+        pipeline.step(batch[:3], target[:3], mse_loss)
+    with pytest.raises(ValueError, match="empty"):
+        pipeline.step(batch[:0], target[:0], mse_loss)
+    with pytest.raises(ValueError, match="8 examples but the target 7"):
+        pipeline.step(batch, target[:7], mse_loss)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        pipeline.step(batch.clone().requires_grad_(), target, mse_loss)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are disabled"):
+        pipeline.step(batch, target, mse_loss)
+    with pytest.raises(ValueError, match="no complete step"):
+        _ = pipeline.timeline
+
+
+@pytest.mark.parametrize("cost", [None, "parameters", "auto", [1.0] * 8])
+def test_ways_to_balance(cost: object) -> None:
+    layers = [nn.Linear(64, 64) for _ in range(6)] + [nn.ReLU(), nn.ReLU()]
+    example = torch.empty(4, 64, device="meta")
+    pipeline = Pipeline(layers, num_stages=3, num_microbatches=1, cost=cost, example=example)
+    wanted = [3, 3, 2] if isinstance(cost, list) else [2, 2, 4]
+    assert [len(span) for span in pipeline.partition] == wanted
+
+
+def test_two_pipelines_over_one_model_share_its_weights() -> None:
+    model = seeded(mlp)
+    first = Pipeline(model, num_stages=2, num_microbatches=2)
+    second = Pipeline(model, num_stages=4, num_microbatches=4)
+    first.step(*mlp_batch(4), mse_loss)
+    before = [p.grad.clone() for p in model.parameters()]
+    second.step(*mlp_batch(4), mse_loss)
+    assert any(not torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.gpu
+def test_stages_on_devices_of_their_own() -> None:
+    devices = [f"cuda:{i % torch.cuda.device_count()}" for i in range(4)]
+    model = seeded(lambda: mlp(dropout=0.0))
+    plain = plain_step(model, *mlp_batch(8), mse_loss, 4)
+    pipeline = Pipeline(seeded(lambda: mlp(dropout=0.0)), num_stages=4, num_microbatches=4, devices=devices)
+    pipeline.step(*mlp_batch(8), mse_loss)
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter.grad.cpu(), plain.gradients[name], rtol=1e-10, atol=1e-12)

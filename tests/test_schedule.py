@@ -1,0 +1,218 @@
+"""Schedules are data: what they contain, in which order, what follows from them, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.drawing import draw, from_csv, to_csv
+from pipeline.replay import SLOTS, makespan_slots, replay
+from pipeline.schedule import (
+    REMAT_MODES,
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    Transfer,
+    dependencies,
+    execution_order,
+    gpipe,
+    naive,
+    one_f_one_b,
+    transfers,
+    validate,
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    make = SCHEDULES[draw(st.sampled_from(sorted(SCHEDULES)))]
+    sizes = draw(st.tuples(st.integers(1, 6), st.integers(1, 8)))
+    return make(*sizes, remat=draw(st.sampled_from(REMAT_MODES)))
+
+
+def row(schedule: Schedule, stage: int) -> str:
+    return " ".join(str(action) for action in schedule.actions[stage])
+
+
+def test_rows_as_in_the_paper() -> None:
+    """Figure 2(c) of the paper, with the recomputations written out."""
+    schedule = gpipe(2, 3, remat="always")
+    assert row(schedule, 0) == "0F0 0F1 0F2 0R2 0B2 0R1 0B1 0R0 0B0"
+    assert row(schedule, 1) == "1F0 1F1 1F2 1R2 1B2 1R1 1B1 1R0 1B0"
+    assert row(gpipe(2, 3, remat="except_last"), 1) == "1F0 1F1 1F2 1B2 1R1 1B1 1R0 1B0"
+    assert row(gpipe(2, 2, remat="never"), 0) == "0F0 0F1 0B1 0B0"
+    assert row(naive(2), 1) == "1F0 1B0"
+    assert row(naive(2, 2, remat="always"), 0) == "0F0 0R0 0B0 0F1 0R1 0B1"
+    assert row(one_f_one_b(3, 4), 0) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
+    assert row(one_f_one_b(3, 4), 2) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
+    assert row(one_f_one_b(3, 1), 0) == "0F0 0B0"
+
+
+def test_drawing() -> None:
+    assert draw(gpipe(3, 3, remat="except_last")).splitlines() == [
+        "stage 0 | F0 F1 F2 .  .  .  .  .  .  B2 B2 R1 B1 B1 R0 B0 B0",
+        "stage 1 | .  F0 F1 F2 .  .  .  B2 B2 R1 B1 B1 R0 B0 B0",
+        "stage 2 | .  .  F0 F1 F2 B2 B2 R1 B1 B1 R0 B0 B0",
+    ]
+    assert draw(gpipe(2, 1, remat="never"), {Kind.F: 2}).splitlines() == [
+        "stage 0 | F0 F0 .  .  .  .  B0 B0",
+        "stage 1 | .  .  F0 F0 B0 B0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches", "late", "early", "kept"),
+    [
+        (2, 1, 8, 7, 6),
+        (2, 4, 20, 19, 18),
+        (4, 4, 28, 25, 24),
+        (4, 16, 76, 73, 72),
+        (8, 8, 60, 53, 52),
+        (8, 32, 156, 149, 148),
+    ],
+)
+def test_length_of_a_step_in_slots(
+    num_stages: int, num_microbatches: int, late: int, early: int, kept: int
+) -> None:
+    """Recomputing before the gradient arrives saves K - 1 forwards, keeping the last micro-batch 1."""
+    assert makespan_slots(gpipe(num_stages, num_microbatches, remat="always")) == early
+    assert makespan_slots(gpipe(num_stages, num_microbatches, remat="except_last")) == kept
+    # An engine that recomputes inside the backward takes R and B as one action, after the gradient is there.
+    both = {**SLOTS, Kind.B: SLOTS[Kind.R] + SLOTS[Kind.B]}
+    inside = replay(gpipe(num_stages, num_microbatches, remat="never"), both)
+    assert inside.makespan_s == late
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+@given(num_stages=st.integers(1, 8), num_microbatches=st.integers(1, 16))
+def test_bubble_is_the_papers(make, num_stages: int, num_microbatches: int) -> None:
+    timeline = replay(make(num_stages, num_microbatches, remat="never"), SLOTS)
+    assert timeline.bubble == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
+
+
+@given(schedules())
+def test_every_built_in_schedule_is_valid(schedule: Schedule) -> None:
+    validate(schedule)
+
+
+@given(schedules())
+def test_dependencies_happen_before(schedule: Schedule) -> None:
+    """In the order of one worker and in the replay alike."""
+    order = execution_order(schedule)
+    assert sorted(order) == sorted(schedule)
+    position = {action: i for i, action in enumerate(order)}
+    event = {e.action: e for e in replay(schedule, SLOTS).events}
+    for action, needs in dependencies(schedule).items():
+        for need in needs:
+            assert position[need] < position[action]
+            assert event[need].end_s <= event[action].start_s
+    for stage in range(schedule.num_stages):
+        assert [a for a in order if a.stage == stage] == list(schedule.actions[stage])
+
+
+@given(schedules())
+def test_communication_is_derived(schedule: Schedule) -> None:
+    found = transfers(schedule)
+    boundaries, microbatches = schedule.num_stages - 1, schedule.num_microbatches
+    assert len(found) == len(set(found)) == 2 * boundaries * microbatches
+    for transfer in found:
+        assert transfer.source.microbatch == transfer.target.microbatch
+        assert abs(transfer.source.stage - transfer.target.stage) == 1
+        assert transfer.is_gradient == (transfer.source.kind is Kind.B)
+
+
+def test_one_worker_consumes_before_it_produces_again() -> None:
+    assert " ".join(map(str, execution_order(gpipe(3, 2, remat="except_last")))) == (
+        "0F0 1F0 2F0 0F1 1F1 2F1 2B1 1B1 0B1 2R0 2B0 1R0 1B0 0R0 0B0"
+    )
+
+
+@given(schedules())
+def test_micro_batches_in_flight(schedule: Schedule) -> None:
+    for stage in range(schedule.num_stages):
+        most = {
+            "naive": 1,
+            "gpipe": schedule.num_microbatches,
+            "1f1b": min(schedule.num_microbatches, schedule.num_stages - stage),
+        }
+        assert schedule.in_flight(stage) == most[schedule.name]
+
+
+def test_text_form_of_an_action() -> None:
+    assert str(Action(2, Kind.F, 0)) == "2F0"
+    assert Action.parse(" 12W34 ") == Action(12, Kind.W, 34)
+    assert Action.parse("0F1") < Action.parse("1F0")
+    assert str(Transfer(Action.parse("0F1"), Action.parse("1F1"))) == "0F1->1F1"
+    for text in ("", "F0", "2X0", "2F", "-1F0", "2f0", "2F0,2F1", "²F1"):
+        with pytest.raises(ValueError, match="not an action"):
+            Action.parse(text)
+
+
+@given(schedules())
+def test_csv_round_trip(schedule: Schedule) -> None:
+    assert from_csv(to_csv(schedule), schedule.name, schedule.remat) == schedule
+    recognised = from_csv(to_csv(schedule))
+    assert recognised.actions == schedule.actions
+    validate(recognised)
+    with pytest.raises(ValueError, match="no actions"):
+        from_csv("\n")
+
+
+def written(*rows: str, remat: str = "never") -> Schedule:
+    return from_csv("\n".join(row.replace(" ", ",") for row in rows), remat=remat)
+
+
+def test_a_split_backward_is_valid() -> None:
+    split = written("0F0 0F1 0I1 0I0 0W1 0W0", "1F0 1F1 1I1 1I0 1W1 1W0")
+    validate(split)
+    assert split.in_flight(0) == 2
+    # The gradient leaves before the weights' half: 8 stages, 8 micro-batches, last one kept.
+    rows = []
+    for s in range(8):
+        row = [f"{s}F{m}" for m in range(8)]
+        for m in reversed(range(8)):
+            row += ([f"{s}R{m}"] if m < 7 else []) + [f"{s}I{m}", f"{s}W{m}"]
+        rows.append(" ".join(row))
+    assert makespan_slots(written(*rows, remat="except_last")) == 45
+
+
+@pytest.mark.parametrize(
+    ("schedule", "complaint"),
+    [
+        (written("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B1"), "1B1 more than once"),
+        (
+            written("0F0 0F1 0B1 0B0", "1F0 1F1 1B1"),
+            "micro-batch 0 through F; with remat='never' it needs F B",
+        ),
+        (written("0F0 0B0", "0F0 1B0"), "row of stage 1 holds 0F0"),
+        (written("0F0 0R0 0B0"), "through B F R; with remat='never' it needs F B,"),
+        (written("0F0 0B0", remat="always"), "needs F R B"),
+        (written("0F0 0F1 0R0 0R1 0B1 0B0", remat="except_last"), "micro-batch 1"),
+        (written("0B0 0F0"), "deadlocks: 0B0 waits for 0F0"),
+        (written("0F0 0B0 0R0", remat="always"), "deadlocks: 0B0 waits for 0R0"),
+        (written("0F0 0F1 0B0 0B1", "1F0 1F1 1B1 1B0"), "stage 1 sends 1B1 to stage 0, which waits for 1B0"),
+        (written("0F1 0F0 0B1 0B0", "1F0 1F1 1B1 1B0"), "sends 0F1 to stage 1, which waits for 0F0"),
+        (written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), "deadlocks"),
+        (written("0F0 0I0 0W0", "1F0 1W0 1I0"), "deadlocks: .*1W0 waits for 1I0"),
+        (dataclasses.replace(gpipe(2, 2), num_stages=3), "2 rows of actions for 3 stages"),
+        (dataclasses.replace(gpipe(2, 2), num_microbatches=1), "outside micro-batches 0..0"),
+        (dataclasses.replace(gpipe(2, 2), remat="sometimes"), "choose one of never, always, except_last"),
+    ],
+)
+def test_an_impossible_schedule_is_refused(schedule: Schedule, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        validate(schedule)
+
+
+@pytest.mark.parametrize("make", SCHEDULES.values())
+def test_sizes_are_checked(make) -> None:
+    with pytest.raises(ValueError, match="num_stages is 0"):
+        make(0, 1)
+    with pytest.raises(ValueError, match="num_microbatches is 0"):
+        make(1, 0)
+    with pytest.raises(ValueError, match="'last'"):
+        make(1, 1, remat="last")

@@ -85,8 +85,10 @@ class Store:
             if new:
                 _sync_folder(path.parent)
         except OSError as error:
+            # mkdir's own words for a file in the folder's place, "File exists", sound as if all were well
+            cause = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
             raise StoreError(
-                f"can't write to {path}: {error.strerror or error}; choose another folder with --results"
+                f"can't write to {path}: {cause}; choose another folder with --results"
             ) from error
 
     def load(self, experiment: str) -> Loaded:

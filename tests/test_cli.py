@@ -1,0 +1,552 @@
+"""The command line, mostly as another process sees it: standard output, standard error, exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.cli import main
+from experiments.registry import EXPERIMENTS, load
+
+ROOT = Path(__file__).resolve().parents[1]
+START = """
+import sys
+import experiments.registry
+experiments.registry.EXPERIMENTS["fake"] = "fake_experiment"
+from experiments.cli import main
+sys.exit(main())
+"""
+NO_TORCH = (
+    "import sys\nfor name in ('torch', 'pandas', 'matplotlib', 'scipy'): sys.modules[name] = None\n" + START
+)
+
+
+def start(*arguments, code=START, **variables):
+    """A process that runs one command, with the fake experiment registered."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], env={**environment, **variables},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def call(*arguments, **variables):
+    """Exit status, standard output and standard error of one command."""
+    process = start(*arguments, **variables)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out.decode(), err.decode()
+
+
+def run_fake(results, *arguments, **variables):
+    return call("run", "fake", "--device", "cpu", "--results", results, *arguments, **variables)
+
+
+def lines(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def without_time(records):
+    """What must be equal between two runs of the same cases."""
+    keep = (
+        "schema",
+        "experiment",
+        "profile",
+        "case",
+        "status",
+        "reason",
+        "quantities",
+        "details",
+        "options",
+        "revision",
+    )
+    return [{name: record[name] for name in keep} for record in records]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The fake experiment for commands that run inside this process."""
+    monkeypatch.setitem(EXPERIMENTS, "fake", "fake_experiment")
+
+
+# Running
+
+
+def test_a_run_shows_the_table_and_keeps_records_and_figures(tmp_path):
+    status, out, err = run_fake(tmp_path)
+    assert status == 0
+    assert "ours (modelled)  81.79M" in out
+    assert "4 of 25 reproduced, 1 deviates, 20 not run" in out
+    assert "[5/5] step=5 kind=odd: done in" in err
+    assert len((tmp_path / "fake.jsonl").read_text().splitlines()) == 5
+    assert (tmp_path / "figures" / "fake.txt").read_text().count("step=") == 5
+    status, again, err = run_fake(tmp_path)
+    assert "5 of 5 cases were on record already" in err
+    assert again.endswith(out[out.index("table1-amoebanet") :])
+
+
+def test_json_is_records_and_nothing_else(tmp_path):
+    status, out, err = run_fake(tmp_path, "--json", "--profile", "smoke")
+    assert status == 0
+    assert [(record["case"]["step"], record["status"]) for record in lines(out)] == [
+        (1, "done"),
+        (2, "done"),
+        (3, "done"),
+    ]
+    assert out == (tmp_path / "fake.jsonl").read_text()
+    assert "a library that prints" in err
+    assert "and one that writes to the descriptor" in err
+    assert run_fake(tmp_path, "--json", "--profile", "smoke")[1] == out
+
+
+def test_only_narrows_and_the_table_still_knows_the_rest(tmp_path):
+    _, out, _ = run_fake(tmp_path, "--only", "kind=odd", "--only", "step=1", "--only", "step=3", "--json")
+    assert [record["case"]["step"] for record in lines(out)] == [1, 3]
+    _, out, _ = run_fake(tmp_path, "--only", "step=2")
+    assert "2 of 25 reproduced, 1 deviates, 22 not run" in out
+
+
+def test_a_failed_case_is_status_3_and_everything_else_is_done(tmp_path):
+    status, out, err = run_fake(tmp_path, FAKE_STEP_2="crash", FAKE_STEP_4="memory", FAKE_STEP_5="skip")
+    assert status == 3
+    assert "failed: step=2 kind=even: RuntimeError: the wheel came off" in err
+    assert "fake.jsonl; run again to retry" in err
+    assert "Traceback" not in err
+    assert "failed: RuntimeError: the wheel came off" in " ".join(out.split())
+    assert "ran out of memory here: MemoryError: no room for 3 GiB" in " ".join(out.split())
+    assert "skipped: needs 8 devices" in out
+    records = lines((tmp_path / "fake.jsonl").read_text())
+    assert [record["status"] for record in records] == ["done", "failed", "done", "out_of_memory", "skipped"]
+    assert "the wheel came off" in records[1]["details"]["traceback"]
+
+
+def test_assert_fails_on_deviations_after_printing(tmp_path):
+    status, out, err = run_fake(tmp_path, "--assert")
+    assert status == 1
+    assert "1 deviates" in out
+    assert "deviates: table1-amoebanet / parameters / pipeline-2: 541.0M lies 0.095 % below" in err
+    assert run_fake(tmp_path)[0] == 0
+
+
+def test_assert_passes_without_deviations_and_not_without_numbers(tmp_path):
+    assert run_fake(tmp_path / "one", "--assert", "--only", "step=1")[0] == 0
+    status, _, err = run_fake(tmp_path / "two", "--assert", "--only", "step=1", FAKE_STEP_1="skip")
+    assert status == 1
+    assert "nothing to assert" in err
+
+
+def test_results_that_can_not_be_written_are_printed(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    status, out, err = run_fake(tmp_path / "file", "--only", "step=1", "--only", "step=2")
+    assert status == 3
+    records = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert [record["case"]["step"] for record in records] == [1, 2]
+    assert "2 of 25 reproduced" in out
+    assert "fake.jsonl: Not a directory; choose another folder with --results" in err
+    assert "error: 2 results could not be written" in err
+    assert "Traceback" not in err
+    status, out, _ = run_fake(tmp_path / "file", "--only", "step=1", "--json")
+    assert (status, len(lines(out))) == (3, 1)
+
+
+def test_a_damaged_line_is_reported_and_only_its_case_run_again(tmp_path):
+    run_fake(tmp_path)
+    path = tmp_path / "fake.jsonl"
+    content = path.read_text().splitlines()
+    content[2] = content[2].replace("540986433", "542000000")
+    path.write_text("\n".join(content))
+    status, out, err = call("compare", "fake", "--results", tmp_path)
+    assert status == 0
+    assert f"warning: {path}:3: its digest does not fit" in err
+    assert "4 of 25 reproduced, 21 not run" in out
+    _, out, err = run_fake(tmp_path, FAKE_LOG=str(tmp_path / "log"))
+    assert f"warning: {path}:3: its digest does not fit" in err
+    assert (tmp_path / "log").read_text() == "3\n"
+    assert "4 of 25 reproduced, 1 deviates" in out
+
+
+# Killed, interrupted, at the same time
+
+
+class Gate:
+    """Two named pipes: the case `step=2` says that it arrived and waits until it may leave."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir()
+        for name in ("arrived", "leave"):
+            os.mkfifo(folder / name)
+        self.arrived = os.open(folder / "arrived", os.O_RDWR)  # both ends, so that opening never blocks
+
+    def wait(self):
+        ready, _, _ = select.select([self.arrived], [], [], 60)
+        assert ready, "the case did not start within a minute"
+        os.read(self.arrived, 100)
+
+    def release(self):
+        (self.folder / "leave").write_text("go")  # opens only because the case is waiting for it
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    os.close(gate.arrived)
+
+
+def start_at(gate, results, log):
+    process = start(
+        "run", "fake", "--device", "cpu", "--results", results, FAKE_GATE=str(gate.folder), FAKE_LOG=str(log)
+    )
+    gate.wait()
+    return process
+
+
+def test_a_killed_run_goes_on_where_it_was_with_the_same_records(tmp_path, gate):
+    log, results = tmp_path / "log", tmp_path / "results"
+    killed = start_at(gate, results, log)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    assert len(lines((results / "fake.jsonl").read_text())) == 1
+    status, out, _ = run_fake(results, "--json", FAKE_LOG=str(log))
+    assert status == 0
+    assert log.read_text().split() == [
+        "1",
+        "2",
+        "2",
+        "3",
+        "4",
+        "5",
+    ]  # 2 was not finished, all others ran once
+    _, uninterrupted, _ = run_fake(tmp_path / "other", "--json")
+    assert without_time(lines(out)) == without_time(lines(uninterrupted))
+    stored = lines((results / "fake.jsonl").read_text())
+    assert [record["case"]["step"] for record in stored] == [1, 2, 3, 4, 5]
+
+
+def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(tmp_path, gate):
+    process = start_at(gate, tmp_path / "results", tmp_path / "log")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "1 finished cases are kept, the same command goes on from there" in err.decode()
+    assert "1 of 25 reproduced" in out.decode()
+    assert "Traceback" not in err.decode()
+
+
+def until_waiting(process):
+    """Reads progress until the run has done all that the other one is not doing."""
+    for line in process.stderr:
+        if b"step=5" in line:
+            return
+    pytest.fail("the run ended without its last case")
+
+
+def test_two_runs_at_once_share_the_cases_and_run_none_twice(tmp_path, gate):
+    log, results = tmp_path / "log", tmp_path / "results"
+    one = start_at(gate, results, log)
+    two = start("run", "fake", "--device", "cpu", "--results", results, "--json", FAKE_LOG=str(log))
+    until_waiting(two)
+    gate.release()
+    out = two.communicate(timeout=60)[0].decode()
+    one.communicate(timeout=60)
+    assert (one.returncode, two.returncode) == (0, 0)
+    assert sorted(log.read_text().split()) == ["1", "2", "3", "4", "5"]
+    assert sorted(record["case"]["step"] for record in lines(out)) == [1, 2, 3, 4, 5]
+    assert len(lines((results / "fake.jsonl").read_text())) == 5
+
+
+def test_a_case_is_taken_over_from_a_run_that_was_killed(tmp_path, gate):
+    log, results = tmp_path / "log", tmp_path / "results"
+    one = start_at(gate, results, log)
+    two = start("run", "fake", "--device", "cpu", "--results", results, FAKE_LOG=str(log))
+    until_waiting(two)
+    one.kill()
+    two.communicate(timeout=60)
+    one.communicate()
+    assert two.returncode == 0
+    assert log.read_text().split() == ["1", "2", "3", "4", "5", "2"]
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly_and_loses_nothing(tmp_path):
+    process = start("run", "fake", "--device", "cpu", "--results", tmp_path, "--json")
+    process.stdout.close()
+    err = process.stderr.read().decode()
+    assert process.wait(60) == 141
+    assert "Traceback" not in err
+    assert len(lines((tmp_path / "fake.jsonl").read_text())) == 1
+
+
+# Comparing
+
+
+def test_compare_makes_the_table_from_records_alone_without_torch(tmp_path):
+    _, ran, _ = run_fake(tmp_path)
+    status, out, err = call("compare", "fake", "--results", tmp_path, code=NO_TORCH)
+    assert (status, err) == (0, "")
+    table = out[out.index("table1-amoebanet") :]
+    assert table.rstrip() in ran
+    status, out, _ = call("compare", "fake", "--results", tmp_path, "--markdown", code=NO_TORCH)
+    assert "| reproduced " in out
+
+
+def test_compare_gives_each_cell_as_a_line(tmp_path):
+    run_fake(tmp_path)
+    status, out, _ = call("compare", "fake", "--results", tmp_path, "--json", code=NO_TORCH)
+    cells = lines(out)
+    assert status == 0
+    assert len(cells) == 25
+    for cell in cells:
+        assert {"table", "row", "column", "paper", "ours", "unit", "provenance", "verdict", "reason"} <= set(
+            cell
+        )
+        assert cell["reason"]
+    found = next(cell for cell in cells if (cell["row"], cell["column"]) == ("parameters", "naive-1"))
+    assert (found["paper"], found["ours"], found["unit"]) == (82e6, 81_785_166, "parameters")
+    assert (found["provenance"], found["verdict"], found["peer"]) == ("modelled", "reproduced", 81.5e6)
+
+
+def test_compare_takes_the_latest_profile_or_the_one_asked_for(tmp_path):
+    run_fake(tmp_path)
+    run_fake(tmp_path, "--profile", "smoke")
+    assert "profile smoke, 3 records" in call("compare", "fake", "--results", tmp_path)[1]
+    assert (
+        "profile short, 5 records" in call("compare", "fake", "--results", tmp_path, "--profile", "short")[1]
+    )
+
+
+def test_compare_warns_where_the_records_come_from_different_surroundings(tmp_path):
+    run_fake(tmp_path, "--only", "step=1", OMP_NUM_THREADS="1")
+    run_fake(tmp_path, "--only", "step=2", OMP_NUM_THREADS="2")
+    _, _, err = call("compare", "fake", "--results", tmp_path)
+    assert "warning: records differ in variables: " in err
+
+
+def test_compare_without_records_says_how_to_get_them(tmp_path):
+    for arguments, command in [((), "run fake"), (("--profile", "full"), "run fake --profile full")]:
+        status, out, err = call("compare", "fake", "--results", tmp_path, *arguments)
+        assert (status, out) == (2, "")
+        assert err.startswith("error: no records of fake")
+        assert err.rstrip().endswith(f"make them with: {command}")
+
+
+def test_records_of_an_earlier_revision_are_left_out(tmp_path, fake, capsys):
+    import fake_experiment
+
+    assert main(["run", "fake", "--device", "cpu", "--results", str(tmp_path)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        from dataclasses import replace
+
+        patch.setattr(fake_experiment, "EXPERIMENT", replace(fake_experiment.EXPERIMENT, revision=2))
+        assert main(["compare", "fake", "--results", str(tmp_path)]) == 2
+        assert "there are 5 of other profiles or an earlier revision" in capsys.readouterr().err
+
+
+# Bad usage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "fak"], "unknown experiment 'fak' (did you mean 'fake'?); known: "),
+        (["compare", "nothing"], "unknown experiment 'nothing'; known: "),
+        (["run", "fake", "--only", "stage=1"], "unknown key 'stage' in --only; allowed: kind, step"),
+        (["run", "fake", "--only", "step=9"], "no case has step=9; allowed: 1, 2, 3, 4, 5"),
+        (["run", "fake", "--only", "step=1", "--only", "kind=even"], "no case has step=1 kind=even together"),
+        (["run", "fake", "--only", "step"], "--only 'step' is not KEY=VALUE"),
+        (["run", "fake", "--profile", "huge"], "invalid choice: 'huge'"),
+        (["run", "fake", "--engine", "gpipe"], "fake runs no engine"),
+        (["run", "fake", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["run", "fake", "--prof", "short"], "unrecognized arguments"),
+        (["run"], "the following arguments are required: NAME"),
+        (["dance"], "invalid choice: 'dance'"),
+        ([], "the following arguments are required: VERB"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(fake, tmp_path, capsys, arguments, words):
+    results = ["--results", str(tmp_path)] if len(arguments) > 1 else []
+    device = ["--device", "cpu"] if "run" in arguments and "--device" not in arguments else []
+    try:
+        status = main([*arguments, *results, *device])
+    except SystemExit as error:
+        status = error.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+    assert not (tmp_path / "fake.jsonl").exists()
+
+
+def test_a_device_that_is_not_there_is_bad_usage(fake, tmp_path, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["run", "fake", "--device", "cuda", "--results", str(tmp_path)]) == 2
+    assert "torch sees no CUDA device here" in capsys.readouterr().err
+    assert main(["run", "fake", "--only", "step=1", "--json", "--results", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["device"] == "cpu"
+
+
+def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, capsys, monkeypatch):
+    from dataclasses import replace
+
+    import fake_experiment
+
+    monkeypatch.setattr(
+        fake_experiment, "EXPERIMENT", replace(fake_experiment.EXPERIMENT, engines=("ours", "plain"))
+    )
+    common = ["run", "fake", "--device", "cpu", "--results", str(tmp_path), "--json", "--only", "step=1"]
+    assert main([*common, "--engine", "plane"]) == 2
+    assert (
+        "unknown engine 'plane' (did you mean 'plain'?); known: ours, plain, or your own"
+        in capsys.readouterr().err
+    )
+    for engine, stored in [
+        ([], "ours"),
+        (["--engine", "plain"], "plain"),
+        (["--engine", "my.module:Engine"],) * 2,
+    ]:
+        assert main([*common, *engine]) == 0
+        options = json.loads(capsys.readouterr().out)["options"]
+        assert options["engine"] == (stored if isinstance(stored, str) else "my.module:Engine")
+
+
+def test_a_mistake_of_an_experiment_is_not_taken_for_bad_usage(fake, tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    import fake_experiment
+
+    def twice(records):
+        return fake_experiment.cells(records) * 2
+
+    monkeypatch.setattr(fake_experiment, "EXPERIMENT", replace(fake_experiment.EXPERIMENT, cells=twice))
+    with pytest.raises(RuntimeError, match="the cells of fake can't be compared"):
+        main(["run", "fake", "--device", "cpu", "--results", str(tmp_path)])
+
+
+# Surroundings
+
+
+def test_help_and_list_start_without_anything_heavy(tmp_path):
+    status, out, _ = call("--help", code=NO_TORCH)
+    assert status == 0
+    for verb in ("list", "doctor", "run", "compare"):
+        assert verb in out
+    status, out, err = call("list", "--results", tmp_path, code=NO_TORCH)
+    assert (status, err) == (0, "")
+    assert "fake: Parameters of Table 1 (v5 Table 1)" in out
+    assert "smoke           6 s    3 cases, 0 on record: three steps" in out
+
+
+def test_list_knows_how_long_it_took_here(tmp_path):
+    run_fake(tmp_path, "--only", "step=1")
+    _, out, _ = call("list", "--results", tmp_path, "--json")
+    fake = next(entry for entry in lines(out) if entry["name"] == "fake")
+    smoke, short, _ = fake["profiles"]
+    assert (smoke["expected_s"], smoke["on_record"]) == (6.0, 0)
+    assert 8.0 <= short["expected_s"] < 10.0
+    assert short["on_record"] == 1
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_lists_its_cases_without_torch(name):
+    code = (
+        NO_TORCH.replace("sys.exit(main())", "")
+        + f"""
+from harness.experiment import RunOptions
+experiment = experiments.registry.load({name!r})
+assert experiment.name == {name!r}
+for profile in experiment.profiles:
+    cases = experiment.cases(RunOptions(profile=profile, device="cpu"))
+    assert len({{experiment.identity(case, RunOptions(profile=profile)) for case in cases}}) == len(cases) > 0
+    assert all(case.estimate_s > 0 for case in cases)
+assert experiment.cells([]) is not None
+"""
+    )
+    process = start(code=code)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err.decode()
+
+
+def test_the_zoo_is_counted_on_the_meta_device(capsys):
+    assert main(["list", "--models", "--json"]) == 0
+    counts = {
+        json.dumps(row["configuration"]) + row["model"]: row["parameters"]
+        for row in lines(capsys.readouterr().out)
+    }
+    assert {
+        81_785_166,
+        122_579_097,
+        1_843_386_873,
+        557_286_057,
+        282_178_816,
+        5_318_006_016,
+        44_549_160,
+    } <= set(counts.values())
+    assert main(["list", "--models"]) == 0
+    assert "44,549,160" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
+        {"NO_COLOR": "1", "TERM": "dumb"},
+    ],
+)
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_locale_and_terminal_do_not_matter(tmp_path, variables, arguments):
+    status, out, err = run_fake(tmp_path / "café", *arguments, FAKE_STEP_2="print", **variables)
+    assert status == 0, err
+    assert "\x1b" not in out + err
+    assert len((tmp_path / "café" / "fake.jsonl").read_text(encoding="utf-8").splitlines()) == 5
+    assert call("compare", "fake", "--results", tmp_path / "café", **variables)[0] == 0
+
+
+# Doctor
+
+
+def test_the_doctor_finds_this_machine_fit_or_says_what_is_missing(tmp_path):
+    status, out, _ = call("doctor", "--results", tmp_path / "new", "--json")
+    checks = {check["name"]: check for check in lines(out)}
+    assert {"python", "packages", "torch", "processor", "memory", "results", "gpus", "links"} <= set(checks)
+    assert status == (1 if any(check["status"] == "missing" for check in checks.values()) else 0)
+    assert all(check["remedy"] for check in checks.values() if check["status"] != "ok")
+    assert checks["torch"]["status"] == "ok"
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_doctor_survives_a_torch_that_does_not_and_a_folder_that_is_none(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "tests")])
+    status, out, _ = call("doctor", "--results", tmp_path / "torch.py" / "results", PYTHONPATH=path)
+    assert status == 1
+    assert "importing it ends with signal 4" in out
+    assert "missing: torch, results" in out.replace("memory, ", "")
+    assert "choose another with --results DIR" in out
+
+
+def test_the_doctor_names_missing_packages_and_how_to_get_them(monkeypatch, capsys, tmp_path):
+    from experiments import doctor
+
+    monkeypatch.setattr(doctor, "_requirements", lambda: ["msgspec", "no-such-package"])
+    assert main(["doctor", "--results", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "without no-such-package" in out
+    assert "-> python -m pip install -e ." in out
+
+
+def test_an_unknown_experiment_is_an_error_for_programs_too():
+    with pytest.raises(ValueError, match="unknown experiment 'tabel1' .did you mean 'table1'"):
+        load("tabel1")

@@ -1,0 +1,132 @@
+"""Comparisons: every cell of a touched table is there once, and each footnote stands once with one number."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from harness.compare import compare, numbered_footnotes, totals
+from harness.experiment import Ours
+from harness.paper import load_paper
+from harness.record import Quantity
+from harness.tables import markdown_table, text_table
+
+TABLE = "table1-transformer"
+
+
+def cell(column, row, value, unit="bytes", table=TABLE, better=None, **changes):
+    quantity = Quantity(name=row, value=value, unit=unit, provenance="modelled", higher_is_better=better)
+    return Ours(table=table, row=row, column=column, quantity=quantity, **changes)
+
+
+MEMORY = [
+    cell("naive-1", "parameter memory", 282_178_816 * 12),
+    cell("pipeline-1", "parameter memory", 785_761_536 * 12),
+    cell("pipeline-8", "parameter memory", 5_318_006_016 * 12),
+    cell("naive-1", "peak activation memory", 11 * 2**30, better=False, note="eager autograd keeps less"),
+]
+
+
+@pytest.fixture(scope="module")
+def comparisons():
+    return compare(MEMORY)
+
+
+def at(comparisons, column, row):
+    return next(c for c in comparisons if (c.column, c.row) == (column, row))
+
+
+def test_every_published_cell_of_the_table_is_there_once(comparisons):
+    published = [
+        c.key for c in load_paper() if c.table == TABLE and c.source == "paper" and c.kind == "result"
+    ]
+    assert [(c.table, c.row, c.column) for c in comparisons] == published
+    assert totals(comparisons) == "2 of 20 reproduced, 1 exceeds, 1 deviates, 16 not run"
+
+
+def test_the_interchanged_pair_is_judged_corrected_and_says_so(comparisons):
+    memory = at(comparisons, "naive-1", "parameter memory")
+    assert (memory.printed, memory.paper, memory.corrected) == ("11.7G", 11.7, 3.15)
+    assert memory.verdict == "reproduced"
+    assert memory.ours == pytest.approx(3.1536, abs=1e-4)
+    assert "interchanged" in memory.footnotes[0]
+    activation = at(comparisons, "naive-1", "peak activation memory")
+    assert (activation.corrected, activation.verdict) == (11.7, "exceeds")
+    assert activation.reason.endswith("eager autograd keeps less")
+
+
+def test_ours_is_in_the_papers_unit_with_its_ratio(comparisons):
+    memory = at(comparisons, "pipeline-8", "parameter memory")
+    assert memory.unit == "GiB"
+    assert memory.ours == pytest.approx(59.433, abs=1e-3)
+    assert memory.ratio == pytest.approx(59.433 / 59.5, abs=1e-5)
+    assert memory.verdict == "deviates"
+    assert memory.band_low == pytest.approx(59.45)
+    assert memory.provenance == "modelled"
+
+
+def test_the_peer_stands_beside_the_paper_in_the_papers_unit():
+    rows = compare([cell("pipeline-1", "parameter memory", 3.8, "GB", table="table1-amoebanet")])
+    peer = at(rows, "pipeline-1", "parameter memory")
+    assert peer.peer_printed == "3.57 GiB"
+    assert peer.peer == pytest.approx(3.57 * 2**30 / 1e9)
+    assert "torchgpipe" in text_table(rows)
+
+
+def test_a_cell_of_ours_that_the_paper_lacks_comes_after_its_table_rows():
+    rows = compare([cell("pipeline-4", "parameter memory", 5.0, "GiB"), *MEMORY])
+    extra = at(rows, "pipeline-4", "parameter memory")
+    assert (extra.paper, extra.verdict, extra.unit, extra.ours) == (None, "not comparable", "GiB", 5.0)
+    assert rows[-1] == extra
+
+
+def test_a_cell_given_twice_is_refused():
+    with pytest.raises(ValueError, match="table1-transformer / parameter memory / naive-1 is given twice"):
+        compare([MEMORY[0], MEMORY[0]])
+
+
+@pytest.mark.parametrize("render", [text_table, markdown_table])
+def test_every_footnote_stands_once_and_every_mark_has_one(comparisons, render):
+    text = render(comparisons)
+    flat = " ".join(text.split())
+    notes = numbered_footnotes(comparisons)
+    for note in notes:
+        assert flat.count(" ".join(note.replace("|", "\\|").split())) == 1
+    marked = re.findall(r"(?:reproduced|exceeds|deviates|run|comparable) \[([\d,]+)\]", text)
+    marks = {int(mark) for group in marked for mark in group.split(",")}
+    assert marks == set(notes.values())
+    assert text.endswith(totals(comparisons))
+    assert text.isascii()
+
+
+def test_the_reason_of_every_difference_is_a_footnote(comparisons):
+    for c in comparisons:
+        if c.verdict in ("deviates", "exceeds", "not comparable"):
+            assert c.reason in c.footnotes
+
+
+def test_a_gap_that_was_declared_is_a_footnote_also_where_it_is_reproduced():
+    rows = compare([cell("pipeline-8", "parameter memory", 59.43, "GiB", gap=0.002, gap_reason="last digit")])
+    found = at(rows, "pipeline-8", "parameter memory")
+    assert found.verdict == "reproduced"
+    assert "The band includes a declared gap of 0.2 %: last digit" in found.footnotes
+
+
+def test_the_table_shows_paper_ours_and_verdict_below_each_other(comparisons):
+    lines = text_table(comparisons).splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("parameter memory"))
+    assert re.match(r"parameter memory +paper +11\.7G -> 3\.15 +8\.8G +59\.5G", lines[place])
+    assert re.match(r" +ours \(modelled\) +3\.154 GiB +8\.782 GiB +59\.43 GiB +- ", lines[place + 1])
+    assert re.match(r" +verdict +reproduced \[[\d,]+\] +reproduced \[\d+\] +deviates", lines[place + 2])
+
+
+def test_markdown_rows_have_as_many_cells_as_the_header(comparisons):
+    rows = [line for line in markdown_table(comparisons).splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in rows}) == 1
+
+
+def test_the_interval_is_shown():
+    quantity = Quantity(name="x", value=3.4, unit="ratio", provenance="replayed", low=3.3, high=3.6)
+    rows = compare([Ours(table="table2-transformer", row="M=32", column="K=4", quantity=quantity)])
+    assert "3.400 [3.300, 3.600]" in text_table(rows)

@@ -1,0 +1,47 @@
+"""Medians and their intervals."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.stats import from_samples, median_interval
+
+samples = st.lists(st.floats(0.001, 1000), min_size=2, max_size=20)
+
+
+@settings(max_examples=40, deadline=None)
+@given(samples)
+def test_the_interval_holds_the_median_lies_within_the_samples_and_repeats(values):
+    quantity = from_samples("time", values, "s")
+    assert min(values) <= quantity.low <= quantity.value <= quantity.high <= max(values)
+    assert quantity.value == numpy.median(values)
+    assert quantity.samples == tuple(values)
+    assert from_samples("time", values, "s") == quantity
+
+
+def test_the_interval_covers_the_true_median_about_as_often_as_it_says():
+    random = numpy.random.default_rng(1)
+    covered = 0
+    for _ in range(100):
+        low, high = median_interval(random.lognormal(size=15))
+        covered += low <= 1.0 <= high
+    assert 88 <= covered <= 100
+
+
+def test_a_higher_confidence_gives_a_wider_interval():
+    values = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
+    narrow, wide = median_interval(values, 0.5), median_interval(values, 0.95)
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+
+
+def test_too_few_or_equal_samples():
+    assert median_interval([1.0]) is None
+    assert from_samples("time", [1.0], "s").low is None
+    assert median_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
+    with pytest.raises(ValueError, match="'time' has no samples"):
+        from_samples("time", [], "s")
+    with pytest.raises(ValueError, match="confidence is 95"):
+        median_interval([1.0, 2.0], 95)

@@ -1,0 +1,239 @@
+"""results/paper.csv: the file is whole, and its numbers are the paper's.
+
+The literals below were copied from the paper once more, by hand and not from the file.
+"""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from harness.paper import COLUMNS, PATH, load_paper
+from harness.units import UNITS
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return load_paper()
+
+
+@pytest.fixture(scope="module")
+def find(cells):
+    found = {(c.source, *c.key): c for c in cells}
+    return lambda table, row, column, source="paper": found[source, table, row, column]
+
+
+AMOEBA = ("naive-1", "pipeline-1", "pipeline-2", "pipeline-4", "pipeline-8")
+TRANSFORMER = ("naive-1", "pipeline-1", "pipeline-8", "pipeline-32", "pipeline-128")
+STAGES = ("K=2", "K=4", "K=8")
+FIGURE = ("naive-1", "pipeline-1", "pipeline-2", "pipeline-4", "pipeline-8")
+
+PUBLISHED = [
+    ("table1-amoebanet", "num_layers", AMOEBA, (18, 18, 18, 36, 72)),
+    ("table1-amoebanet", "num_filters", AMOEBA, (208, 416, 544, 544, 512)),
+    ("table1-amoebanet", "parameters", AMOEBA, (82e6, 318e6, 542e6, 1.05e9, 1.8e9)),
+    ("table1-amoebanet", "parameter memory", AMOEBA, (1.05, 3.8, 6.45, 12.53, 24.62)),
+    ("table1-amoebanet", "peak activation memory", AMOEBA, (6.26, 3.46, 8.11, 15.21, 26.24)),
+    ("table1-transformer", "num_layers", TRANSFORMER, (3, 13, 103, 415, 1663)),
+    ("table1-transformer", "parameters", TRANSFORMER, (282.2e6, 785.8e6, 5.3e9, 21.0e9, 83.9e9)),
+    ("table1-transformer", "parameter memory", TRANSFORMER, (11.7, 8.8, 59.5, 235.1, 937.9)),
+    ("table1-transformer", "peak activation memory", TRANSFORMER, (3.15, 6.4, 50.9, 199.9, 796.1)),
+    ("table2-amoebanet", "M=1", STAGES, (1, 1.13, 1.38)),
+    ("table2-amoebanet", "M=4", STAGES, (1.07, 1.26, 1.72)),
+    ("table2-amoebanet", "M=32", STAGES, (1.21, 1.84, 3.48)),
+    ("table2-transformer", "M=1", STAGES, (1, 1.07, 1.3)),
+    ("table2-transformer", "M=4", STAGES, (1.7, 3.2, 4.8)),
+    ("table2-transformer", "M=32", STAGES, (1.8, 3.4, 6.3)),
+    ("table3-amoebanet", "M=32", STAGES, (1, 1.7, 2.7)),
+    ("table3-transformer", "M=32", STAGES, (1, 1.8, 3.3)),
+    ("figure3-amoebanet", "normalized throughput", ("naive-2", *FIGURE[2:]), (1, 1.156, 2.483, 3.442)),
+    ("figure3-resnet101", "normalized throughput", FIGURE, (1, 0.80, 1.418, 2.182, 2.891)),
+    ("nmt-batch", "260K tokens", ("BLEU", "NLL"), (30.92, 2.58)),
+    ("nmt-batch", "1M tokens", ("BLEU", "NLL"), (31.86, 2.51)),
+    ("nmt-batch", "4M tokens", ("BLEU", "NLL"), (32.71, 2.46)),
+    ("amoebanet-b", "ImageNet top-1", ("v1", "v5"), (84.3, 84.4)),
+    ("amoebanet-b", "ImageNet top-5", ("v5",), (97.0,)),
+    ("control-stride", "ImageNet top-1", ("original strides", "moved stride"), (78.1, 82.7)),
+    ("breakdown-v1", "load imbalance", ("K=2", "K=4"), (3.2, 10.9)),
+]
+
+BREAKDOWN = {"computation": 65.6, "recompute": 22.5, "bubble": 4.1, "load imbalance": 3.2, "setup": 2.9,
+             "weight update": 1.7}  # fmt: skip
+TRANSFER = {"CIFAR-10": 99.0, "CIFAR-100": 91.3, "Stanford Cars": 94.6, "Oxford Pets": 95.9, "Food-101": 93.0,
+            "FGVC Aircraft": 92.7, "Birdsnap": 83.6}  # fmt: skip
+NMT = {"T(6,8192,16)": 400e6, "T(24,8192,16)": 1.3e9, "T(12,16384,32)": 1.3e9, "T(32,16384,32)": 3e9,
+       "T(64,16384,32)": 6e9}  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "row", "columns", "values"), PUBLISHED)
+def test_the_tables_are_the_papers(find, table, row, columns, values):
+    assert tuple(find(table, row, column).value for column in columns) == values
+
+
+def test_the_lists_are_the_papers(cells):
+    def column(table, name):
+        return {c.row: c.value for c in cells if (c.table, c.column, c.source) == (table, name, "paper")}
+
+    assert column("breakdown-v5", "share of the step") == BREAKDOWN
+    assert sum(BREAKDOWN.values()) == pytest.approx(100)
+    assert column("transfer", "top-1") == TRANSFER
+    assert column("nmt-models", "parameters") == NMT
+    assert column("nmt-models", "partitions") == dict(
+        zip(
+            ["T(12,16384,32)", "T(24,8192,16)", "T(32,16384,32)", "T(64,16384,32)"],
+            [2, 4, 8, 16],
+            strict=True,
+        )
+    )
+
+
+def test_the_claims_are_the_papers_and_their_corrections_follow_from_its_own_counts(cells):
+    claims = {c.printed: c for c in cells if c.table == "claims"}
+    assert set(claims) == {"25x", "298x", "2.7x", "3.8x", "5.6x"}
+    assert [claims[printed].corrected_value for printed in ("25x", "298x", "2.7x")] == [22.5, 297, 2.785]
+    assert [claims[printed].corrected_value for printed in ("3.8x", "5.6x")] == [None, None]
+
+
+def test_the_peers_numbers_are_a_second_reference(find):
+    def peer(table, row, *columns):
+        return [find(table, row, column, "torchgpipe").value for column in columns]
+
+    assert peer("table1-amoebanet", "parameters", *AMOEBA[1:]) == [319.0e6, 542.7e6, 1.06e9, 1.84e9]
+    assert peer("table1-amoebanet", "parameter memory", *AMOEBA[1:]) == [3.57, 6.07, 11.80, 20.62]
+    assert peer("table1-amoebanet", "peak activation memory", *AMOEBA[1:]) == [0.91, 3.39, 6.91, 10.83]
+    assert peer("table2-amoebanet", "M=1", *STAGES) == [1, 1.004, 0.932]
+    assert peer("table2-amoebanet", "M=4", *STAGES) == [1.539, 1.666, 2.621]
+    assert peer("table2-amoebanet", "M=32", *STAGES) == [1.773, 2.709, 4.953]
+    assert peer("table2-amoebanet", "M=1 throughput", "K=2") == [26.733]
+    assert peer("table2-amoebanet", "M=32 throughput", "K=8") == [132.413]
+    assert peer("figure3-resnet101", "normalized throughput", *FIGURE) == [1, 0.853, 1.414, 2.774, 4.294]
+    assert peer("figure3-resnet101", "throughput", "naive-1") == [95.862]
+
+
+def test_the_peers_ratios_are_those_of_its_throughputs(cells):
+    def name(cell):
+        return cell.row.removesuffix("throughput").removesuffix("normalized ").strip(), cell.column
+
+    for table, base in (("table2-amoebanet", 26.733), ("figure3-resnet101", 95.862)):
+        peer = [c for c in cells if c.table == table and c.source == "torchgpipe"]
+        rates = {name(c): c.value for c in peer if c.unit == "samples/s"}
+        ratios = {name(c): c for c in peer if c.unit == "ratio"}
+        assert rates.keys() == ratios.keys()
+        for key, ratio in ratios.items():
+            assert abs(rates[key] / base - ratio.value) <= ratio.rounding + 1e-9
+
+
+def test_the_two_halves_of_table_1_have_units_of_their_own(cells):
+    for table, unit in (("table1-amoebanet", "GB"), ("table1-transformer", "GiB")):
+        rows = [
+            c
+            for c in cells
+            if c.table == table and c.source == "paper" and c.row.endswith(("er memory", "on memory"))
+        ]
+        assert len(rows) == 10
+        assert {c.unit for c in rows} == {unit}
+    peers = [c for c in cells if c.source == "torchgpipe" and c.row.endswith("memory")]
+    assert {c.unit for c in peers} == {"GiB"}
+
+
+def test_the_interchanged_pair_corrects_itself(find):
+    memory = find("table1-transformer", "parameter memory", "naive-1")
+    activation = find("table1-transformer", "peak activation memory", "naive-1")
+    assert (memory.corrected_value, activation.corrected_value) == (activation.value, memory.value)
+    assert (memory.corrected_rounding, activation.corrected_rounding) == (0.005, 0.05)
+    assert memory.erratum == activation.erratum
+    assert abs(282_178_816 * 12 / 2**30 - memory.target) <= memory.target_rounding
+
+
+def test_what_the_paper_contradicts_itself_on_is_not_comparable(cells):
+    barred = {(c.table, c.row, c.column) for c in cells if not c.comparable}
+    assert barred == {
+        ("table1-amoebanet", "parameter memory", "naive-1"),
+        ("table1-amoebanet", "parameter memory", "pipeline-8"),
+        *(("table2-transformer", "M=4", column) for column in STAGES),
+    }
+
+
+def test_a_row_that_no_flushing_schedule_reaches_is_the_barred_one(cells):
+    """M K / (M + K - 1) relative to K=2, M=1, at equal work per micro-batch."""
+    for c in cells:
+        if (
+            c.table in ("table2-transformer", "table2-amoebanet")
+            and c.source == "paper"
+            and c.kind == "result"
+        ):
+            stages, micro = int(c.column.removeprefix("K=")), int(c.row.removeprefix("M="))
+            if micro == 1:
+                continue  # re-materialization may overlap there, so a little more is possible
+            bound = micro * stages / (micro + stages - 1)
+            assert (c.value - c.rounding > bound) == (not c.comparable)
+
+
+def test_formulas_are_evaluated_right(cells):
+    bubbles = [c for c in cells if c.row.startswith("bubble (K-1)/(M+K-1)")]
+    assert len(bubbles) == 9
+    for c in bubbles:
+        stages, micro = int(c.column.removeprefix("K=")), int(c.row.rpartition("M=")[2])
+        assert abs(100 * (stages - 1) / (micro + stages - 1) - c.value) <= c.rounding
+
+
+def test_the_file_is_whole():
+    with PATH.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    keys = [(row["source"], row["table"], row["row"], row["column"]) for row in rows]
+    assert len(keys) == len(set(keys))
+    for row in rows:
+        assert row["unit"] in UNITS
+        assert row["location"]
+        assert all(value == value.strip() and value.isascii() for value in row.values())
+
+
+def test_rounding_is_half_a_unit_of_what_is_printed_except_for_counts(find):
+    assert find("table1-amoebanet", "parameters", "naive-1").rounding == 0.5e6
+    assert find("table1-amoebanet", "parameters", "pipeline-4").rounding == 0.005e9
+    assert find("table1-transformer", "parameters", "pipeline-32").rounding == 0.05e9
+    assert find("figure3-resnet101", "normalized throughput", "pipeline-1").rounding == 0.005
+    assert find("table1-amoebanet", "num_layers", "naive-1").rounding == 0
+    assert find("table2-amoebanet", "M=1", "K=2").rounding == 0
+
+
+HEADER = ",".join(COLUMNS)
+GOOD = "t,r,c,82000000,82M,parameters,,result,TPU,paper,Table 1,,,,"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("table,row\n", "the columns must be"),
+        (
+            f"{HEADER}\n{GOOD.replace('82000000', '83000000')}\n",
+            r":2: value 83000000 is not what is printed, '82M'",
+        ),
+        (f"{HEADER}\n{GOOD}\n{GOOD}\n", ":3: .* stands on line 2 already"),
+        (f"{HEADER}\n{GOOD.replace('paper', 'hearsay')}\n", ":2: source is 'hearsay', allowed: 'paper'"),
+        (f"{HEADER}\n{GOOD.replace('parameters', 'weights')}\n", ":2: unit is 'weights', allowed"),
+        (f"{HEADER}\n{GOOD.replace('82M', 'many')}\n", ":2: printed form 'many'"),
+        (f"{HEADER}\n{GOOD}extra,more\n", ":2: a row has"),
+        (f"{HEADER}\nt,r\n", ":2: a row has"),
+        (
+            f"{HEADER}\n{GOOD.replace('Table 1,,', 'Table 1,no,')}\n",
+            ":2: .* not comparable needs the erratum",
+        ),
+        (
+            f"{HEADER}\n{GOOD.replace('Table 1,,', 'Table 1,,80M')}\n",
+            ":2: a corrected value needs the erratum",
+        ),
+    ],
+)
+def test_a_damaged_file_is_an_error_with_its_place(tmp_path, content, message):
+    path = tmp_path / "paper.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_paper(path)
+
+
+def test_a_missing_file_is_an_error_with_its_path(tmp_path):
+    with pytest.raises(ValueError, match=r"can't be read from .*paper\.csv"):
+        load_paper(tmp_path / "paper.csv")

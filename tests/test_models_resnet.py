@@ -109,8 +109,9 @@ def test_scaled_down_sizes_and_classes():
 def test_initial_weights_are_torchvisions():
     torch.manual_seed(0)
     model = small(num_filters=32)
-    weight = model.layer4_0_conv2.module.weight
-    assert weight.std().item() == pytest.approx((2 / (256 * 9)) ** 0.5, rel=0.02)
+    square, widening = model.layer4_0_conv2.module.weight, model.layer4_0_conv3.module.weight
+    assert square.std().item() == pytest.approx((2 / (256 * 9)) ** 0.5, rel=0.02)
+    assert widening.std().item() == pytest.approx((2 / 1024) ** 0.5, rel=0.02)
 
 
 @pytest.mark.parametrize(

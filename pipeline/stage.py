@@ -10,6 +10,7 @@ tensors, so that an output lives on only if a layer saved it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,28 @@ LossFn = Callable[..., Tensor]  # (output, target) -> mean loss over the example
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 
 
+class _Entry(torch.autograd.Function):
+    """Where a boundary input enters the graph and its gradient leaves it.
+
+    A leaf's gradient is copied unless it is laid out like the leaf, which the piece of a concatenation's
+    gradient is not; here the gradient goes out as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, exits: list[Tensor | None], position: int) -> Tensor:
+        ctx.exits, ctx.position = exits, position
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.exits[ctx.position] = gradient
+        return None, None, None
+
+
 class _MicroBatch:
     """What a stage holds of one micro-batch between two of its actions."""
 
-    __slots__ = ("edges", "gradients", "inputs", "needs_grad", "places", "structure", "versions")
+    __slots__ = ("edges", "exits", "gradients", "inputs", "needs_grad", "places", "structure", "versions")
 
     def __init__(self) -> None:
         self.drop()
@@ -39,6 +58,7 @@ class _MicroBatch:
         self.needs_grad: tuple[bool, ...] = ()
         self.versions: tuple[int, ...] = ()  # of the inputs, to notice a layer that overwrites what R needs
         self.edges: tuple[GradientEdge, ...] = ()  # where the gradients of the outputs enter the graph
+        self.exits: list[Tensor | None] = []  # gradients of the inputs, once the backward has run
         self.places: tuple[int, ...] = ()  # which tensors of the outgoing message the edges belong to
         self.gradients: tuple[Tensor, ...] = ()  # of the edges, kept from I to W
 
@@ -156,7 +176,7 @@ class Stage:
             state.versions = tuple([tensor._version for tensor in state.inputs])
         # Whether the outputs need a gradient only a graph tells, so the first forward of a kind builds one.
         with torch.set_grad_enabled(graph or (known is None and not self.is_last)):
-            output = self._run_layers(m, unflatten(self._leaves(state), state.structure), recording=True)
+            output = self._run_layers(m, unflatten(self._enter(state), state.structure), recording=True)
             if self.is_last:
                 loss = self._loss(m, output)
                 self.losses.append(loss.detach() * self._shares[m])
@@ -191,7 +211,7 @@ class Stage:
                 "remat='never'"
             )
         with torch.enable_grad():
-            output = self._run_layers(m, unflatten(self._leaves(state), state.structure), recording=False)
+            output = self._run_layers(m, unflatten(self._enter(state), state.structure), recording=False)
             if self.is_last:
                 self._keep_graph(state, (self._loss(m, output),))
                 return
@@ -207,11 +227,13 @@ class Stage:
         state = self._microbatches[m]
         roots, seeds = self._roots(state, m, gradients)
         del gradients
-        inputs, needs_grad = state.inputs, state.needs_grad
+        exits = state.exits or [None] * len(state.needs_grad)
+        inputs = state.inputs  # alive until the backward is over, as the memory model has it
         state.drop()
         if roots:
             self._run_backward(roots, seeds, keep_graph=False)
-        return self._take_gradients(inputs, needs_grad)
+        del inputs
+        return tuple(exits)
 
     def backward_inputs(self, m: int, gradients: Gradients) -> Gradients:
         """I: the gradients of the inputs alone; the graph and the gradients of the outputs stay for W.
@@ -224,7 +246,7 @@ class Stage:
         leaves = tuple([t for t in state.inputs if t.requires_grad])
         if leaves and state.edges:
             self._run_backward(state.edges, state.gradients, keep_graph=True, inputs=leaves)
-        return self._take_gradients(state.inputs, state.needs_grad)
+        return tuple(state.exits or [None] * len(state.needs_grad))
 
     def backward_weights(self, m: int) -> None:
         """W: the gradients of the parameters, from what I left; then everything of the micro-batch is
@@ -249,16 +271,19 @@ class Stage:
         else:
             state.inputs, state.structure, state.needs_grad = received
 
-    def _leaves(self, state: _MicroBatch) -> tuple[Tensor, ...]:
-        """The inputs as the leaves of a new graph; without a graph, as they are."""
-        if torch.is_grad_enabled() and any(state.needs_grad):
-            state.inputs = tuple(
-                [
-                    t.detach().requires_grad_() if needed else t
-                    for t, needed in zip(state.inputs, state.needs_grad, strict=True)
-                ]
-            )
-        return state.inputs
+    def _enter(self, state: _MicroBatch) -> tuple[Tensor, ...]:
+        """The inputs as the beginning of a new graph; without a graph, as they are."""
+        if not (torch.is_grad_enabled() and any(state.needs_grad)):
+            return state.inputs
+        exits: list[Tensor | None] = [None] * len(state.needs_grad)
+        leaves: list[Tensor] = []
+        entered: list[Tensor] = []
+        for position, (tensor, needed) in enumerate(zip(state.inputs, state.needs_grad, strict=True)):
+            leaf = tensor.detach().requires_grad_() if needed else tensor
+            leaves.append(leaf)
+            entered.append(_Entry.apply(leaf, exits, position) if needed else leaf)
+        state.exits, state.inputs = exits, tuple(leaves)
+        return tuple(entered)
 
     def _run_layers(self, m: int, value: Tree, *, recording: bool) -> Tree:
         """The layers in order, each with its own random stream; the user's generators are given back
@@ -381,21 +406,6 @@ class Stage:
         finally:
             if self.statistics:
                 self.statistics.release()
-
-    def _take_gradients(self, leaves: tuple[Tensor, ...], needs_grad: tuple[bool, ...]) -> Gradients:
-        """The gradients that reached the leaves, placed as in the incoming message; None where none did."""
-        if not leaves:
-            return (None,) * len(needs_grad)
-        remaining = iter([t for t in leaves if t.requires_grad])
-        taken: list[Tensor | None] = []
-        for needed in needs_grad:
-            if not needed:
-                taken.append(None)
-                continue
-            leaf = next(remaining)
-            taken.append(leaf.grad)
-            leaf.grad = None
-        return tuple(taken)
 
     def _describe_output(self) -> str:
         last = self.first_layer + len(self.layers) - 1

@@ -146,7 +146,11 @@ def _torch(torch: dict[str, Any] | str) -> Check:
 def _machine() -> Iterator[Check]:
     from harness.environment import environment
 
-    here = environment()
+    try:
+        here = environment()
+    except ImportError as error:
+        yield Check("machine", "missing", f"can't be examined: {error}", _INSTALL)
+        return
     cores = len(here["affinity"] or []) or here["cores_logical"]
     quota = here["cgroup_cpus"]
     limit = f", of which a quota allows {quota:g}" if quota is not None and quota < cores else ""

@@ -49,26 +49,26 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         with lines_only() as emit:
             result = go(lambda record, saved: emit(encode(record)))
-            comparisons, _ = _finish(experiment, options, store, result, show)
+            records = _all_records(experiment, options, store, result)
+            comparisons = comparisons_of(experiment, records)
+            _figures(experiment, records, store.root / "figures", show)
     else:
         result = go(lambda record, saved: None if saved else print_line(encode(record)))
-        comparisons, text = _finish(experiment, options, store, result, show)
-        print(text)
+        records = _all_records(experiment, options, store, result)
+        comparisons = comparisons_of(experiment, records)
+        print(text_of(experiment, records, comparisons), flush=True)
+        for path in _figures(experiment, records, store.root / "figures", show):
+            print(f"figure: {_short(path)}")
     return _status(result, comparisons, arguments, show)
 
 
-def _finish(
-    experiment: Experiment, options: RunOptions, store: Store, result: RunResult, show: Reporter
-) -> tuple[list[Comparison], str]:
-    """Everything that follows from the records: comparison, text, figures."""
+def _all_records(
+    experiment: Experiment, options: RunOptions, store: Store, result: RunResult
+) -> list[Record]:
+    """What is on record for these options, also from earlier runs, and what this run could not write."""
     stored = select_records(store.load(experiment.name).records, experiment, options.profile)
     wanted = experiment.relevant(options)
-    records = merge([record for record in stored if record.options == wanted], result.records)
-    comparisons = comparisons_of(experiment, records)
-    text = text_of(experiment, records, comparisons)
-    for path in _figures(experiment, records, store.root / "figures", show):
-        text += f"\nfigure: {_short(path)}"
-    return comparisons, text
+    return merge([record for record in stored if record.options == wanted], result.records)
 
 
 def _figures(experiment: Experiment, records: list[Record], folder: Path, show: Reporter) -> list[Path]:

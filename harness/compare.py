@@ -5,6 +5,7 @@ A cell that nobody produced is a row too ("not run"), so leaving numbers out mak
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,8 +113,8 @@ def _row(cell: PaperCell | None, peer: PaperCell | None, ours: Ours) -> Comparis
         provenance=quantity.provenance if value is not None else "",
         low=here(quantity.low),
         high=here(quantity.high),
-        band_low=judgement.band_low,
-        band_high=judgement.band_high,
+        band_low=_finite(judgement.band_low),
+        band_high=_finite(judgement.band_high),
         ratio=value / cell.target if cell is not None and value is not None and cell.target else None,
         peer=None if peer is None or not unit else convert(peer.value, peer.unit, unit),
         peer_printed="" if peer is None else peer.printed,
@@ -123,6 +124,10 @@ def _row(cell: PaperCell | None, peer: PaperCell | None, ours: Ours) -> Comparis
         hardware="" if cell is None else cell.hardware,
         location="" if cell is None else cell.location,
     )
+
+
+def _finite(edge: float | None) -> float | None:
+    return edge if edge is not None and math.isfinite(edge) else None
 
 
 def _footnotes(cell: PaperCell | None, ours: Ours, verdict: Verdict, reason: str) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def _software() -> dict[str, Any]:
 
 @functools.cache
 def code_state(root: Path) -> dict[str, Any]:
-    """A digest of the sources and, where `root` is a git work tree, the commit and whether it was changed."""
+    """A digest of the sources and, where `root` is a git work tree, its commit and changes."""
     known: dict[str, Any] = {
         "git_commit": None, "git_dirty": None, "git_diff_sha256": None, "code_sha256": _source_digest(root),
     }  # fmt: skip
@@ -127,7 +127,7 @@ def _source_digest(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:
-    """Output of a git command; None without git, without a repository, or where git refuses to read it."""
+    """Output of a git command; None without git or a repository, or where git refuses."""
     try:
         done = subprocess.run(
             ["git", "--no-optional-locks", "-C", os.fspath(root), *arguments],

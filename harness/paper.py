@@ -18,9 +18,10 @@ PATH = Path(__file__).resolve().parents[1] / "results" / "paper.csv"
 
 COLUMNS = (
     "table", "row", "column", "value", "printed", "unit", "exact", "kind", "hardware", "source", "location",
-    "comparable", "corrected_value", "erratum", "note",
+    "bound", "comparable", "corrected_value", "erratum", "note",
 )  # fmt: skip
 SOURCES = ("paper", "torchgpipe", "theory")
+BOUNDS = ("", "at most", "at least")
 KINDS = ("result", "claim", "setting", "formula")
 
 _SUFFIXES = {"": 0, "K": 3, "M": 6, "B": 9}
@@ -32,8 +33,8 @@ class PaperCell:
 
     `value` and `corrected_value` are in `unit` (counts in ones: "82M" parameters are 82e6); `rounding`
     and `corrected_rounding` are half a unit of their last printed digit, 0 where `exact` says that the
-    number is a count or a definition. `comparable` is False where the erratum leaves nothing to compare
-    with.
+    number is a count or a definition. `bound` is "at most" or "at least" where the paper
+    only limits the number. `comparable` is False where the erratum leaves nothing to compare with.
     """
 
     table: str
@@ -43,6 +44,7 @@ class PaperCell:
     printed: str
     unit: str
     exact: bool
+    bound: str
     kind: str
     hardware: str
     source: str
@@ -137,6 +139,7 @@ def _cell(row: dict[str, str]) -> PaperCell:
         ("kind", KINDS),
         ("exact", ("", "yes")),
         ("comparable", ("", "no")),
+        ("bound", BOUNDS),
     ):
         if row[column] not in allowed:
             raise ValueError(f"{column} is {row[column]!r}, allowed: {', '.join(map(repr, allowed))}")
@@ -162,6 +165,7 @@ def _cell(row: dict[str, str]) -> PaperCell:
         printed=row["printed"],
         unit=row["unit"],
         exact=exact,
+        bound=row["bound"],
         kind=row["kind"],
         hardware=row["hardware"],
         source=row["source"],

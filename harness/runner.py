@@ -46,7 +46,7 @@ def run_experiment(
     command: str = "",
     on_record: Callable[[Record, bool], None] = lambda record, saved: None,
 ) -> RunResult:
-    """Runs what is not on record, or everything with `fresh`. `on_record(record, saved)` sees each result.
+    """Runs what is not on record, or all with `fresh`; `on_record(record, saved)` sees each result.
 
     Raises ValueError, before anything is run, where options name what the experiment doesn't have. An
     interrupt from the keyboard ends the run; what was finished is kept.
@@ -112,6 +112,8 @@ class _Run:
             return self._execute(case)
         known = self._on_record(identity)
         if known is None:
+            if wait:
+                self.reporter.warn(f"another run is at work on {case.label}; waiting for it")
             with claims.claim(identity, wait=wait) as ours:
                 if not ours:
                     return None

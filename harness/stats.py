@@ -35,7 +35,10 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
         vectorized=True,
         random_state=numpy.random.default_rng(_SEED),
     )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    middle = statistics.median(samples)  # interpolation may leave the samples' range by the last bit
+    low = max(float(result.confidence_interval.low), min(samples))
+    high = min(float(result.confidence_interval.high), max(samples))
+    return min(low, middle), max(high, middle)
 
 
 def from_samples(

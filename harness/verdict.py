@@ -6,6 +6,7 @@ declared with its reason. It has two sides: better than the paper is a differenc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,7 +63,9 @@ def band(cell: PaperCell, quantity: Quantity, gap: float) -> tuple[float, float]
         value = convert(quantity.value, quantity.unit, cell.unit)
         below = convert(quantity.high, quantity.unit, cell.unit) - value
         above = value - convert(quantity.low, quantity.unit, cell.unit)
-    return cell.target - reach - below, cell.target + reach + above
+    low = -math.inf if cell.bound == "at most" else cell.target - reach - below
+    high = math.inf if cell.bound == "at least" else cell.target + reach + above
+    return low, high
 
 
 def _without_number(ours: Ours) -> Judgement:
@@ -79,7 +82,7 @@ def _without_number(ours: Ours) -> Judgement:
 def _place(cell: PaperCell, ours: Ours, value: float, low: float, high: float) -> tuple[str, Verdict]:
     quantity = ours.quantity
     assert quantity is not None  # judged only with a number
-    slack = _ULP * max(abs(low), abs(high), abs(value))
+    slack = _ULP * max(abs(edge) for edge in (low, high, value) if math.isfinite(edge))
     parts = (
         []
         if cell.corrected_value is None
@@ -88,11 +91,11 @@ def _place(cell: PaperCell, ours: Ours, value: float, low: float, high: float) -
     within = low - slack <= value <= high + slack
     why = _band_in_words(cell, quantity, ours)
     if within:
-        parts.append(f"{show(value, cell.unit)} lies within {_pair(low, high, cell.unit)} ({why})")
+        parts.append(f"{show(value, cell.unit)} is within the band, {_pair(low, high, cell.unit)} ({why})")
         return "; ".join(parts), "reproduced"
     edge, side = (low, "below") if value < low else (high, "above")
     away = f"{100 * abs(value - edge) / abs(edge):.2g} % {side}" if edge else side
-    parts.append(f"{show(value, cell.unit)} lies {away} {_pair(low, high, cell.unit)} ({why})")
+    parts.append(f"{show(value, cell.unit)} is {away} the band, {_pair(low, high, cell.unit)} ({why})")
     better = quantity.higher_is_better is not None and quantity.higher_is_better == (value > high)
     if better:
         parts.append("better than the paper, which needs an explanation too")
@@ -113,5 +116,9 @@ def _band_in_words(cell: PaperCell, quantity: Quantity, ours: Ours) -> str:
 
 
 def _pair(low: float, high: float, unit: str) -> str:
+    if low == -math.inf:
+        return f"at most {show(high, unit, 5)}"
+    if high == math.inf:
+        return f"at least {show(low, unit, 5)}"
     # one digit more than the numbers themselves, because half a unit of the printed digit has one more
     return show(low, unit, 5) if low == high else f"{show(low, unit, 5)} to {show(high, unit, 5)}"

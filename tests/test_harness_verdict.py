@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.experiment import Ours
@@ -19,7 +19,7 @@ def paper(printed="3.5x", unit="ratio", **changes):
     fields = {
         "table": "t", "row": "r", "column": "c", "value": value, "printed": printed, "unit": unit,
         "exact": False, "kind": "result", "hardware": "TPU", "source": "paper", "location": "Table 9",
-        "comparable": True, "erratum": "", "note": "", "rounding": rounding,
+        "bound": "", "comparable": True, "erratum": "", "note": "", "rounding": rounding,
     }  # fmt: skip
     return PaperCell(**{**fields, **changes})
 
@@ -31,6 +31,7 @@ def ours(value, unit="ratio", low=None, high=None, better=True, **changes):
     return Ours(table="t", row="r", column="c", quantity=quantity, **changes)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 4))
 def test_a_printed_number_is_what_it_rounds_to(digits, places):
     printed = str(Decimal(digits).scaleb(-places))
@@ -39,6 +40,7 @@ def test_a_printed_number_is_what_it_rounds_to(digits, places):
     assert rounding == pytest.approx(0.5 * 10.0**-places)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9999), st.integers(0, 2), st.sampled_from(["", "K", "M", "B"]))
 def test_counts_carry_their_suffix_into_value_and_rounding(digits, places, suffix):
     scale = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[suffix]
@@ -47,6 +49,7 @@ def test_counts_carry_their_suffix_into_value_and_rounding(digits, places, suffi
     assert rounding == pytest.approx(0.5 * 10.0**-places * scale)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**5), st.integers(0, 3), st.floats(-1, 1))
 def test_whatever_rounds_to_the_printed_digits_is_reproduced(digits, places, share):
     printed = f"{digits / 10**places:.{places}f}"
@@ -54,6 +57,7 @@ def test_whatever_rounds_to_the_printed_digits_is_reproduced(digits, places, sha
     assert judge(paper(printed), ours(value)).verdict == "reproduced"
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 10**5),
     st.integers(0, 3),
@@ -68,6 +72,7 @@ def test_whatever_rounds_elsewhere_is_not_reproduced_on_either_side(digits, plac
     assert judgement.verdict == ("exceeds" if better is not None and better == above else "deviates")
 
 
+@settings(deadline=None)
 @given(st.floats(-50, 50), st.floats(0, 5), st.floats(0, 5), st.floats(0, 0.5))
 def test_the_band_asks_whether_our_interval_meets_the_papers(value, below, above, gap):
     cell = paper("10")
@@ -81,6 +86,7 @@ def test_the_band_asks_whether_our_interval_meets_the_papers(value, below, above
     assert high >= paper_high - 1e-9
 
 
+@settings(deadline=None)
 @given(
     st.none() | st.floats(-1e3, 1e3),
     st.sampled_from([True, False, None]),
@@ -143,6 +149,18 @@ def test_an_exact_number_has_no_rounding():
     assert judge(exact, ours(18, "layers")).verdict == "reproduced"
     assert judge(exact, ours(19, "layers")).verdict == "exceeds"
     assert judge(exact, ours(18.4, "layers", better=None)).verdict == "deviates"
+
+
+def test_a_bound_has_one_side():
+    limit = paper("23%", "%", bound="at most")
+    assert judge(limit, ours(15, "%")).verdict == "reproduced"
+    assert judge(limit, ours(23.4, "%")).verdict == "reproduced"
+    judgement = judge(limit, ours(30, "%", better=False))
+    assert judgement.verdict == "deviates"
+    assert "above the band, at most 23.500 %" in judgement.reason
+    floor = paper("4", "ratio", bound="at least", exact=True, rounding=0.0)
+    assert judge(floor, ours(9.0)).verdict == "reproduced"
+    assert "below the band, at least 4 " in judge(floor, ours(3.9)).reason
 
 
 def test_an_erratum_with_a_correction_is_judged_by_it_and_says_so():

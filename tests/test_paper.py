@@ -200,7 +200,7 @@ def test_rounding_is_half_a_unit_of_what_is_printed_except_for_counts(find):
 
 
 HEADER = ",".join(COLUMNS)
-GOOD = "t,r,c,82000000,82M,parameters,,result,TPU,paper,Table 1,,,,"
+GOOD = "t,r,c,82000000,82M,parameters,,result,TPU,paper,Table 1,,,,,"
 
 
 @pytest.mark.parametrize(
@@ -215,14 +215,15 @@ GOOD = "t,r,c,82000000,82M,parameters,,result,TPU,paper,Table 1,,,,"
         (f"{HEADER}\n{GOOD.replace('paper', 'hearsay')}\n", ":2: source is 'hearsay', allowed: 'paper'"),
         (f"{HEADER}\n{GOOD.replace('parameters', 'weights')}\n", ":2: unit is 'weights', allowed"),
         (f"{HEADER}\n{GOOD.replace('82M', 'many')}\n", ":2: printed form 'many'"),
+        (f"{HEADER}\n{GOOD.replace('Table 1,', 'Table 1,around')}\n", ":2: bound is 'around', allowed"),
         (f"{HEADER}\n{GOOD}extra,more\n", ":2: a row has"),
         (f"{HEADER}\nt,r\n", ":2: a row has"),
         (
-            f"{HEADER}\n{GOOD.replace('Table 1,,', 'Table 1,no,')}\n",
+            f"{HEADER}\n{GOOD.replace('Table 1,,,', 'Table 1,,no,')}\n",
             ":2: .* not comparable needs the erratum",
         ),
         (
-            f"{HEADER}\n{GOOD.replace('Table 1,,', 'Table 1,,80M')}\n",
+            f"{HEADER}\n{GOOD.replace('Table 1,,,', 'Table 1,,,80M')}\n",
             ":2: a corrected value needs the erratum",
         ),
     ],

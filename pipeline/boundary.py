@@ -61,11 +61,6 @@ class Boundary:
     def num_bytes(self) -> int:
         return sum(self.tensors[index].num_bytes for index in self.distinct)
 
-    @cached_property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients that come back over this boundary."""
-        return sum(self.tensors[i].num_bytes for i in self.distinct if self.tensors[i].requires_grad)
-
     def join(self, other: Boundary) -> Boundary:
         """Both side by side, as a loss takes outputs and target."""
         offset = len(self.tensors)

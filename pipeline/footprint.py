@@ -65,7 +65,7 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         gradient_bytes=sum(layer.gradient_bytes for layer in layers),
         input_bytes=layers[0].inputs.num_bytes,
         target_bytes=target_bytes,
-        output_gradient_bytes=0 if loss is not None else layers[-1].outputs.gradient_bytes,
+        output_gradient_bytes=0 if loss is not None else layers[-1].output_gradient_bytes,
         saved_bytes=saved_bytes,
         free=_walk_free(chain, links),
         forward=forward,
@@ -153,12 +153,13 @@ def _walk_backward(
     first: bool,
 ) -> Moment:
     links, _ = linked
-    gradients, fullest = 0, Moment()
+    gradients, fullest, held = 0, Moment(), 0
     for index in range(len(chain) - 1, -1, -1):
         story, link = chain[index].first if first else chain[index].later, links[index]
         names = _names(story, link)
-        other = 0  # gradients of activations and temporaries
-        for stretch in story.stretches:
+        other = held  # gradients of activations and temporaries
+        is_last = index == len(chain) - 1
+        for stretch in story.stretches_of_last if is_last else story.stretches:
             if stretch.peak > fullest.total - saved - gradients - other:
                 fullest = Moment(
                     saved + stretch.peak_saved, gradients + stretch.peak_gradients, other + stretch.peak_other
@@ -168,4 +169,6 @@ def _walk_backward(
             other += stretch.other
             if stretch.released is not None and holder.get(names[stretch.released]) == index:
                 saved -= story.sizes[stretch.released]
+        if is_last:
+            held = sum(story.sizes[storage] for storage in story.output_gradients)
     return fullest

@@ -39,6 +39,7 @@ class LayerProfile:
     name: str
     inputs: Boundary
     outputs: Boundary
+    unused: frozenset[int]  # positions of outputs for which no gradient comes back
     num_parameters: int  # trainable elements
     parameter_sizes: tuple[int, ...]  # bytes of each parameter tensor
     buffer_bytes: int
@@ -51,6 +52,13 @@ class LayerProfile:
     def parameter_bytes(self) -> int:
         return sum(self.parameter_sizes)
 
+    @cached_property
+    def output_gradient_bytes(self) -> int:
+        """Bytes of the gradients that come back for the outputs."""
+        ends = self.outputs
+        positions = [i for i in ends.distinct if ends.tensors[i].requires_grad and i not in self.unused]
+        return sum(ends.tensors[i].num_bytes for i in positions)
+
 
 @dataclass
 class Profiler:
@@ -61,22 +69,30 @@ class Profiler:
     """
 
     autocast: torch.dtype | None = None
-    _known: dict[tuple[object, Boundary], LayerProfile] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[object, ...], LayerProfile] = field(default_factory=dict, repr=False)
 
-    def layer(self, layer: nn.Module, inputs: Boundary) -> LayerProfile:
-        """The profile of one layer. Raises ValueError if it returns anything but tensors."""
-        key = (signature(layer), inputs)
+    def layer(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int] = frozenset()) -> LayerProfile:
+        """The profile of one layer. ``unused`` are positions of outputs that nothing after it differentiates.
+
+        Raises ValueError if it returns anything but tensors.
+        """
+        key = (signature(layer), inputs, unused)
         if key not in self._known:
             with FakeTensorMode():
-                self._known[key] = self._run(fake_copy(layer), inputs)
+                self._known[key] = self._run(fake_copy(layer), inputs, unused)
         return self._known[key]
 
     def chain(self, layers: Iterable[nn.Module], inputs: Boundary) -> tuple[LayerProfile, ...]:
         """Profiles of layers in sequence, each fed with what the one before it returns."""
-        profiles = []
-        for layer in layers:
-            profiles.append(self.layer(layer, inputs))
+        modules, profiles = list(layers), list[LayerProfile]()
+        for module in modules:
+            profiles.append(self.layer(module, inputs))
             inputs = profiles[-1].outputs
+        # No gradient comes back for what the layers after do not use (AmoebaNet's last "previous" tensor).
+        for index in range(len(modules) - 2, -1, -1):
+            unused = profiles[index + 1].first.without_gradient
+            if unused:
+                profiles[index] = self.layer(modules[index], profiles[index].inputs, unused)
         return tuple(profiles)
 
     def loss(
@@ -90,17 +106,18 @@ class Profiler:
             return nullcontext()
         return torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
 
-    def _run(self, layer: nn.Module, inputs: Boundary) -> LayerProfile:
+    def _run(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
         trainable = [p for p in layer.parameters() if p.requires_grad]
         with torch.no_grad():
-            free, _ = self._tell(layer, inputs)
-        first, outputs = self._tell(layer, inputs)
+            free, _ = self._tell(layer, inputs, unused)
+        first, outputs = self._tell(layer, inputs, unused)
         gradient_bytes = sum(p.grad.untyped_storage().nbytes() for p in trainable if p.grad is not None)
-        later, _ = self._tell(layer, inputs)
+        later, _ = self._tell(layer, inputs, unused)
         return LayerProfile(
             name=type(layer).__name__,
             inputs=inputs,
             outputs=outputs,
+            unused=unused,
             num_parameters=sum(p.numel() for p in trainable),
             parameter_sizes=tuple(p.numel() * p.itemsize for p in layer.parameters()),
             buffer_bytes=sum(b.numel() * b.itemsize for b in layer.buffers()),
@@ -110,14 +127,15 @@ class Profiler:
             later=later,
         )
 
-    def _tell(self, layer: nn.Module, inputs: Boundary) -> tuple[Story, Boundary]:
+    def _tell(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> tuple[Story, Boundary]:
         """Run forward, and backward where there is a graph, with references as scarce as in a stage."""
-        delivered: list[Tensor] = []
+        delivered: dict[int, Tensor] = {}
         leaves = [torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs.tensors]
         seed = torch.empty(())
         with EventLog() as log:
             values = [
-                _enter(leaf, spec, delivered) for leaf, spec in zip(leaves, inputs.tensors, strict=True)
+                _enter(leaf, spec, position, delivered)
+                for position, (leaf, spec) in enumerate(zip(leaves, inputs.tensors, strict=True))
             ]
             values = [values[first] for first in inputs.same_as]
             input_storages = _serials(log, values)
@@ -127,7 +145,8 @@ class Profiler:
             forward = tuple(log.events)
             outputs = Boundary.of(result)
             output_storages = _serials(log, as_tuple(result))
-            root = _follow(result) if torch.is_grad_enabled() else None
+            sent_back: list[int | None] = []
+            root = _follow(result, unused, log, sent_back) if torch.is_grad_enabled() else None
             hidden = log.serial_of(root) if root is not None else None
             del result, values
             kept = frozenset(log.alive - {hidden})
@@ -143,8 +162,14 @@ class Profiler:
             outputs=output_storages,
             kept=kept if torch.is_grad_enabled() else frozenset(),
             gradients=frozenset(serial for serial in gradients if serial is not None),
+            output_gradients=tuple(serial for serial in sent_back if serial is not None),
             forward=forward,
             backward=backward if torch.is_grad_enabled() else (),
+            without_gradient=frozenset(
+                position
+                for position, first in enumerate(inputs.same_as)
+                if inputs.tensors[position].requires_grad and first not in delivered
+            ),
         )
         return story, outputs
 
@@ -153,31 +178,39 @@ class _Source(torch.autograd.Function):
     """Makes an input that is no leaf, as between two layers, and takes its gradient as the layer before."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, delivered: list[Tensor]) -> Tensor:
-        ctx.delivered = delivered
+    def forward(ctx: Any, leaf: Tensor, position: int, delivered: dict[int, Tensor]) -> Tensor:
+        ctx.position, ctx.delivered = position, delivered
         return torch.empty_like(leaf)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        ctx.delivered.append(gradient)
-        return None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.delivered[ctx.position] = gradient
+        return None, None, None
 
 
 class _Tail(torch.autograd.Function):
     """Stands for all that follows the layer: keeps nothing, sends fresh gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        ctx.specs = [(t.shape, t.dtype) if t.requires_grad else None for t in outputs]
+    def forward(
+        ctx: Any, unused: frozenset[int], log: EventLog, sent_back: list[int | None], *outputs: Tensor
+    ) -> Tensor:
+        ctx.log, ctx.sent_back = log, sent_back
+        ctx.specs = [
+            (t.shape, t.dtype) if t.requires_grad and position not in unused else None
+            for position, t in enumerate(outputs)
+        ]
         ctx.same_as = Boundary.of(outputs).same_as
         return torch.empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(
+        gradients = [
             torch.empty(spec[0], dtype=spec[1]) if spec is not None and first == index else None
             for index, (spec, first) in enumerate(zip(ctx.specs, ctx.same_as, strict=True))
-        )
+        ]
+        ctx.sent_back.extend(ctx.log.serial_of(each) for each in gradients if each is not None)
+        return None, None, None, *gradients
 
 
 class LossLayer(nn.Module):
@@ -192,15 +225,15 @@ class LossLayer(nn.Module):
         return self.loss_fn(tuple(outputs) if self.is_tuple else outputs[0], target)
 
 
-def _enter(leaf: Tensor, spec: TensorSpec, delivered: list[Tensor]) -> Tensor:
+def _enter(leaf: Tensor, spec: TensorSpec, position: int, delivered: dict[int, Tensor]) -> Tensor:
     if not (spec.requires_grad and torch.is_grad_enabled()):
         return torch.empty_like(leaf)
-    made: Tensor = _Source.apply(leaf.requires_grad_(), delivered)
+    made: Tensor = _Source.apply(leaf.requires_grad_(), position, delivered)
     return made
 
 
-def _follow(result: Any) -> Tensor:
-    root: Tensor = _Tail.apply(*as_tuple(result))
+def _follow(result: Any, unused: frozenset[int], log: EventLog, sent_back: list[int | None]) -> Tensor:
+    root: Tensor = _Tail.apply(unused, log, sent_back, *as_tuple(result))
     return root
 
 

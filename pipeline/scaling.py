@@ -101,6 +101,7 @@ def _inverse(matrix: list[list[Fraction]]) -> list[list[Fraction]]:
 def _structure(profile: LayerProfile) -> tuple[object, ...]:
     return (
         profile.name,
+        profile.unused,
         len(profile.parameter_sizes),
         *(story.plot for story in (profile.free, profile.first, profile.later)),
         *(

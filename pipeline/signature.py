@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 _BASE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -52,6 +54,8 @@ def _comparable(value: object) -> object:
         return type(value), tuple(map(_comparable, value))
     if isinstance(value, dict):
         return tuple((_comparable(key), _comparable(each)) for key, each in value.items())
+    if isinstance(value, partial):
+        return partial, _comparable(value.func), _comparable(value.args), _comparable(value.keywords)
     if isinstance(value, Tensor):
         return _Same(value)
     try:

@@ -24,13 +24,18 @@ class Story:
     outputs: tuple[int, ...]  # storage of each output position: an input's where it is passed on
     kept: frozenset[int]  # what the graph still holds after the forward pass
     gradients: frozenset[int]  # storages that became parameter gradients
+    output_gradients: tuple[int, ...]  # storages of the gradients that the backward pass begins with
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    without_gradient: frozenset[int]  # input positions that no gradient reached though they take one
 
     @property
     def plot(self) -> tuple[object, ...]:
         """The story without its sizes: equal for two micro-batch sizes that can be interpolated."""
-        return self.inputs, self.outputs, self.kept, self.gradients, self.forward, self.backward
+        return (
+            self.inputs, self.outputs, self.kept, self.gradients, self.output_gradients,
+            self.forward, self.backward, self.without_gradient,
+        )  # fmt: skip
 
     @cached_property
     def forward_peak(self) -> int:
@@ -49,10 +54,22 @@ class Story:
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
         """The backward pass, cut where storages are let go that the neighbours may hold too."""
+        return self._stretches(frozenset())
+
+    @cached_property
+    def stretches_of_last(self) -> tuple[Stretch, ...]:
+        """The same for the last layer of a stage: whoever starts autograd holds the gradients of the outputs
+        until it returns.
+        """
+        return self._stretches(frozenset(-storage - 1 for storage in self.output_gradients))
+
+    def _stretches(self, ignored: frozenset[int]) -> tuple[Stretch, ...]:
         ends = {*self.inputs, *self.outputs}
         stretches: list[Stretch] = []
         now, top = [0, 0, 0], [0, 0, 0]  # saved, gradients, other
         for event in self.backward:
+            if event in ignored:
+                continue
             storage, sign = abs(event) - 1, 1 if event > 0 else -1
             if storage in ends:
                 stretches.append(Stretch(top[0], top[1], top[2], now[0], now[1], now[2], storage))

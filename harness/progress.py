@@ -110,6 +110,7 @@ class BarReporter:
             TextColumn("{task.description}", markup=False),
             console=self._console,
             transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # results in a pipe or file stay on standard output
         )
         self._task = self._progress.add_task("", total=None, left="")
         self._remaining = Remaining([])

@@ -1,5 +1,4 @@
-"""The paper's models, each an `nn.Sequential` of layers that can be profiled, cut into stages and
-trained.
+"""The paper's models, each an `nn.Sequential` of layers to profile, cut into stages and train.
 
 A layer maps a tensor or a tuple of tensors to a tensor or a tuple; equal layers are built equally, so
 that one profile serves all of them. Everything can be built on the meta device, at full size and without

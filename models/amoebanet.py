@@ -86,11 +86,12 @@ PRESETS: dict[str, Preset] = {
 
 
 class AuxHead(nn.Module):
-    """The auxiliary classifier: in training appends its logits (N, classes) to the tuple, in evaluation
-    does nothing.
+    """The auxiliary classifier: in training appends its logits (N, classes) to the tuple.
 
     Args:
         channels, size: channels and side of the map `net` that it reads; the side must be at least 5.
+
+    In evaluation the tuple passes unchanged.
     """
 
     def __init__(self, channels: int, size: int, num_classes: int, padding: str) -> None:
@@ -112,9 +113,7 @@ class AuxHead(nn.Module):
 
 
 class Stem(nn.Module):
-    """The first convolution: an image (N, 3, S, S) -> (N, filters, about S / 2, about S / 2),
-    normalized.
-    """
+    """The first convolution and its normalization: (N, 3, S, S) -> (N, filters, S / 2, S / 2), roughly."""
 
     def __init__(self, filters: int, preset: Preset) -> None:
         super().__init__()
@@ -159,8 +158,7 @@ def amoebanet(
     drop_path_keep: float = 1.0,
     averaging_max_pool: bool = False,
 ) -> nn.Sequential:
-    """Builds AmoebaNet-`genotype` (num_layers, num_filters): images (N, 3, S, S) -> logits (N,
-    num_classes).
+    """Builds AmoebaNet (L, D) of one genotype: images (N, 3, S, S) -> logits (N, num_classes).
 
     In training with an auxiliary head the result is `(logits, auxiliary logits)`.
 

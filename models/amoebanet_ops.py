@@ -35,18 +35,20 @@ class Style:
 
 
 def initialize_tf(weight: Tensor, fan_out: int) -> None:
-    """The reference's weights: truncated normal (2 sigma), sigma^2 = 1.3 * 2 / fan_out. Nothing on the
-    meta device.
+    """The reference's weights: normal with sigma^2 = 1.3 * 2 / fan_out, truncated at 2 sigma.
+
+    By the inverse distribution function, with one draw per weight; torch's own rejects and draws again, so it
+    cannot run on fake tensors. Nothing happens on the meta device.
     """
     if not weight.is_meta:
-        std = math.sqrt(1.3 * 2.0 / fan_out)
-        nn.init.trunc_normal_(weight, 0.0, std, -2.0 * std, 2.0 * std)
+        limit, sigma = math.erf(math.sqrt(2.0)), math.sqrt(1.3 * 2.0 / fan_out)
+        with torch.no_grad():
+            weight.uniform_(-limit, limit).erfinv_().mul_(math.sqrt(2.0) * sigma)
+            weight.clamp_(-2.0 * sigma, 2.0 * sigma)
 
 
 class ReferenceConv2d(nn.Conv2d):
-    """A convolution with the reference's initialisation; fan-out is per group, so K x K for a depthwise
-    one.
-    """
+    """A convolution with the reference's initialisation; a depthwise one has fan-out K x K."""
 
     def reset_parameters(self) -> None:
         filters, _, height, width = self.weight.shape
@@ -72,9 +74,7 @@ def linear(channels: int, filters: int, padding: str) -> nn.Linear:
 
 
 def framed_conv(channels: int, filters: int, kernel: int, stride: int, frame: int, padding: str) -> nn.Conv2d:
-    """A convolution without bias over a map framed by `frame` zeros; only its initialisation is the
-    convention's.
-    """
+    """A convolution over a map framed by `frame` zeros; `padding` decides its initialisation alone."""
     kind = ReferenceConv2d if padding == "same" else nn.Conv2d
     return kind(channels, filters, kernel, stride, frame, bias=False)
 
@@ -106,8 +106,7 @@ def conv_bn(
 
 
 class FactorizedReduction(nn.Module):
-    """Halves a map without losing pixels: two 1x1 convolutions, one on the grid of even pixels, one on
-    that of odd.
+    """Halves a map without losing pixels: a 1x1 convolution on the even pixels, one on the odd.
 
     (N, channels, H, W) -> (N, filters, ceil(H / 2), ceil(W / 2)); no ReLU; one normalization over both
     halves. The odd grid runs over a zero row and column at the bottom and right where the size is odd.
@@ -128,10 +127,10 @@ class FactorizedReduction(nn.Module):
 
 
 def operation(name: str, channels: int, filters: int, stride: int, style: Style) -> nn.Module:
-    """Builds `name` of `genotypes.OPERATIONS`: (N, channels, H, W) -> (N, filters, H / stride, W /
-    stride).
+    """Builds the operation called `name`, one of `genotypes.OPERATIONS`.
 
-    Drop path follows every operation except `none`.
+    Shapes: (N, channels, H, W) -> (N, filters, H / stride, W / stride). Drop path follows every
+    operation except `none`.
     """
     if name == "none":
         if stride == 1 and channels == filters:
@@ -151,9 +150,7 @@ def operation(name: str, channels: int, filters: int, stride: int, style: Style)
 
 
 def _bottleneck(name: str, channels: int, filters: int, stride: int, padding: str) -> list[nn.Module]:
-    """The convolution in filters / 4 channels between two 1x1; alone where that would be less than one
-    channel.
-    """
+    """The convolution in filters // 4 channels between two 1x1; alone where that would be none."""
     narrow = filters // 4
     before = conv_bn(channels, narrow, padding) if narrow else []
     after = conv_bn(narrow, filters, padding) if narrow else []

@@ -36,9 +36,7 @@ def language_batch(
 def translation_batch(
     batch_size: int, options: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """(source, target input), each (N, T), and the target one token further on; all int64, T =
-    `seq_len`.
-    """
+    """(source, target input), each (N, T), and the target one token further on; int64, T = `seq_len`."""
     source, _ = language_batch(batch_size, options, device, generator)
     target_in, target_out = language_batch(batch_size, options, device, generator)
     return (source, target_in), target_out

@@ -4,9 +4,7 @@ from torch import nn
 
 
 def layer_parameters(model: nn.Sequential) -> list[int]:
-    """Trainable parameters of each layer; one that two layers share counts for the first, so the sum is
-    right.
-    """
+    """Trainable parameters of each layer; one that two layers share counts for the first only."""
     seen: set[int] = set()
     counts = []
     for layer in model:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 
 class DropPath(nn.Module):
-    """In training each example is kept with probability `keep` and scaled by 1 / keep, else it becomes
-    zero.
+    """Keeps each example with probability `keep` and scales it by 1 / keep, or makes it zero.
 
-    Does nothing, and draws nothing, in evaluation or at `keep` = 1. Shape: (N, ...) -> the same.
+    Does nothing, and draws nothing, in evaluation and at `keep` = 1. Shape: (N, ...) -> the same.
     """
 
     def __init__(self, keep: float = 1.0) -> None:

@@ -1,5 +1,4 @@
-"""Trainable parameters in closed form, to the digit, for sizes that nobody wants to build just to count
-them.
+"""Trainable parameters in closed form, for sizes that nobody wants to build just to count them.
 
 Derived in the paper's symbols from the layers' definitions, independently of the code that builds them;
 the tests hold each against the counted parameters of the built model.

@@ -1,6 +1,4 @@
-"""The losses that the models are trained with: the mean over the examples of a micro-batch, as a
-scalar.
-"""
+"""The models' losses: a scalar, the mean over the examples of a micro-batch."""
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +8,7 @@ AUX_LOSS_WEIGHT = 0.4
 
 
 def class_loss(output: Tensor | tuple[Tensor, ...], target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of logits (N, classes), plus 0.4 times that of the auxiliary logits if `output` has
-    them.
+    """Cross-entropy of logits (N, classes), plus 0.4 times that of auxiliary logits if there are any.
 
     Args:
         output: logits, or (logits, auxiliary logits).
@@ -27,9 +24,7 @@ def class_loss(output: Tensor | tuple[Tensor, ...], target: Tensor, label_smooth
 
 
 def token_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of logits (N, T, V) for tokens (N, T): the mean over examples of the mean over
-    tokens.
-    """
+    """Cross-entropy of logits (N, T, V) for tokens (N, T): the mean over all tokens of all examples."""
     return F.cross_entropy(_widened(output).flatten(0, 1), target.flatten())
 
 

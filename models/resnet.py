@@ -50,9 +50,7 @@ class Main(nn.Module):
 
 
 class Residual(nn.Module):
-    """(x, skip) -> x + skip at the end of a block; the skip is projected where the block changes the
-    shape.
-    """
+    """(x, skip) -> x + skip at the end of a block, the skip projected where the shape changes."""
 
     def __init__(self, downsample: nn.Sequential | None) -> None:
         super().__init__()
@@ -129,8 +127,7 @@ def _block(channels: int, planes: int, stride: int) -> dict[str, nn.Module]:
 
 
 def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames a state dict of torchvision's `resnet101` into ours, tensor for tensor, for
-    `load_state_dict`.
+    """Renames a state dict of torchvision's `resnet101` for our `load_state_dict`, tensor by tensor.
 
     `layer1.0.conv1.weight` becomes `layer1_0_conv1.module.weight`, and `layer1.0.downsample.1.bias`
     becomes `layer1_0_residual.downsample.1.bias`; names outside the blocks stay.

@@ -1,5 +1,4 @@
-"""TensorFlow's SAME padding for convolutions and pools, which torch's symmetric `padding=` cannot
-express.
+"""TensorFlow's SAME padding for convolutions and pools, beyond torch's symmetric `padding=`.
 
 With stride 2 on an even map SAME puts the odd row and column at the bottom and right: a 3x3 window pads
 (0, 1), where `padding=1` would sample another grid. Averages leave the padding out of the divisor, maxima
@@ -11,17 +10,13 @@ from torch import Tensor, nn
 
 
 def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
-    """Rows (or columns) to add before and after a map of `size`, so that the output has ceil(size /
-    stride).
-    """
+    """Rows (or columns) to add before and after, for an output of ceil(size / stride)."""
     total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
     return total // 2, total - total // 2
 
 
 class SameConv2d(nn.Conv2d):
-    """A convolution with SAME padding: (N, C, H, W) -> (N, filters, ceil(H / stride), ceil(W /
-    stride)).
-    """
+    """A convolution with SAME padding: (N, C, H, W) -> (N, filters, H / stride, W / stride), rounded up."""
 
     def forward(self, x: Tensor) -> Tensor:
         pad_h, pad_w = (

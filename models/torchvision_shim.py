@@ -26,9 +26,7 @@ _declared: dict[str, torch.library.Library] = {}
 
 
 def import_torchvision() -> ModuleType:
-    """Returns the torchvision module; raises what its import raises where the operators are not the
-    reason.
-    """
+    """Returns the torchvision module; raises what its import raises for any other reason."""
     while True:
         try:
             return importlib.import_module("torchvision")

@@ -1,5 +1,4 @@
-"""The residual blocks of both Transformers, as pipeline layers that may be cut between attention and
-feed-forward.
+"""The residual blocks of both Transformers, as pipeline layers or as parts of one.
 
 Pre-normalization with biases everywhere, ReLU, sinusoidal positions without parameters and no
 normalization after the last layer: the only form whose parameter count is the paper's to every printed
@@ -39,8 +38,7 @@ class Linear(nn.Linear):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, attention: str, dropout: float) -> Tensor:
-    """Scaled dot-product attention: (N, h, T, d / h), keys and values (N, h, S, d / h) -> (N, h, T, d /
-    h).
+    """Scaled dot-product attention: q (N, h, T, c), k and v (N, h, S, c) -> (N, h, T, c).
 
     `"fused"` leaves the weights to torch's kernels, which do not keep them; `"explicit"` materialises the
     (N, h, T, S) softmax as the systems of 2019 did. `dropout` is the share of weights dropped.
@@ -128,11 +126,10 @@ class FeedForward(nn.Module):
 
 
 class Softmax(nn.Module):
-    """The output layer: (N, T, d), or the first of a tuple, -> logits (N, T, V); the loss applies the
-    softmax.
+    """The output layer: (N, T, d), or the first of a tuple, -> logits (N, T, V).
 
-    `logit_clip` limits their magnitude (None: no limit), as the paper does against bad updates of deep
-    models.
+    `logit_clip` limits their magnitude (None: no limit), as the paper does for deep translation models. The
+    softmax itself is part of the loss.
     """
 
     def __init__(self, d_model: int, vocab_size: int, logit_clip: float | None) -> None:
@@ -149,9 +146,7 @@ class Softmax(nn.Module):
 
 
 class Table(nn.Embedding):
-    """An embedding table, its rows drawn with variance 1 / d so that they have variance 1 after the
-    scaling.
-    """
+    """An embedding table; its entries start with variance 1 / d, so with 1 after the scaling by sqrt(d)."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
@@ -169,8 +164,7 @@ def embed(table: Table, tokens: Tensor, seq_len: int, dropout: float) -> Tensor:
 
 
 def sinusoids(length: int, channels: int, like: Tensor) -> Tensor:
-    """Positions (length, channels): sines in the first half, cosines in the second, wavelengths 2 pi to
-    20,000 pi.
+    """Positions (length, channels): sines, then cosines, of wavelengths from 2 pi to 20,000 pi.
 
     Made anew in each forward rather than kept in a buffer, so that a model built on the meta device lacks
     nothing once its parameters are loaded. `like` gives dtype and device.
@@ -182,17 +176,13 @@ def sinusoids(length: int, channels: int, like: Tensor) -> Tensor:
 
 
 class TransformerLayer(nn.Sequential):
-    """The blocks of one Transformer layer in one piece; same parameters as its blocks taken one by
-    one.
-    """
+    """The blocks of one Transformer layer in one piece."""
 
 
 def stack(
     prefix: str, num_layers: int, blocks: Callable[[], OrderedDict[str, nn.Module]], cut: str
 ) -> Iterable[tuple[str, nn.Module]]:
-    """Names and modules of `num_layers` Transformer layers: whole, or block by block with
-    `cut="sublayer"`.
-    """
+    """Names and modules of the layers: whole, or block by block with `cut="sublayer"`."""
     for i in range(num_layers):
         parts = blocks()
         if cut == "layer":

@@ -53,8 +53,7 @@ def transformer_lm(
     logit_clip: float | None = None,
     cut: str = "layer",
 ) -> nn.Sequential:
-    """Builds Transformer-L: tokens (N, T) of int64, T <= seq_len, -> logits of the next token (N, T,
-    vocab_size).
+    """Builds Transformer-L: tokens (N, T) of int64, T <= seq_len, -> logits of the next (N, T, V).
 
     Layers: embedding, `num_layers` Transformer layers, softmax.
 

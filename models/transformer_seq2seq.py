@@ -27,8 +27,7 @@ NUM_TABLES = (1, 2, 3)
 
 
 class SourceEmbedding(nn.Module):
-    """(source tokens, target tokens) -> (x, target): embeds the source, with `both` the target from the
-    same table.
+    """(source tokens, target tokens) -> (x, target): embeds the source, and the target too if `both`.
 
     Shapes: tokens (N, S) and (N, T) of int64; x (N, S, d); target (N, T, d), or the tokens unchanged.
     """
@@ -68,9 +67,7 @@ class TargetEmbedding(nn.Module):
 
 
 class Turn(nn.Module):
-    """(memory, y) -> (y, memory), where the target was embedded with the source: the decoder works on the
-    first.
-    """
+    """(memory, y) -> (y, memory), if y was embedded with the source: the decoder works on the first."""
 
     def forward(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         memory, y = state
@@ -93,8 +90,7 @@ def transformer_seq2seq(
     logit_clip: float | None = None,
     cut: str = "layer",
 ) -> nn.Sequential:
-    """Builds T(L, H, A): (source tokens (N, S), target tokens (N, T)) -> logits of the next target token
-    (N, T, V).
+    """Builds T(L, H, A): (source (N, S), target (N, T)) tokens -> logits of the next token (N, T, V).
 
     Layers: source embedding, L encoder layers, target, L decoder layers, softmax. Sequences are full:
     there is no padding token.

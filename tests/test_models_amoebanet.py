@@ -1,6 +1,4 @@
-"""AmoebaNet: genotypes, order, shapes, what travels between layers, and the switches of the two
-presets.
-"""
+"""AmoebaNet: genotypes, order, shapes, what travels between layers, the two presets."""
 
 import math
 

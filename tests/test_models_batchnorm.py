@@ -1,6 +1,4 @@
-"""Batch normalization of a single value, where torch refuses to train and the TensorFlow reference does
-not.
-"""
+"""Batch normalization of a single value, where torch refuses to train and the reference does not."""
 
 import pytest
 import torch

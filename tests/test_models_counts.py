@@ -1,6 +1,4 @@
-"""Parameter counts to the digit: they pin genotypes, widths, biases and what is tied, though not the
-pools.
-"""
+"""Parameter counts to the digit: they pin genotypes, widths, biases and ties, not pools."""
 
 import itertools
 

@@ -1,6 +1,4 @@
-"""Drop path: whole examples, the right expectation, and a keep probability that may change during
-training.
-"""
+"""Drop path: whole examples, the right expectation, and a keep probability that may change."""
 
 import pytest
 import torch

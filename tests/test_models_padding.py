@@ -1,6 +1,4 @@
-"""SAME padding, pools and the factorized reduction against loops over pixels, which know nothing of
-torch's padding.
-"""
+"""SAME padding, pools and the factorized reduction against plain loops over pixels."""
 
 import numpy as np
 import pytest
@@ -16,8 +14,7 @@ SIZES = st.integers(1, 12)
 
 
 def windows(shape, kernel, stride):
-    """(row, column, [(pixel, tap), ...]) of a SAME window over a map of `shape`; pixels outside the map
-    are left out.
+    """(row, column, [(pixel, tap), ...]) of each SAME window; pixels outside the map are left out.
 
     Straight from TensorFlow's definition: ceil(size / stride) outputs, the padding they need split with
     the smaller half first.

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import MODELS, example_batch, layer_parameters, loss_fn
 from models.losses import class_loss, token_loss
@@ -50,6 +51,25 @@ def test_batches_have_the_same_form_on_the_meta_device(name):
     ]
     assert form[0] == form[1]
     assert meta[1].is_meta
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_training_step_runs_on_fake_tensors_and_in_bfloat16(name):
+    def step():
+        model = MODELS[name](**SMALL[name])
+        inputs, target = example_batch(name, 2, **SMALL[name])
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_fn(name, **SMALL[name])(model(inputs), target)
+        loss.backward()
+        return loss, [p.grad for p in model.parameters()]
+
+    with FakeTensorMode():
+        fake = step()
+    torch.manual_seed(0)
+    real = step()
+    assert fake[0].dtype == real[0].dtype == torch.float32
+    assert [g.shape for g in fake[1]] == [g.shape for g in real[1]]
+    assert real[0].isfinite()
 
 
 def test_batches_by_the_models_own_sizes():

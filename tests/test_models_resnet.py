@@ -11,9 +11,7 @@ from models.torchvision_shim import import_torchvision
 
 @pytest.fixture(scope="module")
 def pair():
-    """torchvision's model and ours with its weights, float64, every parameter and statistic away from its
-    default.
-    """
+    """torchvision's model and ours with its weights, in float64, no tensor at its default."""
     torch.manual_seed(0)
     theirs = import_torchvision().models.resnet101(num_classes=10)
     for norm in theirs.modules():

@@ -1,6 +1,4 @@
-"""Both Transformers: causality, the two forms of attention, where a layer may be cut, and every option's
-effect.
-"""
+"""Both Transformers: causality, the two forms of attention, where a layer may be cut, what options do."""
 
 import math
 

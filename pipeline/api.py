@@ -13,23 +13,32 @@ checkpoints are interchangeable with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from pipeline import engine
+from pipeline.arguments import (
+    Device,
+    costs_of,
+    devices_of,
+    named_layers,
+    refuse_split_ties,
+    schedule_of,
+    stage_of,
+)
 from pipeline.clock import Clock
-from pipeline.cost import layer_costs
-from pipeline.microbatch import Tree, merge, num_examples, sizes, split
+from pipeline.distributed import PointToPoint
+from pipeline.errors import ActionError, PeerError
+from pipeline.microbatch import Tree, merge, num_examples, sizes, split, tensors_of
 from pipeline.partition import partition
-from pipeline.schedule import SCHEDULES, Schedule
+from pipeline.schedule import Schedule
 from pipeline.stage import LossFn, Stage
 from pipeline.timeline import Timeline
-from pipeline.transport import InProcess, Transport
+from pipeline.transport import InProcess, Plan, Transport
 
-Device = torch.device | str
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
 _FORWARD_ONLY = 1 << 62
@@ -68,22 +77,27 @@ class Pipeline(nn.Module):
         devices: Device | Sequence[Device] | None = None,
         seed: int = 0,
         replica_group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 600.0,
         transport: Transport | None = None,
     ) -> None:
         super().__init__()
-        named = _named_layers(layers)
+        named = named_layers(layers)
         modules = [layer for _, layer in named]
-        self._schedule = _schedule_of(schedule, num_stages, num_microbatches, remat)
-        self._partition = partition(_costs_of(cost, modules, example), num_stages)
-        self._devices = _devices_of(devices, num_stages, modules)
-        _refuse_split_ties(modules, self._partition, self._devices)
-        for name, layer in named:
-            self._modules[name] = layer
-        self._stages = {}
-        for index, (span, device) in enumerate(zip(self._partition, self._devices, strict=True)):
-            if devices is not None:
-                for layer in modules[span.start : span.stop]:
-                    layer.to(device)
+        self._schedule = schedule_of(schedule, num_stages, num_microbatches, remat)
+        self._partition = partition(costs_of(cost, modules, example), num_stages)
+        local = range(num_stages) if group is None else [stage_of(group, num_stages)]
+        mine = [modules[i] for k in local for i in self._partition[k]]
+        self._devices = devices_of(devices, num_stages, mine)
+        if group is None:
+            refuse_split_ties(modules, self._partition, self._devices, "device")
+        else:
+            refuse_split_ties(modules, self._partition, range(num_stages), "process")
+        self._stages: dict[int, Stage] = {}
+        for index in local:
+            span, device = self._partition[index], self._devices[index]
+            for name, layer in named[span.start : span.stop]:
+                self._modules[name] = layer if devices is None else layer.to(device)
             self._stages[index] = Stage(
                 index,
                 modules[span.start : span.stop],
@@ -93,7 +107,13 @@ class Pipeline(nn.Module):
                 seed=seed,
                 replica_group=replica_group,
             )
-        self._transport = transport or InProcess(self._devices)
+        self._ranks: PointToPoint | None = None
+        self._transport: Transport = transport or InProcess(self._devices)
+        if group is not None:
+            self._ranks = PointToPoint(group, self._schedule, self._devices[local[0]], timeout_s)
+            self._transport = self._ranks
+            names = tuple(name for name, _ in named)
+            self._ranks.check_equal((names, self._partition, self._schedule, seed))
         self._programs = {
             training: engine.prepare(self._schedule, self._stages, training=training)
             for training in (True, False)
@@ -121,185 +141,164 @@ class Pipeline(nn.Module):
 
     @property
     def timeline(self) -> Timeline:
-        """What happened when in the latest training step. On GPUs, asking waits for the device."""
+        """What happened when in the latest training step, in this process. On GPUs, asking waits for the
+        device.
+        """
         return self._clocks[True].timeline(self._schedule.num_stages)
 
+    def gather_timeline(self) -> Timeline:
+        """The timeline of all processes; all must call. The clocks of different hosts are compared for it."""
+        return self.timeline if self._ranks is None else self._ranks.gather_timeline(self._clocks[True])
+
     def step(
-        self, batch: Tree, target: Tree | None, loss_fn: LossFn, *, observe: engine.Observer | None = None
+        self,
+        batch: Tree | None,
+        target: Tree | None,
+        loss_fn: LossFn,
+        *,
+        observe: engine.Observer | None = None,
     ) -> Tensor:
         """One training step without the optimizer: gradients of the mean loss over the mini-batch are added
         to `.grad`.
 
         `loss_fn(output, target)` returns the mean over the examples of a micro-batch. Returns the mean over
-        the mini-batch, without a graph. `observe` is entered around every action. An exception inside an
-        action becomes an `ActionError` that names it; gradients of completed actions stay in `.grad`.
+        the mini-batch, without a graph; with a process group, on every rank. `observe` is entered around
+        every action. An exception inside an action becomes an `ActionError` that names it; gradients of
+        completed actions stay in `.grad`.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "step() trains, but gradients are disabled here; call the pipeline itself to evaluate"
             )
-        num_microbatches = self._schedule.num_microbatches
-        feed = self._split(batch, "the mini-batch")
-        examples = num_examples(batch)
-        targets: Sequence[Tree | None] = [None] * num_microbatches
-        if target is not None:
-            if num_examples(target, "the target") != examples:
-                raise ValueError(
-                    f"the mini-batch has {examples} examples but the target "
-                    f"{num_examples(target, 'the target')}"
-                )
-            targets = split(target, num_microbatches, "the target")
-        shares = tuple(size / examples for size in sizes(examples, num_microbatches))
-        for stage in self._stages.values():
-            stage.begin(
-                self.num_steps,
-                num_microbatches,
-                training=True,
-                feed=feed if stage.is_first else (),
-                targets=targets if stage.is_last else (),
-                loss_fn=loss_fn if stage.is_last else None,
-                shares=shares if stage.is_last else (),
-            )
-        self._run(True, observe)
+        loss = self._run(batch, target, loss_fn, self.num_steps, observe)
+        assert loss is not None
         self.num_steps += 1
-        losses = self._stages[self._schedule.num_stages - 1].losses
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return loss
 
-    def forward(self, batch: Tree) -> Tree:
-        """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph."""
-        feed = self._split(batch, "the mini-batch")
-        for stage in self._stages.values():
-            stage.begin(
-                _FORWARD_ONLY + self._num_forwards,
-                self._schedule.num_microbatches,
-                training=False,
-                feed=feed if stage.is_first else (),
-            )
-        self._run(False, None)
+    def forward(self, batch: Tree | None) -> Tree | None:
+        """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph.
+
+        With a process group, the output is on the last rank; the others return None.
+        """
+        self._run(batch, None, None, _FORWARD_ONLY + self._num_forwards, None)
         self._num_forwards += 1
-        stage = self._stages[self._schedule.num_stages - 1]
+        stage = self._stages.get(self._schedule.num_stages - 1)
+        if stage is None:
+            return None
         outputs, stage.outputs = [output for output in stage.outputs if output is not None], []
         return merge(outputs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients so that their total norm is at most `max_norm`; returns the norm before.
+        """Scales all gradients so that the norm of all together is at most `max_norm`; returns the norm
+        before, float64.
 
-        The norm is made from one norm per parameter in the model's order, so that every K gives the same
-        bits.
+        The norm is made of one norm per parameter in the model's order, in processes or not: every K gives
+        the same bits. All ranks must call.
         """
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        total = torch.nn.utils.get_total_norm(gradients, norm_type)
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        parameters = list(self.parameters())
+        device = next(iter(self._stages.values())).device
+        norms = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+        present = [(i, p.grad) for i, p in enumerate(parameters) if p.grad is not None]
+        if present:
+            found = torch._foreach_norm([gradient for _, gradient in present], norm_type)
+            norms[[i for i, _ in present]] = torch.stack([norm.to(norms) for norm in found])
+        if self._ranks is not None:
+            norms = self._ranks.concatenate(norms)
+        total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
-    def _run(self, training: bool, observe: engine.Observer | None) -> None:
+    def refresh(self) -> None:
+        """Forgets what the stages know of each other's outputs; call on every rank after changing what is
+        trained.
+        """
+        for stage in self._stages.values():
+            stage.refresh()
+        if self._ranks is not None:
+            self._ranks.refresh()
+
+    def _run(
+        self,
+        batch: Tree | None,
+        target: Tree | None,
+        loss_fn: LossFn | None,
+        number: int,
+        observe: engine.Observer | None,
+    ) -> Tensor | None:
+        """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only."""
+        training = loss_fn is not None
+        num_microbatches = self._schedule.num_microbatches
         cache_casts = torch.is_autocast_cache_enabled()
-        # A cached cast made without a graph must not meet one, and the cache would keep a copy of every
-        # weight.
+        # A cast cached without a graph must not meet one, and the cache would keep a copy of every weight.
         torch.set_autocast_cache_enabled(False)
         try:
+            plan, signature = None, None
+            feed: Sequence[Tree] = ()
+            if 0 in self._stages:
+                feed = _split(batch, num_microbatches, "the mini-batch")
+                plan = Plan(num_examples(batch), training)  # type: ignore[arg-type]
+                signature = self._signature(batch, training) if self._ranks is not None else None
+            plan = self._transport.begin(plan, signature)
+            for stage in self._stages.values():
+                targets: Sequence[Tree | None] = ()
+                if stage.is_last and training:
+                    targets = _targets(target, plan.examples, num_microbatches)
+                stage.begin(
+                    number,
+                    num_microbatches,
+                    training=training,
+                    feed=feed if stage.is_first else (),
+                    targets=targets,
+                    loss_fn=loss_fn,
+                    shares=tuple(size / plan.examples for size in sizes(plan.examples, num_microbatches)),
+                )
             engine.run(self._programs[training], self._transport, self._clocks[training], observe)
+            last = self._stages.get(self._schedule.num_stages - 1)
+            loss = None
+            if training and last is not None:
+                loss = last.losses[0] if len(last.losses) == 1 else torch.stack(last.losses).sum()
+            loss = self._transport.finish(loss)
             for stage in self._stages.values():
                 stage.finish()
+        except Exception as error:
+            for stage in self._stages.values():
+                stage.reset()
+            if isinstance(error, ActionError):
+                raise
+            failure = self._transport.abort(None, error)  # the other ranks must not wait
+            if isinstance(error, PeerError):
+                raise failure from error
+            raise
         finally:
             torch.set_autocast_cache_enabled(cache_casts)
+        return loss
 
-    def _split(self, batch: Tree, what: str) -> tuple[Tree, ...]:
-        parts = (batch,) if isinstance(batch, Tensor) else batch
-        if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
-            raise ValueError(
-                "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
-            )
-        return split(batch, self._schedule.num_microbatches, what)
-
-
-def _named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The layers by the names that the plain model's `state_dict` uses."""
-    if isinstance(layers, nn.Sequential | nn.ModuleList):
-        named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
-    elif isinstance(layers, nn.Module):
-        raise ValueError(
-            f"layers is a {type(layers).__name__}; a pipeline needs a sequence of layers, such as an "
-            "nn.Sequential"
+    def _signature(self, batch: Tree | None, training: bool) -> Hashable:
+        """What the shapes, dtypes and gradients of all messages may depend on."""
+        tensors = tensors_of(batch)  # type: ignore[arg-type]
+        return (
+            training,
+            self.training,
+            isinstance(batch, tuple),
+            tuple((tensor.shape, tensor.dtype) for tensor in tensors),
+            tuple(p.requires_grad for p in self.parameters()),
+            tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
         )
-    else:
-        named = [(str(index), layer) for index, layer in enumerate(layers)]
-    for name, layer in named:
-        if not isinstance(layer, nn.Module):
-            raise ValueError(f"layer {name} is a {type(layer).__name__}; every layer must be an nn.Module")
-    if not named:
-        raise ValueError("layers is empty; a pipeline needs at least one layer")
-    return named
 
 
-def _schedule_of(schedule: str | Schedule, num_stages: int, num_microbatches: int, remat: str) -> Schedule:
-    if isinstance(schedule, Schedule):
-        if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
-            raise ValueError(
-                f"the schedule is for {schedule.num_stages} stages and {schedule.num_microbatches} "
-                "micro-batches, not for "
-                f"num_stages={num_stages} and num_microbatches={num_microbatches}"
-            )
-        return schedule
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}; choose one of {', '.join(SCHEDULES)} or give a Schedule")
-    return SCHEDULES[schedule](num_stages, num_microbatches, remat=remat)
-
-
-def _costs_of(
-    cost: str | Sequence[float] | None, layers: Sequence[nn.Module], example: Tree | None
-) -> Sequence[float]:
-    if cost is None or cost == "parameters":
-        # One more each, so that layers without parameters spread too.
-        return [1 + sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    if cost == "auto":
-        if example is None:
-            raise ValueError(
-                "cost='auto' estimates each layer on an example; pass example= with a micro-batch"
-            )
-        return layer_costs(layers, example)
-    if isinstance(cost, str):
-        raise ValueError(f"cost is {cost!r}; choose 'parameters', 'auto' or give one number per layer")
-    if len(cost) != len(layers):
-        raise ValueError(f"cost has {len(cost)} numbers for {len(layers)} layers; give one per layer")
-    return cost
-
-
-def _devices_of(
-    devices: Device | Sequence[Device] | None, num_stages: int, layers: Sequence[nn.Module]
-) -> tuple[torch.device, ...]:
-    if devices is None:
-        found = {parameter.device for layer in layers for parameter in layer.parameters()} or {
-            torch.device("cpu")
-        }
-        if len(found) > 1:
-            raise ValueError(
-                f"the layers are on {', '.join(sorted(map(str, found)))}; pass devices= with one device "
-                "per stage"
-            )
-        return (found.pop(),) * num_stages
-    if isinstance(devices, str | torch.device):
-        return (torch.device(devices),) * num_stages
-    if len(devices) != num_stages:
+def _split(batch: Tree | None, num_microbatches: int, what: str) -> tuple[Tree, ...]:
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         raise ValueError(
-            f"{len(devices)} devices for {num_stages} stages; give one per stage, or one for all"
+            "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
         )
-    return tuple(torch.device(device) for device in devices)
+    return split(batch, num_microbatches, what)  # type: ignore[arg-type]
 
 
-def _refuse_split_ties(
-    layers: Sequence[nn.Module], spans: Sequence[range], devices: Sequence[torch.device]
-) -> None:
-    """A parameter on two devices would be two parameters; on one device a tie is just a shared parameter."""
-    home: dict[nn.Parameter, int] = {}
-    for stage, span in enumerate(spans):
-        for index in span:
-            for name, parameter in layers[index].named_parameters():
-                other = home.setdefault(parameter, stage)
-                if devices[other] != devices[stage]:
-                    raise ValueError(
-                        f"parameter {name!r} of layer {index} is shared by stages {other} and {stage}, "
-                        "which are on "
-                        f"{devices[other]} and {devices[stage]}; keep tied layers in one stage or on one "
-                        "device"
-                    )
+def _targets(target: Tree | None, examples: int, num_microbatches: int) -> Sequence[Tree | None]:
+    if target is None:
+        return [None] * num_microbatches
+    found = num_examples(target, "the target")
+    if found != examples:
+        raise ValueError(f"the mini-batch has {examples} examples but the target {found}")
+    return split(target, num_microbatches, "the target")

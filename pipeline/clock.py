@@ -25,6 +25,7 @@ class Clock:
         self._devices = tuple(devices)  # by stage
         self._start_ns = [0] * len(self._actions)
         self._end_ns = [0] * len(self._actions)
+        self._begin_ns = 0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._origins: dict[torch.device, torch.cuda.Event] = {}
         self._cuda = any(device.type == "cuda" for device in self._devices)
@@ -33,6 +34,7 @@ class Clock:
     def begin(self) -> None:
         self.complete = False
         if self._cuda:
+            self._begin_ns = time.perf_counter_ns()
             if not self._events:
                 self._events = [(_new_event(), _new_event()) for _ in self._actions]
                 self._origins = {device: _new_event() for device in self._devices}
@@ -55,10 +57,11 @@ class Clock:
         else:
             self._end_ns[position] = time.perf_counter_ns()
 
-    def timeline(self, num_stages: int) -> Timeline:
-        """The latest step. Waits for the device. `ValueError` before the first complete step.
+    def events(self, offset_ns: int = 0) -> tuple[Event, ...]:
+        """The latest step in seconds of the wall clock, moved by `offset_ns`. Waits for the device.
 
-        Times of several CUDA devices are each counted from an event at the start of the step.
+        CUDA events are counted from one at the start of the step, whose time on the wall clock is that of its
+        enqueuing. `ValueError` before the first complete step.
         """
         if not self.complete:
             raise ValueError("no complete step to show; run a step first")
@@ -68,12 +71,18 @@ class Clock:
                 origin = self._origins[self._devices[action.stage]]
                 start, end = self._events[position]
                 end.synchronize()
-                start_s, end_s = origin.elapsed_time(start) / 1e3, origin.elapsed_time(end) / 1e3
+                begin_s = self._begin_ns / 1e9
+                start_s = begin_s + origin.elapsed_time(start) / 1e3
+                end_s = begin_s + origin.elapsed_time(end) / 1e3
             else:
                 start_s, end_s = self._start_ns[position] / 1e9, self._end_ns[position] / 1e9
-            events.append(Event(action, start_s, end_s))
+            events.append(Event(action, start_s + offset_ns / 1e9, end_s + offset_ns / 1e9))
+        return tuple(events)
+
+    def timeline(self, num_stages: int) -> Timeline:
+        """The latest step. Waits for the device. `ValueError` before the first complete step."""
         devices = [str(device) for device in self._devices]
-        return Timeline.of(events, num_stages, devices=devices, conditions=conditions())
+        return Timeline.of(self.events(), num_stages, devices=devices, conditions=conditions())
 
 
 def conditions() -> dict[str, str]:

@@ -12,27 +12,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from pipeline.clock import Clock
+from pipeline.errors import ActionError
 from pipeline.schedule import Action, Kind, Schedule, execution_order, validate
 from pipeline.stage import Stage
 from pipeline.transport import Transport
 
+__all__ = ["ActionError", "Observer", "Step", "prepare", "run"]
+
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
-
-
-class ActionError(RuntimeError):
-    """An action failed. `action` is where (`2F0`), `rank` the process (None in a single one), `cause` what
-    happened.
-
-    The original exception, with its traceback, is `__cause__` in the process in which it was raised.
-    """
-
-    def __init__(self, action: Action | None, cause: str, rank: int | None = None) -> None:
-        self.action, self.cause, self.rank = action, cause, rank
-        where = f"action {action}" if action is not None else "the step"
-        if rank is not None:
-            where += f" on rank {rank}"
-        super().__init__(f"{where} failed: {cause}")
 
 
 class Step(NamedTuple):
@@ -70,13 +58,12 @@ def prepare(schedule: Schedule, stages: Mapping[int, Stage], *, training: bool =
 def run(
     program: tuple[Step, ...], transport: Transport, clock: Clock, observe: Observer | None = None
 ) -> None:
-    """Takes every action of `program` once. The stages have begun; the caller finishes them.
+    """Takes every action of `program` once. Stages and transport have begun; the caller finishes them.
 
-    `observe` is entered around each action. An exception in an action becomes an `ActionError` that names it;
-    stages and transport are reset, so that the next step starts clean.
+    `observe` is entered around each action. An exception in an action becomes the `ActionError` that names
+    it.
     """
     action: Action | None = None
-    transport.begin()
     clock.begin()
     try:
         for position, (kind, stage, m, graph, action) in enumerate(program):
@@ -87,7 +74,7 @@ def run(
                         clock.start(position)
                         message = stage.forward(m, message, graph)
                         clock.stop(position)
-                        if message is not None and not stage.is_last:
+                        if message is not None:
                             transport.send_activation(stage.index, m, message)
                         del message
                     case Kind.R:
@@ -97,9 +84,13 @@ def run(
                     case Kind.B | Kind.I:
                         gradients = () if stage.is_last else transport.receive_gradient(stage.index, m)
                         clock.start(position)
-                        backward = stage.backward if kind is Kind.B else stage.backward_inputs
-                        gradients = backward(m, gradients)
+                        if kind is Kind.B:
+                            gradients = stage.backward(m, gradients)
+                        else:
+                            gradients = stage.backward_inputs(m, gradients)
                         clock.stop(position)
+                        if kind is Kind.B:
+                            transport.release(stage.index, m)
                         if not stage.is_first:
                             transport.send_gradient(stage.index, m, gradients)
                         del gradients
@@ -107,19 +98,7 @@ def run(
                         clock.start(position)
                         stage.backward_weights(m)
                         clock.stop(position)
-        action = None
-        transport.finish()
-        clock.complete = True
+                        transport.release(stage.index, m)
     except Exception as error:
-        for stage in {step.stage for step in program}:
-            stage.reset()
-        failure = error if isinstance(error, ActionError) else ActionError(action, _summary(error))
-        transport.abort(failure)
-        if failure is error:
-            raise
-        raise failure from error
-
-
-def _summary(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+        raise transport.abort(action, error) from error
+    clock.complete = True

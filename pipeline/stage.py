@@ -142,6 +142,10 @@ class Stage:
             self._needs_grad.clear()
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
 
+    def refresh(self) -> None:
+        """Forgets which outputs need a gradient; the next step finds out."""
+        self._needs_grad.clear()
+
     def finish(self) -> None:
         """Ends a step: the moving averages of batch normalization move once."""
         self.statistics.commit()

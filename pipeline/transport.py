@@ -7,15 +7,24 @@ copied to their device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from pipeline.errors import ActionError, summary
 from pipeline.microbatch import Message
+from pipeline.schedule import Action
 from pipeline.stage import Gradients
+
+
+class Plan(NamedTuple):
+    """What every process must know of a step before it begins."""
+
+    examples: int  # in the mini-batch
+    training: bool  # or forwards only
 
 
 class Transport(Protocol):
@@ -24,26 +33,33 @@ class Transport(Protocol):
     `stage` is always the calling stage. The order of sends and receives is that of the schedule.
     """
 
-    def begin(self) -> None:
-        """Called before the first action of a step."""
+    def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
+        """Starts a step; the process of the first stage brings the plan, all learn it.
+
+        Under an equal `signature` (that of the first stage counts) all messages have the same shapes and
+        dtypes.
+        """
 
     def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
-        """Hands an output to the next stage; never waits for it."""
+        """Hands an output to the next stage."""
 
     def receive_activation(self, stage: int, microbatch: int) -> Message:
         """The output of the stage before."""
 
     def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
-        """Hands the gradients of the inputs to the stage before; never waits for it."""
+        """Hands the gradients of the inputs to the stage before."""
 
     def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
         """The gradients of this stage's outputs."""
 
-    def finish(self) -> None:
-        """Called after the last action of a step."""
+    def release(self, stage: int, microbatch: int) -> None:
+        """The stage is done with the micro-batch: what it received for it may be overwritten."""
 
-    def abort(self, error: BaseException) -> None:
-        """Called instead of `finish` when an action failed."""
+    def finish(self, loss: Tensor | None) -> Tensor | None:
+        """Ends a training step; the process of the last stage brings the loss, all learn it."""
+
+    def abort(self, action: Action | None, error: Exception) -> ActionError:
+        """Ends a step that failed in `action`, everywhere; returns what to raise."""
 
 
 class InProcess:
@@ -68,8 +84,11 @@ class InProcess:
         self._activations: dict[tuple[int, int], Message] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
 
-    def begin(self) -> None:
-        pass
+    def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
+        assert plan is not None
+        self._activations.clear()
+        self._gradients.clear()
+        return plan
 
     def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
         if self._moves:
@@ -88,13 +107,18 @@ class InProcess:
     def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
         return self._gradients.pop((stage, microbatch))
 
-    def finish(self) -> None:
-        assert not self._activations, "a message was sent that no action received"
-        assert not self._gradients, "a gradient was sent that no action received"
+    def release(self, stage: int, microbatch: int) -> None:
+        pass
 
-    def abort(self, error: BaseException) -> None:
+    def finish(self, loss: Tensor | None) -> Tensor | None:
+        assert not self._activations, "an output was sent that no action received"
+        assert not self._gradients, "a gradient was sent that no action received"
+        return loss
+
+    def abort(self, action: Action | None, error: Exception) -> ActionError:
         self._activations.clear()
         self._gradients.clear()
+        return ActionError(action, summary(error))
 
     def _move(self, tensor: Tensor, receiver: int) -> Tensor:
         with self._observe_transfer(receiver):

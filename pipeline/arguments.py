@@ -1,0 +1,130 @@
+"""The arguments of a pipeline, checked and completed; whatever does not fit is a `ValueError` that says what
+would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from pipeline.cost import layer_costs
+from pipeline.microbatch import Tree
+from pipeline.schedule import SCHEDULES, Schedule
+
+Device = torch.device | str
+
+
+def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The layers by the names that the plain model's `state_dict` uses."""
+    if isinstance(layers, nn.Sequential | nn.ModuleList):
+        named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
+    elif isinstance(layers, nn.Module):
+        raise ValueError(
+            f"layers is a {type(layers).__name__}; a pipeline needs a sequence of layers, such as an "
+            "nn.Sequential"
+        )
+    else:
+        named = [(str(index), layer) for index, layer in enumerate(layers)]
+    for name, layer in named:
+        if not isinstance(layer, nn.Module):
+            raise ValueError(f"layer {name} is a {type(layer).__name__}; every layer must be an nn.Module")
+    if not named:
+        raise ValueError("layers is empty; a pipeline needs at least one layer")
+    return named
+
+
+def schedule_of(schedule: str | Schedule, num_stages: int, num_microbatches: int, remat: str) -> Schedule:
+    """The schedule by its name, or as given if the numbers agree."""
+    if isinstance(schedule, Schedule):
+        if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
+            raise ValueError(
+                f"the schedule is for {schedule.num_stages} stages and {schedule.num_microbatches} "
+                "micro-batches, not for "
+                f"num_stages={num_stages} and num_microbatches={num_microbatches}"
+            )
+        return schedule
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}; choose one of {', '.join(SCHEDULES)} or give a Schedule")
+    return SCHEDULES[schedule](num_stages, num_microbatches, remat=remat)
+
+
+def costs_of(
+    cost: str | Sequence[float] | None, layers: Sequence[nn.Module], example: Tree | None
+) -> Sequence[float]:
+    """One number per layer, to balance the stages by."""
+    if cost is None or cost == "parameters":
+        # One more each, so that layers without parameters spread too.
+        return [1 + sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    if cost == "auto":
+        if example is None:
+            raise ValueError(
+                "cost='auto' estimates each layer on an example; pass example= with a micro-batch"
+            )
+        return layer_costs(layers, example)
+    if isinstance(cost, str):
+        raise ValueError(f"cost is {cost!r}; choose 'parameters', 'auto' or give one number per layer")
+    if len(cost) != len(layers):
+        raise ValueError(f"cost has {len(cost)} numbers for {len(layers)} layers; give one per layer")
+    return cost
+
+
+def devices_of(
+    devices: Device | Sequence[Device] | None, num_stages: int, layers: Sequence[nn.Module]
+) -> tuple[torch.device, ...]:
+    """The device of every stage; without `devices`, where the `layers` of this process are."""
+    if devices is None:
+        found = {parameter.device for layer in layers for parameter in layer.parameters()} or {
+            torch.device("cpu")
+        }
+        if len(found) > 1:
+            raise ValueError(
+                f"the layers are on {', '.join(sorted(map(str, found)))}; pass devices= with one device "
+                "per stage"
+            )
+        return (found.pop(),) * num_stages
+    if isinstance(devices, str | torch.device):
+        return (torch.device(devices),) * num_stages
+    if len(devices) != num_stages:
+        raise ValueError(
+            f"{len(devices)} devices for {num_stages} stages; give one per stage, or one for all"
+        )
+    return tuple(torch.device(device) for device in devices)
+
+
+def refuse_split_ties(
+    layers: Sequence[nn.Module], spans: Sequence[range], homes: Sequence[object], kind: str
+) -> None:
+    """A parameter on two devices or in two processes would be two parameters; in one place a tie is just
+    shared.
+
+    `homes` is the place of each stage, of a `kind` such as "device".
+    """
+    first: dict[nn.Parameter, int] = {}
+    for stage, span in enumerate(spans):
+        for index in span:
+            for name, parameter in layers[index].named_parameters():
+                other = first.setdefault(parameter, stage)
+                if homes[other] != homes[stage]:
+                    raise ValueError(
+                        f"parameter {name!r} of layer {index} is shared by stages {other} and {stage}, but "
+                        "each has a "
+                        f"{kind} of its own; keep tied layers in one stage, or the stages in one place"
+                    )
+
+
+def stage_of(group: dist.ProcessGroup, num_stages: int) -> int:
+    """The stage of this process: its rank in the group, which has one for each stage."""
+    size = dist.get_world_size(group)
+    if size != num_stages:
+        raise ValueError(
+            f"the process group has {size} ranks for {num_stages} stages; it needs one rank per stage"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            "this process is not in the process group; build the pipeline on the group's ranks only"
+        )
+    return rank

@@ -1,0 +1,75 @@
+"""One failure, known to every rank at once.
+
+When a rank raises, its neighbours wait for messages that will never come; torch's engines leave them there
+until the timeout of the process group, ten or thirty minutes by default. Here the failing rank first writes
+what happened on a blackboard (the process group's store; the first writer wins) and then closes its
+connections. A wait on a closed connection fails at once, its rank reads the blackboard, raises the same error
+and closes its own connections, and so on along the pipeline. A rank that was killed writes nothing; then the
+first neighbour to notice writes that it disappeared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+from pipeline.errors import ActionError, PeerError
+from pipeline.schedule import Action
+
+# How long a rank whose connection broke waits for an explanation. A rank that raises writes it before it
+# closes anything, so this only has to cover the store's round trip.
+EXPLANATION_S = 1.0
+# No message has this tag, so a receive of it can only time out.
+_NEVER_SENT = 2**30
+
+
+class Blackboard:
+    """Where the ranks of one pipeline leave the first failure."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._store = group.get_group_store()
+        self._rank = dist.get_rank(group)
+
+    def report(self, error: ActionError) -> ActionError:
+        """Writes a failure and returns the one that counts: the first that any rank wrote."""
+        mine = {"action": str(error.action or ""), "rank": error.rank, "cause": error.cause}
+        try:
+            return _read(self._store.compare_set("failure", "", json.dumps(mine)))
+        except RuntimeError:  # the store died with the rank that held it
+            return error
+
+    def explain(self, error: PeerError) -> ActionError:
+        """What happened, as far as anybody knows, when a peer cannot be reached."""
+        deadline = time.monotonic() + EXPLANATION_S
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < deadline:
+                if self._store.check(["failure"]):
+                    return _read(self._store.get("failure"))
+                time.sleep(0.01)
+        return self.report(ActionError(error.action, error.cause, error.peer))
+
+
+def close_connections(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Makes every wait on these groups fail, here and on their other ranks; they cannot be used again."""
+    for group in groups:
+        if group.size() < 2:
+            continue
+        if dist.get_backend(group) == "gloo":
+            # gloo closes all connections of a group when a wait times out.
+            peer = 1 if group.rank() == 0 else 0
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        else:
+            group.abort()
+
+
+def _read(text: bytes) -> ActionError:
+    record = json.loads(text)
+    action = Action.parse(record["action"]) if record["action"] else None
+    return ActionError(action, record["cause"], record["rank"])

@@ -8,11 +8,12 @@ searched at one example per micro-batch, and the fewest micro-batches that will 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from experiments.model_costs import ModelProfile, amoebanet_profile, transformer_profile
 from experiments.paper_models import GIB, HALVES, PAPER_NUM_LAYERS
-from pipeline.memory import StageMemory
+from pipeline.memory import OPTIMIZERS, StageMemory
 from pipeline.memory_partition import StagePeaks
 from pipeline.partition import Partition
 from pipeline.schedule import Schedule, gpipe, naive
@@ -31,6 +32,7 @@ class Setting:
     precision: str
     attention: str = "fused"
     cap_gib: float = 0.0  # 0: the paper's
+    direct: bool = False  # profile every layer at its size instead of scaling from samples
 
     @property
     def cap_bytes(self) -> int:
@@ -56,8 +58,8 @@ class Setting:
         size = self.batch_size // num_microbatches
         if self.half == "transformer":
             return transformer_profile(num_layers, size, self.precision, self.attention)
-        direct = num_filters % FILTERS_STEP != 0 or num_filters == _WITHOUT_PROJECTION
-        return amoebanet_profile(num_layers, num_filters, size, self.precision, direct=direct)
+        outside = num_filters % FILTERS_STEP != 0 or num_filters == _WITHOUT_PROJECTION
+        return amoebanet_profile(num_layers, num_filters, size, self.precision, direct=outside or self.direct)
 
     def peaks(self, profile: ModelProfile, num_microbatches: int) -> StagePeaks:
         return StagePeaks(
@@ -83,6 +85,22 @@ class Placement:
     def peak_bytes(self) -> int:
         """Of the fullest accelerator."""
         return max(stage.peak for stage in self.stages)
+
+    @property
+    def counter_bytes(self) -> int:
+        """The optimizer's step counts, which the paper's 12 bytes per parameter do not contain."""
+        state = OPTIMIZERS["rmsprop"].state
+        return sum(stage.optimizer_state - state * stage.parameters for stage in self.stages)
+
+    def describe(self) -> dict[str, Any]:
+        """For the record: where the cuts are and what fills each stage, in bytes."""
+        return {
+            "num_layers": self.num_layers,
+            "num_filters": self.num_filters,
+            "num_microbatches": self.num_microbatches,
+            "layers_per_stage": [len(stage) for stage in self.partition],
+            "stages": [asdict(stage) for stage in self.stages],
+        }
 
 
 def place(

@@ -25,7 +25,7 @@ PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.
 """Precision of the activations (autocast); parameters, gradients and optimizer state stay float32."""
 
 SAMPLED_FILTERS = (144, 208, 272)  # multiples of 16 that avoid 128, where the stem needs no projection
-CHECKED_AT: Point = (1040, 5)
+CHECKED_AT = (1040, 5)
 # Weights are quadratic in the width, activations linear in the width and in the micro-batch size.
 _BY_FILTERS_AND_SIZE = ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
 _BY_FILTERS = ((0, 0), (1, 0), (2, 0))
@@ -81,7 +81,7 @@ def amoebanet_profile(
     *,
     direct: bool = False,
 ) -> ModelProfile:
-    """AmoebaNet-D (L, D) with the options of Table 1. ``direct`` profiles each distinct layer at this size."""
+    """AmoebaNet-D (L, D) of Table 1. ``direct`` profiles each distinct layer at this size."""
     if direct:
         model = meta_model("amoebanet", num_layers=num_layers, num_filters=num_filters)
         return ModelProfile(*_profile(model, "amoebanet", microbatch_size, Profiler(PRECISIONS[precision])))
@@ -130,7 +130,7 @@ class AmoebaNetFamily:
             self._scaled[layer, True] = self._scaled[layer, False] = scaled
         except ValueError:
             if single:
-                points = [(filters, 1) for filters in (*SAMPLED_FILTERS, CHECKED_AT[0])]
+                points: list[Point] = [(filters, 1) for filters in (*SAMPLED_FILTERS, CHECKED_AT[0])]
                 scaled = fit(self._samples(num_layers, index, points), _BY_FILTERS)
             else:
                 points = [*_plane(2, 3), CHECKED_AT]
@@ -138,7 +138,7 @@ class AmoebaNetFamily:
             self._scaled[layer, single] = scaled
 
     def _samples(self, num_layers: int, index: int, points: Sequence[Point]) -> dict[Point, LayerProfile]:
-        samples = {}
+        samples: dict[Point, LayerProfile] = {}
         for filters, size in points:
             reference = self._chain(num_layers, filters)[index]
             module = self._layers(num_layers, filters)[index]

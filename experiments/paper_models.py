@@ -7,6 +7,7 @@ micro-batches of the Transformer, the attention of 2019) is said beside the valu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 GIB = 2**30
 
@@ -20,7 +21,7 @@ class Half:
     cap_gib: int  # memory of one accelerator
     batch_size: int
     num_microbatches: int  # of the pipelined columns
-    options: dict[str, object]  # of the model's builder, beside its size
+    options: dict[str, Any]  # of the model's builder, beside its size
 
 
 HALVES: dict[str, Half] = {

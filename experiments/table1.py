@@ -24,7 +24,7 @@ from harness.record import Quantity
 
 PRECISIONS = ("float32", "bfloat16")
 ATTENTIONS = {"amoebanet": ("none",), "transformer": ("explicit", "fused")}
-"""How attention is computed: the softmax in memory, as the systems of 2019 did, or by torch's fused kernels."""
+"""How attention is computed: its softmax in memory, as in 2019, or by torch's fused kernels."""
 
 SMOKE_COLUMNS = {"amoebanet": ("pipeline-1",), "transformer": ("naive-1", "pipeline-8", "pipeline-128")}
 VERIFIED_MODELS = ("amoebanet-d", "transformer-lm")
@@ -59,9 +59,9 @@ def cases(options: RunOptions) -> list[Case]:
         for num_stages in VERIFIED_STAGES[1:2] if smoke else VERIFIED_STAGES:
             for remat in VERIFIED_REMAT[1:] if smoke else VERIFIED_REMAT:
                 for count in VERIFIED_MICROBATCHES[1:2] if smoke else VERIFIED_MICROBATCHES:
-                    key = {"model": model, "num_stages": num_stages, "remat": remat}
+                    step: dict[str, Any] = {"model": model, "num_stages": num_stages, "remat": remat}
                     estimate = 0.6 if model.startswith("amoeba") else 0.2
-                    found.append(Case({"part": "verify", **key, "num_microbatches": count}, estimate))
+                    found.append(Case({"part": "verify", **step, "num_microbatches": count}, estimate))
     if options.profile == "full":
         for half, columns in COLUMNS.items():
             found += [Case({"part": "device", "half": half, "column": each.name}, 30.0) for each in columns]

@@ -82,6 +82,18 @@ def _draw_parameters(axes: Axes, records: Sequence[Record], half: str) -> None:
         errorbar=None,
     )
     axes.set_yscale("log")
+    bottom = axes.get_ylim()[0]
+    for place, row in enumerate(row for row in rows if row["what"] == "largest that fits here"):
+        if row["parameters"] is None:
+            axes.text(
+                place + 0.27,
+                bottom * 1.15,
+                "nothing fits",
+                rotation=90,
+                ha="center",
+                va="bottom",
+                size="small",
+            )
     axes.set(xlabel="", ylabel="parameters (logarithmic)", title=f"{HALVES[half].model}: model size")
     axes.legend(title=None, loc="upper left", frameon=True)
     axes.tick_params(axis="x", rotation=20)

@@ -57,6 +57,15 @@ def _memory_table(records: Sequence[Record], half: str, attention: str) -> str:
     for part in PARTS:
         total = [sum(stage[part] for stage in each["stages"]) for each in placements.values()]
         lines.append([part.replace("_", " "), *map(_gib, total)])
+    for row, parts in (
+        ("parameter memory", ("parameters", "optimizer_state")),
+        ("  activations, as judged", ("boundary", "activations", "transients")),
+        ("  with gradients", ("boundary", "activations", "transients", "gradients")),
+    ):
+        total = [
+            sum(stage[part] for part in parts for stage in each["stages"]) for each in placements.values()
+        ]
+        lines.append([row, *map(_gib, total)])
     for prefix, row in (("", "fullest accelerator"), ("best ", "fullest at the best M")):
         values, verdicts = [], []
         for record in found.values():
@@ -64,7 +73,9 @@ def _memory_table(records: Sequence[Record], half: str, attention: str) -> str:
                 record.quantity(f"{prefix}peak per accelerator"),
                 record.quantity(f"{prefix}num_microbatches"),
             )
-            assert peak is not None and peak.value is not None and count is not None
+            assert peak is not None, "a finished case has its peak"
+            assert peak.value is not None, "and a number in it"
+            assert count is not None, "and its number of micro-batches"
             values.append(_gib(peak.value) + (f" (M = {count.value})" if prefix else ""))
             verdicts.append("yes" if peak.value <= record.details["cap_gib"] * GIB else "no")
         lines += [[row, *values], ["  fits", *verdicts]]
@@ -180,7 +191,8 @@ def _verification(records: Sequence[Record]) -> str:
                 continue
             worst = max(group, key=lambda record: _value(record, "largest error") or 0.0)
             tracked, modelled = _value(worst, "tracked peak"), _value(worst, "modelled peak")
-            assert tracked is not None and modelled is not None
+            assert tracked is not None, "a finished verification counted"
+            assert modelled is not None, "and modelled"
             lines.append(
                 [
                     model, num_stages, len(group), f"{100 * (_value(worst, 'largest error') or 0):.4f} %",
@@ -206,7 +218,8 @@ def _devices(records: Sequence[Record]) -> str:
         if record.status != "done" or measured is None or modelled is None:
             lines.append([*key, record.status, "", "", record.reason])
             continue
-        assert measured.value is not None and modelled.value is not None
+        assert measured.value is not None, "a finished column has a peak"
+        assert modelled.value is not None, "and a modelled one"
         fits = "fits" if record.details["fits"] else "does not fit"
         lines.append([*key, len(record.details["stages"]), _gib(measured.value), _gib(modelled.value), fits])
     if not lines:

@@ -7,6 +7,7 @@ the engine, RMSProp with momentum, every stage owning its boundary tensors as on
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,11 +64,17 @@ def verify(name: str, num_stages: int, remat: str, num_microbatches: int, seed: 
     )
     tracked = _train(pipeline, name, options, compute_loss, memory)
     microbatch = example_batch(name, BATCH_SIZE // num_microbatches, device="meta", **options)
-    profiler = Profiler()
+    profiler = _profiler()
     layers = profiler.chain(model, Boundary.of(microbatch[0]))
     loss = profiler.loss(compute_loss, layers[-1].outputs, Boundary.of(microbatch[1]))
     modelled = pipeline_memory(layers, loss, pipeline.partition, pipeline.schedule, "rmsprop")
     return Verification(tracked, modelled)
+
+
+@cache
+def _profiler() -> Profiler:
+    """Shared by all cases: they differ in the cut and in the micro-batches, not in the layers."""
+    return Profiler()
 
 
 def _train(

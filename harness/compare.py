@@ -133,7 +133,10 @@ def _finite(edge: float | None) -> float | None:
 def _footnotes(cell: PaperCell | None, ours: Ours, verdict: Verdict, reason: str) -> tuple[str, ...]:
     notes = [] if cell is None else [cell.erratum, cell.note]
     if verdict != "reproduced":
-        notes.append("" if reason == NO_RECORD else reason)  # "not run" says it all
+        # The explanation is shared by many cells; the sizes of the differences stand in the table. "Not run"
+        # says it all.
+        explained = verdict in ("deviates", "exceeds") and ours.note
+        notes.append("" if reason == NO_RECORD else ours.note if explained else reason)
     else:
         if ours.gap:
             notes.append(f"The band includes a declared gap of {100 * ours.gap:g} %: {ours.gap_reason}")

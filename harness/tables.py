@@ -55,6 +55,8 @@ def _grid(group: Sequence[Comparison], numbers: dict[str, int], style: str) -> s
     from tabulate import tabulate
 
     columns = list(dict.fromkeys(c.column for c in group))
+    if len(group) < len(columns) + len({c.row for c in group}):  # hardly more than a diagonal: one line each
+        return _list(group, numbers, style)
     lines: list[list[str]] = []
     for row in dict.fromkeys(c.row for c in group):
         cells = {c.column: c for c in group if c.row == row}
@@ -66,9 +68,21 @@ def _grid(group: Sequence[Comparison], numbers: dict[str, int], style: str) -> s
         label = f"ours ({uniform})" if uniform else "ours"
         lines.append(["", label, *(_ours(cells.get(column), not uniform) for column in columns)])
         lines.append(["", "verdict", *(_verdict(cells.get(column), numbers) for column in columns)])
-    if style == "github":
-        lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    return str(tabulate(lines, ["", "", *columns], tablefmt=style, disable_numparse=True))
+    return str(tabulate(_escaped(lines, style), ["", "", *columns], tablefmt=style, disable_numparse=True))
+
+
+def _list(group: Sequence[Comparison], numbers: dict[str, int], style: str) -> str:
+    from tabulate import tabulate
+
+    lines = [[c.row, c.column, _paper(c), _ours(c, True), _verdict(c, numbers)] for c in group]
+    headers = ["", "", "paper", "ours", "verdict"]
+    return str(tabulate(_escaped(lines, style), headers, tablefmt=style, disable_numparse=True))
+
+
+def _escaped(lines: list[list[str]], style: str) -> list[list[str]]:
+    if style != "github":
+        return lines
+    return [[cell.replace("|", "\\|") for cell in line] for line in lines]
 
 
 def _paper(cell: Comparison | None) -> str:
@@ -93,5 +107,8 @@ def _ours(cell: Comparison | None, with_provenance: bool) -> str:
 def _verdict(cell: Comparison | None, numbers: dict[str, int]) -> str:
     if cell is None:
         return "-"
-    marks = ",".join(str(numbers[note]) for note in cell.footnotes)
-    return f"{cell.verdict} [{marks}]" if marks else cell.verdict
+    marks = ",".join(str(number) for number in sorted(numbers[note] for note in cell.footnotes))
+    verdict: str = cell.verdict
+    if verdict in ("deviates", "exceeds") and cell.ratio is not None:
+        verdict += f" x{cell.ratio:.3g}"
+    return f"{verdict} [{marks}]" if marks else verdict

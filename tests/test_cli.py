@@ -83,7 +83,7 @@ def test_a_run_shows_the_table_and_keeps_records_and_figures(tmp_path):
     status, out, err = run_fake(tmp_path)
     assert status == 0
     assert "ours (modelled)  81.79M" in out
-    assert "4 of 25 reproduced, 1 deviates, 20 not run" in out
+    assert "4 of 20 reproduced, 1 deviates, 15 not run" in out
     assert "[5/5] step=5 kind=odd: done in" in err
     assert len((tmp_path / "fake.jsonl").read_text().splitlines()) == 5
     assert (tmp_path / "figures" / "fake.txt").read_text().count("step=") == 5
@@ -110,7 +110,7 @@ def test_only_narrows_and_the_table_still_knows_the_rest(tmp_path):
     _, out, _ = run_fake(tmp_path, "--only", "kind=odd", "--only", "step=1", "--only", "step=3", "--json")
     assert [record["case"]["step"] for record in lines(out)] == [1, 3]
     _, out, _ = run_fake(tmp_path, "--only", "step=2")
-    assert "2 of 25 reproduced, 1 deviates, 22 not run" in out
+    assert "2 of 20 reproduced, 1 deviates, 17 not run" in out
 
 
 def test_a_failed_case_is_status_3_and_everything_else_is_done(tmp_path):
@@ -148,7 +148,7 @@ def test_results_that_can_not_be_written_are_printed(tmp_path):
     assert status == 3
     records = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert [record["case"]["step"] for record in records] == [1, 2]
-    assert "2 of 25 reproduced" in out
+    assert "2 of 20 reproduced" in out
     assert "fake.jsonl: Not a directory; choose another folder with --results" in err
     assert "error: 2 results could not be written" in err
     assert "Traceback" not in err
@@ -165,11 +165,11 @@ def test_a_damaged_line_is_reported_and_only_its_case_run_again(tmp_path):
     status, out, err = call("compare", "fake", "--results", tmp_path)
     assert status == 0
     assert f"warning: {path}:3: its digest does not fit" in err
-    assert "4 of 25 reproduced, 21 not run" in out
+    assert "4 of 20 reproduced, 16 not run" in out
     _, out, err = run_fake(tmp_path, FAKE_LOG=str(tmp_path / "log"))
     assert f"warning: {path}:3: its digest does not fit" in err
     assert (tmp_path / "log").read_text() == "3\n"
-    assert "4 of 25 reproduced, 1 deviates" in out
+    assert "4 of 20 reproduced, 1 deviates" in out
 
 
 # Killed, interrupted, at the same time
@@ -238,7 +238,7 @@ def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(tmp_path, gat
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "1 finished cases are kept, the same command goes on from there" in err.decode()
-    assert "1 of 25 reproduced" in out.decode()
+    assert "1 of 20 reproduced" in out.decode()
     assert "Traceback" not in err.decode()
 
 
@@ -303,7 +303,7 @@ def test_compare_gives_each_cell_as_a_line(tmp_path):
     status, out, _ = call("compare", "fake", "--results", tmp_path, "--json", code=NO_TORCH)
     cells = lines(out)
     assert status == 0
-    assert len(cells) == 25
+    assert len(cells) == 20
     for cell in cells:
         assert {"table", "row", "column", "paper", "ours", "unit", "provenance", "verdict", "reason"} <= set(
             cell

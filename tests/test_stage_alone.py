@@ -1,0 +1,83 @@
+"""A stage run alone holds what the memory model says; on a GPU, what the allocator says."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from experiments import paper_models, stage_alone
+from experiments.largest import Placement, Setting
+from experiments.model_costs import ModelProfile
+from models import MODELS, example_batch, loss_fn
+from pipeline.boundary import Boundary
+from pipeline.memory_partition import StagePeaks
+from pipeline.profile import Profiler
+
+HALVES = {
+    "amoebanet": {"num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True},
+    "transformer": {
+        "num_layers": 6, "vocab_size": 512, "d_model": 64, "ffn_dim": 256, "num_heads": 4, "seq_len": 64,
+    },
+}  # fmt: skip
+BATCH_SIZE, NUM_STAGES, NUM_MICROBATCHES = 8, 3, 4
+
+
+@pytest.fixture(params=["amoebanet", "transformer"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Setting, Placement]:
+    """A half of Table 1 scaled down, cut into three stages."""
+    half, options = request.param, HALVES[request.param]
+    name = paper_models.HALVES[half].model
+    inputs, target = example_batch(name, BATCH_SIZE // NUM_MICROBATCHES, device="meta", **options)
+    with torch.device("meta"):
+        model = MODELS[name](**options)
+    profiler = Profiler()
+    layers = profiler.chain(model, Boundary.of(inputs))
+    loss = profiler.loss(loss_fn(name, **options), layers[-1].outputs, Boundary.of(target))
+    profile = ModelProfile(layers, loss)
+    setting = Setting(half, NUM_STAGES, False, "float32", cap_gib=1.0)
+    monkeypatch.setattr(Setting, "profile", lambda self, *size: profile)
+    peaks = StagePeaks(layers, loss, setting.schedule(NUM_MICROBATCHES))
+    stages = peaks.partition(setting.cap_bytes)
+    assert stages is not None
+    memory = tuple(peaks.memory(stage.start, stage.stop) for stage in stages)
+    return half, setting, Placement(0, 0, profile.num_parameters, NUM_MICROBATCHES, stages, memory)
+
+
+def measure(part: stage_alone.Part, half: str, setting: Setting, device: str) -> int:
+    options: dict[str, Any] = HALVES[half]
+    with torch.device("meta"):
+        model = MODELS[paper_models.HALVES[half].model](**options)
+    return stage_alone.measure(
+        part, model, half, setting.schedule(NUM_MICROBATCHES), options, BATCH_SIZE, torch.device(device)
+    )
+
+
+def test_every_stage_alone_holds_what_is_modelled(small: tuple[str, Setting, Placement]) -> None:
+    half, setting, placement = small
+    parts = stage_alone.distinct_parts(setting, placement)
+    assert [part.index for part in parts] == [0, 1, 2]
+    for part in parts:
+        # The gradient of a micro-batch is made up when its backward begins, not posted ahead of R.
+        ahead = part.profiles[-1].output_gradient_bytes if part.index < NUM_STAGES - 1 else 0
+        measured = measure(part, half, setting, "cpu")
+        assert part.memory.peak - ahead * 1.01 <= measured <= part.memory.peak * 1.01
+
+
+@pytest.mark.parametrize("small", ["transformer"], indirect=True)
+def test_equal_stages_are_run_once(small: tuple[str, Setting, Placement]) -> None:
+    _, setting, placement = small
+    one_layer_each = tuple(range(start, start + 1) for start in range(8))
+    eight = dataclasses.replace(placement, partition=one_layer_each, stages=placement.stages[:1] * 8)
+    parts = stage_alone.distinct_parts(dataclasses.replace(setting, num_stages=8), eight)
+    assert [part.index for part in parts] == [0, 1, 7]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_allocator_agrees(small: tuple[str, Setting, Placement]) -> None:
+    half, setting, placement = small
+    for part in stage_alone.distinct_parts(setting, placement):
+        measured = measure(part, half, setting, "cuda")
+        assert measured == pytest.approx(part.memory.peak, rel=0.25)  # tiny tensors, 512-byte rounding

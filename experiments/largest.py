@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 from experiments.model_costs import ModelProfile, amoebanet_profile, transformer_profile
@@ -44,9 +45,7 @@ class Setting:
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Naive-1 keeps all activations of one mini-batch; a pipeline recomputes every micro-batch."""
-        if self.is_naive:
-            return naive(self.num_stages)
-        return gpipe(self.num_stages, num_microbatches, remat="always")
+        return _schedule(self.num_stages, num_microbatches, self.is_naive)
 
     def microbatch_counts(self) -> tuple[int, ...]:
         """Numbers of micro-batches that divide the mini-batch, fewest first."""
@@ -68,6 +67,11 @@ class Setting:
             self.schedule(num_microbatches),
             receive_ahead=1 if self.num_stages > 1 else 0,
         )
+
+
+@cache
+def _schedule(num_stages: int, num_microbatches: int, is_naive: bool) -> Schedule:
+    return naive(num_stages) if is_naive else gpipe(num_stages, num_microbatches, remat="always")
 
 
 @dataclass(frozen=True)
@@ -108,12 +112,12 @@ def place(
 ) -> Placement | None:
     """Cut the model so that its fullest stage is smallest; None if that exceeds the cap."""
     profile = setting.profile(num_layers, num_filters, num_microbatches)
-    peaks = setting.peaks(profile, num_microbatches)
     if setting.num_stages > len(profile.layers):
         raise ValueError(
             f"cannot cut {len(profile.layers)} layers into {setting.num_stages} stages: "
             f"use at most {len(profile.layers)}"
         )
+    peaks = setting.peaks(profile, num_microbatches)
     stages = peaks.partition(setting.cap_bytes if cap_bytes is None else cap_bytes)
     if stages is None:
         return None
@@ -127,6 +131,17 @@ def place_anyhow(setting: Setting, num_layers: int, num_filters: int, num_microb
     while (placement := place(setting, num_layers, num_filters, num_microbatches, cap)) is None:
         cap *= 2
     return placement
+
+
+def place_best(setting: Setting, num_layers: int, num_filters: int) -> Placement:
+    """The same at the number of micro-batches that needs the least memory, the fewest if several do."""
+    *fewer, most = setting.microbatch_counts()
+    best = place_anyhow(setting, num_layers, num_filters, most)
+    for count in reversed(fewer):
+        # Only a placement that needs no more than the best so far is of interest.
+        found = place(setting, num_layers, num_filters, count, best.peak_bytes)
+        best = found if found is not None else best
+    return best
 
 
 def largest(setting: Setting) -> Placement:

@@ -84,7 +84,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 def _run_paper(key: dict[str, Any], *, direct: bool) -> Outcome:
     """The paper's own configuration, at the micro-batches the texts give and at the best number of them."""
-    from experiments.largest import Setting, place_anyhow
+    from experiments.largest import Setting, place_anyhow, place_best
 
     half, size = HALVES[key["half"]], column(key["half"], key["column"])
     setting = Setting(
@@ -92,9 +92,7 @@ def _run_paper(key: dict[str, Any], *, direct: bool) -> Outcome:
     )
     given = 1 if size.is_naive else half.num_microbatches
     placed = place_anyhow(setting, size.num_layers, size.num_filters, given)
-    counts = [count for count in setting.microbatch_counts() if count != given and not direct]
-    others = [place_anyhow(setting, size.num_layers, size.num_filters, count) for count in counts]
-    best = min([placed, *others], key=lambda each: (each.peak_bytes, each.num_microbatches))
+    best = placed if direct else place_best(setting, size.num_layers, size.num_filters)
     return Outcome(
         (
             _modelled("parameters", placed.num_parameters, "parameters"),

@@ -59,7 +59,7 @@ def find(records: Sequence[Record], **key: object) -> Record | None:
 
 
 def cells(records: Sequence[Record]) -> list[Ours]:
-    found = []
+    found: list[Ours] = []
     for half in HALVES:
         for column in COLUMNS[half]:
             key = {"half": half, "column": column.name, "attention": JUDGED_ATTENTION[half]}

@@ -41,8 +41,12 @@ class StagePeaks:
             )
         self.layers, self.loss, self.schedule, self.optimizer = tuple(layers), loss, schedule, optimizer
         self.receive_ahead = receive_ahead
-        self._footprints: dict[tuple[tuple[int, ...], bool], Footprint] = {}
-        self._peaks: dict[tuple[int, bool], int] = {}
+        # Stages of equal layers in a row are one content; contents are numbered as they turn up, each by the
+        # content that is one layer shorter and the layer it adds.
+        self._contents: dict[tuple[int, int], int] = {}
+        self._latest = (-1, -1, -1)  # start, stop and content asked for last
+        self._footprints: dict[tuple[int, bool], Footprint] = {}
+        self._peaks: dict[tuple[int, bool, bool], int] = {}
 
     def memory(self, start: int, stop: int) -> StageMemory:
         """The stage of layers start..stop - 1 at its fullest."""
@@ -56,30 +60,41 @@ class StagePeaks:
 
     def peak(self, start: int, stop: int) -> int:
         """Bytes of that stage. Equal layers in a row are looked at once, wherever they stand."""
-        key = (id(self._footprint(start, stop)), start == 0)
-        if key not in self._peaks:
-            self._peaks[key] = self.memory(start, stop).peak
-        return self._peaks[key]
+        key = (self._content(start, stop), start == 0, stop == len(self.layers))
+        peak = self._peaks.get(key)
+        if peak is None:
+            peak = self._peaks[key] = self.memory(start, stop).peak
+        return peak
 
     def _footprint(self, start: int, stop: int) -> Footprint:
         is_last = stop == len(self.layers)
-        key = (tuple(map(id, self.layers[start:stop])), is_last)
+        key = (self._content(start, stop), is_last)
         if key not in self._footprints:
             self._footprints[key] = footprint(self.layers[start:stop], self.loss if is_last else None)
         return self._footprints[key]
 
+    def _content(self, start: int, stop: int) -> int:
+        first, last, content = self._latest
+        if first != start or last > stop:
+            last, content = start, -1
+        for layer in self.layers[last:stop]:
+            content = self._contents.setdefault((content, id(layer)), len(self._contents))
+        self._latest = (start, stop, content)
+        return content
+
     def floor(self) -> list[int]:
         """Bytes that each layer adds to any stage, whatever stands beside it."""
-        state = 1 + OPTIMIZERS[self.optimizer].state
+        state = OPTIMIZERS[self.optimizer].state
         # A graph stands beside the gradients from the second backward of a step on.
         both = any(
             demand.after_first_backward and demand.moment in ("forward", "later")
             for demand in demands(self.schedule.actions[0], self.receive_ahead)
         )
         return [
-            state * layer.parameter_bytes + layer.gradient_bytes + both * layer.first.kept_inside
+            layer.parameter_bytes + state * sum(layer.trained_sizes)
+            + layer.gradient_bytes + both * layer.first.kept_inside
             for layer in self.layers
-        ]
+        ]  # fmt: skip
 
     def partition(self, cap_bytes: int) -> Partition | None:
         """The split whose fullest stage is smallest, None if no split keeps every stage within the cap."""

@@ -2,12 +2,14 @@
 
 Measured and replayed steps must be comparable action by action, so both end in the same plain data: one event
 per action, in seconds from the start of the step. Makespan, bubble and live activations are read off it, and
-it is exported in the Chrome trace format, which Perfetto and chrome://tracing open. Only the standard library
-is imported.
+it is exported in the Chrome trace format, which Perfetto and chrome://tracing open, as CSV for spreadsheets
+and as plain data that a record can keep. Only the standard library is imported.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,12 +32,29 @@ class Event:
         return self.end_s - self.start_s
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What takes time in a step beside its actions: work of a stage ("setup", "update") or a message
+    ("0F1->1") on its way from `stage`, in seconds from the start of the step.
+    """
+
+    name: str
+    stage: int
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The events of one step, ordered by start.
 
     `provenance` is "measured" or "replayed"; `devices` names the device of each stage; `conditions` says what
-    was held fixed (threads, pinned cores), so that a picture can be judged without its producer.
+    was held fixed (threads, pinned cores), so that a picture can be judged without its producer. `work` keeps
+    a stage busy like an action; `messages` occupy a link and no stage. Either is empty where it is not known.
     """
 
     events: tuple[Event, ...]
@@ -43,6 +62,8 @@ class Timeline:
     provenance: str = "measured"
     devices: tuple[str, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
+    work: tuple[Span, ...] = ()
+    messages: tuple[Span, ...] = ()
 
     @classmethod
     def of(
@@ -62,15 +83,23 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         """Seconds from the first start to the last end."""
-        return max((event.end_s for event in self.events), default=0.0)
+        ends_s = [event.end_s for event in self.events] + [span.end_s for span in self.work]
+        return max(ends_s, default=0.0)
 
     def of_stage(self, stage: int) -> tuple[Event, ...]:
         """The events of one stage, in order."""
         return tuple(event for event in self.events if event.action.stage == stage)
 
     def busy_s(self, stage: int) -> float:
-        """Seconds in which the stage is inside an action."""
-        return sum(event.duration_s for event in self.of_stage(stage))
+        """Seconds in which the stage is inside an action or other work."""
+        events_s = sum(event.duration_s for event in self.of_stage(stage))
+        return events_s + sum(span.duration_s for span in self.work if span.stage == stage)
+
+    @property
+    def idle_s(self) -> float:
+        """Device-seconds of K x makespan that neither an action nor other work fills."""
+        busy_s = sum(event.duration_s for event in self.events) + sum(span.duration_s for span in self.work)
+        return self.num_stages * self.makespan_s - busy_s
 
     @property
     def bubble(self) -> float:
@@ -78,7 +107,7 @@ class Timeline:
         recomputation and a free link it is the paper's (K - 1) / (M + K - 1) (section 2.3).
         """
         total_s = self.num_stages * self.makespan_s
-        return 1.0 - sum(event.duration_s for event in self.events) / total_s if total_s else 0.0
+        return self.idle_s / total_s if total_s else 0.0
 
     def live_activations(self, stage: int) -> tuple[tuple[float, int], ...]:
         """(time in s, micro-batches whose graph is alive from then on) at every change on this stage.
@@ -124,6 +153,22 @@ class Timeline:
                     "args": {"microbatch": action.microbatch},
                 }
             )
+        rows += [
+            {
+                "name": span.name, "cat": "work", "ph": "X", "pid": 0, "tid": span.stage,
+                "ts": span.start_s * 1e6, "dur": span.duration_s * 1e6,
+            }
+            for span in self.work
+        ]  # fmt: skip
+        for number, span in enumerate(self.messages):  # asynchronous: messages of a link may overlap
+            ends = (("b", span.start_s), ("e", span.end_s))
+            rows += [
+                {
+                    "name": span.name, "cat": "message", "ph": phase, "id": number, "pid": 0,
+                    "tid": span.stage, "ts": time_s * 1e6,
+                }
+                for phase, time_s in ends
+            ]  # fmt: skip
         return {
             "traceEvents": rows,
             "displayTimeUnit": "ms",
@@ -133,3 +178,45 @@ class Timeline:
     def save_chrome(self, path: Path | str) -> None:
         """Writes the Chrome trace as JSON; open it in https://ui.perfetto.dev or chrome://tracing."""
         Path(path).write_text(json.dumps(self.to_chrome()))
+
+    def to_csv(self) -> str:
+        """One line per action, other work and message: what, name, stage, start_s, end_s."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(("what", "name", "stage", "start_s", "end_s"))
+        for what, spans in (("action", self.events), ("work", self.work), ("message", self.messages)):
+            writer.writerows((what, _name(each), _stage(each), each.start_s, each.end_s) for each in spans)
+        return out.getvalue()
+
+    def to_data(self) -> dict[str, Any]:
+        """The timeline as lists and numbers, for a record; `from_data` reads it back."""
+        return {
+            "num_stages": self.num_stages,
+            "provenance": self.provenance,
+            "devices": list(self.devices),
+            "conditions": dict(self.conditions),
+            "events": [[str(event.action), event.start_s, event.end_s] for event in self.events],
+            "work": [[span.name, span.stage, span.start_s, span.end_s] for span in self.work],
+            "messages": [[span.name, span.stage, span.start_s, span.end_s] for span in self.messages],
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Timeline:
+        """Reads what `to_data` made."""
+        return cls(
+            tuple(Event(Action.parse(action), start_s, end_s) for action, start_s, end_s in data["events"]),
+            data["num_stages"],
+            data["provenance"],
+            tuple(data["devices"]),
+            dict(data["conditions"]),
+            tuple(Span(*span) for span in data["work"]),
+            tuple(Span(*span) for span in data["messages"]),
+        )
+
+
+def _stage(each: Event | Span) -> int:
+    return each.action.stage if isinstance(each, Event) else each.stage
+
+
+def _name(each: Event | Span) -> str:
+    return str(each.action) if isinstance(each, Event) else each.name

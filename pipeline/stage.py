@@ -36,7 +36,9 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exits: list[Tensor | None], position: int) -> Tensor:
         ctx.exits, ctx.position = exits, position
-        return tensor.view_as(tensor)
+        return (
+            tensor.detach()
+        )  # unlike a view of the same shape it keeps the strides of dimensions of length 1
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:

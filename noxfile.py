@@ -17,13 +17,11 @@ from pathlib import Path
 import nox
 
 nox.needs_version = ">=2024.10.9"
-nox.options.default_venv_backend = "virtualenv"
-nox.options.reuse_existing_virtualenvs = True
-nox.options.error_on_external_run = False
 nox.options.sessions = ["tests", "lint"]
 
 ROOT = Path(__file__).parent
-VENV = ".venv"  # one environment for all sessions: torch is installed once
+# nox makes an environment per session; torch is gigabytes, so all sessions share this one instead.
+VENV = ROOT / ".venv"
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 # Experiments of the paper: session name -> what it reproduces.
@@ -35,16 +33,19 @@ EXPERIMENTS = {
 def prepare(session: nox.Session) -> tuple[str, list[str]]:
     """The Python to use and the arguments left for it; installs the project when something changed."""
     arguments = [argument for argument in session.posargs if argument != "--here"]
-    if "--here" in session.posargs or not session.virtualenv.is_sandboxed:
+    if "--here" in session.posargs or "--no-venv" in sys.argv:
         return sys.executable, arguments
-    wanted = hashlib.sha256(
-        b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
-    ).hexdigest()
-    stamp = Path(session.virtualenv.location) / "installed.sha256"
-    if not stamp.exists() or stamp.read_text() != wanted:
-        session.install("--constraint", "constraints.txt", "--editable", ".[dev]")
-        stamp.write_text(wanted)
-    return "python", arguments
+    python = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    wanted = hashlib.sha256(sys.version.encode())
+    for name in ("pyproject.toml", "constraints.txt"):
+        wanted.update((ROOT / name).read_bytes())
+    stamp = VENV / "installed.sha256"
+    if not stamp.exists() or stamp.read_text() != wanted.hexdigest():
+        session.run(sys.executable, "-m", "venv", "--clear", str(VENV), external=True)
+        install = ("-m", "pip", "install", "--constraint", "constraints.txt", "--editable", ".[dev]")
+        session.run(str(python), *install, external=True)
+        stamp.write_text(wanted.hexdigest())
+    return str(python), arguments
 
 
 def run_python(session: nox.Session, *command: str, **environment: str) -> None:
@@ -54,7 +55,7 @@ def run_python(session: nox.Session, *command: str, **environment: str) -> None:
 
 
 def experiment_session(name: str, title: str) -> None:
-    @nox.session(name=name, venv_location=VENV, reuse_venv=True, tags=["paper"], default=False)
+    @nox.session(name=name, venv_backend="none", tags=["paper"], default=False)
     def run(session: nox.Session) -> None:
         run_python(session, "-m", "experiments", "run", name)
 
@@ -65,13 +66,13 @@ for _name, _title in EXPERIMENTS.items():
     experiment_session(_name, _title)
 
 
-@nox.session(venv_location=VENV, reuse_venv=True, tags=["ci"])
+@nox.session(venv_backend="none", tags=["ci"])
 def tests(session: nox.Session) -> None:
     """The test suite."""
     run_python(session, "-m", "pytest")
 
 
-@nox.session(venv_location=VENV, reuse_venv=True, tags=["ci"])
+@nox.session(venv_backend="none", tags=["ci"])
 def lint(session: nox.Session) -> None:
     """ruff, mypy (strict on pipeline and harness) and the import directions."""
     python, arguments = prepare(session)
@@ -83,7 +84,7 @@ def lint(session: nox.Session) -> None:
     session.run(python, "-c", "from importlinter.cli import lint_imports_command as c; c()", external=True)
 
 
-@nox.session(venv_location=VENV, reuse_venv=True, tags=["ci"], default=False)
+@nox.session(venv_backend="none", tags=["ci"], default=False)
 def smoke(session: nox.Session) -> None:
     """Every experiment's smoke profile, into a fresh folder."""
     python, arguments = prepare(session)
@@ -95,7 +96,7 @@ def smoke(session: nox.Session) -> None:
         )  # fmt: skip
 
 
-@nox.session(venv_location=VENV, reuse_venv=True, tags=["dev"], default=False)
+@nox.session(venv_backend="none", tags=["dev"], default=False)
 def doctor(session: nox.Session) -> None:
     """What this machine can run."""
     run_python(session, "-m", "experiments", "doctor")

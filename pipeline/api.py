@@ -122,7 +122,9 @@ class Pipeline(nn.Module):
             training: Clock([step.action for step in program], self._devices)
             for training, program in self._programs.items()
         }
-        self.num_steps = 0
+        self.seed = seed
+        self.group = group
+        self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
 
     @property

@@ -1,7 +1,7 @@
 """How tensors move between processes: torch.distributed point-to-point, one process per stage.
 
 Receives are posted ahead (`ring`), sends are not waited for until a second later message leaves by the same
-way, and activations and gradients have a process group of their own each, so that neither queues behind the
+way, and activations and gradients have connections of their own each, so that neither queues behind the
 other.
 
 Nobody declares shapes. The first real micro-batch of each size is preceded by a description of what it
@@ -18,16 +18,16 @@ import socket
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from pipeline.clock import Clock, conditions
+from pipeline.connection import Connection, connect, cut, store_of
 from pipeline.errors import ActionError, PeerError, summary
-from pipeline.failure import Blackboard, close_connections
+from pipeline.failure import Blackboard
 from pipeline.microbatch import Message, Structure, sizes
 from pipeline.ring import Ring, activation_ring, gradient_ring
 from pipeline.schedule import Action, Kind, Schedule
@@ -97,8 +97,8 @@ class _Buffers(NamedTuple):
 class _Receiver:
     """One direction of receiving: posts receives in the order of need, each into its slot of the ring."""
 
-    def __init__(self, group: dist.ProcessGroup, source: int, ring: Ring, device: torch.device) -> None:
-        self._group, self._source, self._ring, self._device = group, source, ring, device
+    def __init__(self, connection: Connection, source: int, ring: Ring, device: torch.device) -> None:
+        self._connection, self._source, self._ring, self._device = connection, source, ring, device
         self._slots: list[_Buffers | None] = [None] * ring.num_slots
         self._posted: dict[int, tuple[_Buffers, list[dist.Work]]] = {}
         self._unposted: deque[int] = deque()  # have a slot, but perhaps no known outline yet
@@ -126,7 +126,7 @@ class _Receiver:
             self.num_unposted -= 1
             buffers = self._buffers(microbatch, outline.forms)
             tag = microbatch * MOST_TENSORS
-            works = [self._group.recv([t], self._source, tag + i) for i, t in enumerate(buffers.flat)]
+            works = [self._connection.recv([t], self._source, tag + i) for i, t in enumerate(buffers.flat)]
             self._posted[microbatch] = (buffers, works)
 
     def is_posted(self, microbatch: int) -> bool:
@@ -166,7 +166,7 @@ class _Sending(NamedTuple):
 class PointToPoint:
     """The transport of one stage in a process group whose rank k runs stage k.
 
-    `timeout_s` bounds every wait for another rank. After a failure the pipeline's own process groups are
+    `timeout_s` bounds every wait for another rank. After a failure the pipeline's own connections are
     closed on all ranks; `group` itself is not touched.
     """
 
@@ -175,11 +175,12 @@ class PointToPoint:
     ) -> None:
         self.rank = dist.get_rank(group)
         self.num_stages = dist.get_world_size(group)
-        self._schedule, self._device, self._timeout_s = schedule, device, timeout_s
-        self.control = self._new_group(group, "gloo")
-        self.activations = self._new_group(group, "gloo" if device.type == "cpu" else "nccl")
-        self.gradients = self._new_group(group, "gloo" if device.type == "cpu" else "nccl")
-        self._blackboard = Blackboard(self.control)
+        self._group, self._schedule, self._device, self._timeout_s = group, schedule, device, timeout_s
+        store, cuda = store_of(group), device.type != "cpu"
+        self._control = self._connect(store, "control", cuda=False)
+        self._activations = self._connect(store, "activations", cuda=cuda)
+        self._gradients = self._connect(store, "gradients", cuda=cuda)
+        self._blackboard = Blackboard(store)
         self._failed: ActionError | None = None
         self._agreements: list[Agreement] = []
         self._numbers: dict[Hashable, int] = {}  # of the agreements, by signature, on the first rank
@@ -198,10 +199,10 @@ class PointToPoint:
         self._activation_receiver = self._gradient_receiver = None
         if self.rank > 0:
             ring = activation_ring(schedule, self.rank)
-            self._activation_receiver = _Receiver(self.activations, self.rank - 1, ring, device)
+            self._activation_receiver = _Receiver(self._activations, self.rank - 1, ring, device)
         if self.rank + 1 < self.num_stages:
             ring = gradient_ring(schedule, self.rank)
-            self._gradient_receiver = _Receiver(self.gradients, self.rank + 1, ring, device)
+            self._gradient_receiver = _Receiver(self._gradients, self.rank + 1, ring, device)
 
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""
@@ -211,7 +212,7 @@ class PointToPoint:
     def check_equal(self, facts: object) -> None:
         """`ValueError` on every rank if `facts` is not the same everywhere."""
         everywhere: list[object] = [None] * self.num_stages
-        dist.all_gather_object(everywhere, facts, group=self.control)
+        dist.all_gather_object(everywhere, facts, group=self._group)
         for rank, other in enumerate(everywhere):
             if other != everywhere[0]:
                 raise ValueError(
@@ -223,11 +224,11 @@ class PointToPoint:
     def concatenate(self, vector: Tensor) -> Tensor:
         """The vectors of all ranks, one after the other, on every rank."""
         lengths: list[int] = [0] * self.num_stages
-        dist.all_gather_object(lengths, len(vector), group=self.control)
+        dist.all_gather_object(lengths, len(vector), group=self._group)
         whole = vector.new_zeros(sum(lengths))
         start = sum(lengths[: self.rank])
         whole[start : start + len(vector)] = vector
-        dist.all_reduce(whole, group=self.activations)  # adds zeros, which changes no bit
+        dist.all_reduce(whole, group=self._group)  # adds zeros, which changes no bit
         return whole
 
     def gather_timeline(self, clock: Clock) -> Timeline:
@@ -235,7 +236,7 @@ class PointToPoint:
         offset_ns = self._clock_offset_ns()
         everywhere: list[tuple[tuple[Event, ...], str, dict[str, str]] | None] = [None] * self.num_stages
         mine = (clock.events(offset_ns), f"{socket.gethostname()} {self._device}", conditions())
-        dist.all_gather_object(everywhere, mine, group=self.control)
+        dist.all_gather_object(everywhere, mine, group=self._group)
         ranks = [entry for entry in everywhere if entry is not None]
         facts = {name: "; ".join(dict.fromkeys(rank[2][name] for rank in ranks)) for name in ranks[0][2]}
         events = [event for rank in ranks for event in rank[0]]
@@ -244,7 +245,7 @@ class PointToPoint:
     def _clock_offset_ns(self) -> int:
         """What to add to this rank's clock to get rank 0's: half of the quickest of some round trips."""
         hosts: list[str] = [""] * self.num_stages
-        dist.all_gather_object(hosts, socket.gethostname(), group=self.control)
+        dist.all_gather_object(hosts, socket.gethostname(), group=self._group)
         best_ns, offset_ns = 1 << 62, 0
         stamp = torch.zeros(1, dtype=torch.int64)
         for rank, host in enumerate(hosts):
@@ -252,13 +253,13 @@ class PointToPoint:
                 continue
             for _ in range(10):
                 if self.rank == 0:
-                    self._wait(self.control.recv([stamp], rank, 0), None, rank)
+                    self._wait(self._control.recv([stamp], rank, 0), None, rank)
                     stamp[0] = time.perf_counter_ns()
-                    self._wait(self.control.send([stamp], rank, 0), None, rank)
+                    self._wait(self._control.send([stamp], rank, 0), None, rank)
                 else:
                     sent_ns = time.perf_counter_ns()
-                    self._wait(self.control.send([stamp], 0, 0), None, 0)
-                    self._wait(self.control.recv([stamp], 0, 0), None, 0)
+                    self._wait(self._control.send([stamp], 0, 0), None, 0)
+                    self._wait(self._control.recv([stamp], 0, 0), None, 0)
                     back_ns = time.perf_counter_ns()
                     if back_ns - sent_ns < best_ns:
                         best_ns, offset_ns = back_ns - sent_ns, int(stamp) - (sent_ns + back_ns) // 2
@@ -276,9 +277,9 @@ class PointToPoint:
             number = self._numbers.setdefault(signature, len(self._numbers))
             header[0], header[1], header[2] = number, plan.examples, int(plan.training)
         else:
-            self._wait(self.control.recv([header], self.rank - 1, 0), None, self.rank - 1)
+            self._wait(self._control.recv([header], self.rank - 1, 0), None, self.rank - 1)
         if self.rank + 1 < self.num_stages:
-            self._wait(self.control.send([header], self.rank + 1, 0), None, self.rank + 1)
+            self._wait(self._control.send([header], self.rank + 1, 0), None, self.rank + 1)
         number, examples, training = header.tolist()
         self._training = bool(training)
         self._patient = number < len(self._agreements)
@@ -311,7 +312,7 @@ class PointToPoint:
             )
         tensors = self._flatten(message.tensors, outline, f"output of stage {stage}")
         target = Action(stage + 1, Kind.F, microbatch)
-        self._send(self.activations, tensors, target, self._activations_on_the_way)
+        self._send(self._activations, tensors, target, self._activations_on_the_way)
 
     def receive_activation(self, stage: int, microbatch: int) -> Message:
         receiver, agreement = self._activation_receiver, self._agreement
@@ -337,7 +338,7 @@ class PointToPoint:
             agreement.gradients_sent[length] = outline
             self._send_outline(outline, target)
         tensors = self._flatten(gradients, outline, f"gradient of the input of stage {stage}")
-        self._send(self.gradients, tensors, target, self._gradients_on_the_way)
+        self._send(self._gradients, tensors, target, self._gradients_on_the_way)
 
     def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
         receiver, agreement = self._gradient_receiver, self._agreement
@@ -377,16 +378,16 @@ class PointToPoint:
                 self._failed = self._blackboard.explain(error)
             else:
                 self._failed = self._blackboard.report(ActionError(action, summary(error), self.rank))
-            close_connections([self.activations, self.gradients, self.control])
+            cut([self._activations, self._gradients, self._control])
         return self._failed
 
     # Parts of a step
 
     def _send(
-        self, group: dist.ProcessGroup, tensors: list[Tensor], target: Action, queue: deque[_Sending]
+        self, connection: Connection, tensors: list[Tensor], target: Action, queue: deque[_Sending]
     ) -> None:
         tag = target.microbatch * MOST_TENSORS
-        works = [group.send([tensor], target.stage, tag + i) for i, tensor in enumerate(tensors)]
+        works = [connection.send([tensor], target.stage, tag + i) for i, tensor in enumerate(tensors)]
         queue.append(_Sending(works, tensors, target))
         if self._patient and len(queue) > SENDS_ON_THE_WAY:
             self._wait_sent(queue.popleft())
@@ -417,7 +418,7 @@ class PointToPoint:
         assert receiver is not None
         if form is not None and self._loss_work is None and receiver.num_unposted == 0:
             loss = form.empty(self._device)
-            self._loss_work = (loss, self.gradients.recv([loss], self.rank + 1, _LOSS_TAG))
+            self._loss_work = (loss, self._gradients.recv([loss], self.rank + 1, _LOSS_TAG))
 
     def _pass_loss(self, loss: Tensor | None) -> Tensor:
         agreement = self._agreement
@@ -437,21 +438,21 @@ class PointToPoint:
             target = Action(self.rank - 1, Kind.B, 0)
             if new:
                 self._send_outline(Outline((agreement.loss,)), target)
-            work = self.gradients.send([loss], self.rank - 1, _LOSS_TAG)
+            work = self._gradients.send([loss], self.rank - 1, _LOSS_TAG)
             self._gradients_on_the_way.append(_Sending([work], [loss], target))
         return loss
 
     def _send_outline(self, outline: Outline, target: Action) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(tuple(outline))), dtype=torch.uint8)
         length = torch.tensor([len(data)])
-        works = [self.control.send([t], target.stage, tag) for tag, t in ((1, length), (2, data))]
+        works = [self._control.send([t], target.stage, tag) for tag, t in ((1, length), (2, data))]
         self._outlines_on_the_way.append(_Sending(works, [length, data], target))
 
     def _receive_outline(self, source: Action) -> Outline:
         length = torch.zeros(1, dtype=torch.int64)
-        self._wait(self.control.recv([length], source.stage, 1), source, source.stage)
+        self._wait(self._control.recv([length], source.stage, 1), source, source.stage)
         data = torch.empty(int(length), dtype=torch.uint8)
-        self._wait(self.control.recv([data], source.stage, 2), source, source.stage)
+        self._wait(self._control.recv([data], source.stage, 2), source, source.stage)
         return Outline(*pickle.loads(data.numpy().tobytes()))
 
     def _wait(self, work: dist.Work, action: Action | None, peer: int) -> None:
@@ -467,21 +468,10 @@ class PointToPoint:
     def _describe(self, peer: int, text: str) -> str:
         if "timed out" in text.lower():
             return f"rank {peer} did not answer for {self._timeout_s:g} s"
-        return f"rank {peer} disappeared ({text.splitlines()[0]})"
+        return f"rank {peer} disappeared ({text.splitlines()[0].partition('] ')[2] or text})"
 
-    def _new_group(self, group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
-        options = None
-        if backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        made = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=self._timeout_s),
-            backend=backend,
-            pg_options=options,
-            use_local_synchronization=True,
-        )
-        assert isinstance(made, dist.ProcessGroup)
-        return made
+    def _connect(self, store: Any, name: str, *, cuda: bool) -> Connection:
+        return connect(store, self.rank, self.num_stages, name=name, cuda=cuda, timeout_s=self._timeout_s)
 
 
 _LOSS_TAG = 2**29

@@ -13,11 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
-from datetime import timedelta
-
-import torch
-from torch import distributed as dist
+from typing import Any
 
 from pipeline.errors import ActionError, PeerError
 from pipeline.schedule import Action
@@ -25,16 +21,13 @@ from pipeline.schedule import Action
 # How long a rank whose connection broke waits for an explanation. A rank that raises writes it before it
 # closes anything, so this only has to cover the store's round trip.
 EXPLANATION_S = 1.0
-# No message has this tag, so a receive of it can only time out.
-_NEVER_SENT = 2**30
 
 
 class Blackboard:
     """Where the ranks of one pipeline leave the first failure."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._store = group.get_group_store()
-        self._rank = dist.get_rank(group)
+    def __init__(self, store: Any) -> None:
+        self._store = store
 
     def report(self, error: ActionError) -> ActionError:
         """Writes a failure and returns the one that counts: the first that any rank wrote."""
@@ -53,20 +46,6 @@ class Blackboard:
                     return _read(self._store.get("failure"))
                 time.sleep(0.01)
         return self.report(ActionError(error.action, error.cause, error.peer))
-
-
-def close_connections(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Makes every wait on these groups fail, here and on their other ranks; they cannot be used again."""
-    for group in groups:
-        if group.size() < 2:
-            continue
-        if dist.get_backend(group) == "gloo":
-            # gloo closes all connections of a group when a wait times out.
-            peer = 1 if group.rank() == 0 else 0
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-        else:
-            group.abort()
 
 
 def _read(text: bytes) -> ActionError:

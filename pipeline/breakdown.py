@@ -27,7 +27,7 @@ from typing import cast
 from pipeline.links import FREE, Link
 from pipeline.replay import ActionTimes, duration_of, replay
 from pipeline.schedule import Action, Kind, Schedule
-from pipeline.timeline import Timeline
+from pipeline.timeline import Event, Span, Timeline
 
 PARTS = (
     "computation", "recompute", "weight update", "setup", "communication", "load imbalance", "bubble",
@@ -37,7 +37,10 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Device-seconds of one step by reason, exact; `seconds` has an entry for each of PARTS."""
+    """Device-seconds of one step by reason, exact; `seconds` has an entry for each of PARTS.
+
+    `timeline` is the step that was taken apart.
+    """
 
     seconds: dict[str, Fraction]
     num_stages: int
@@ -105,11 +108,11 @@ def breakdown(
         "load imbalance": imbalance,
         "bubble": idle - communication - waiting_for_setup - imbalance,
     }
-    return Breakdown(seconds, schedule.num_stages, step)
+    return Breakdown(seconds, schedule.num_stages, _in_floats(step))
 
 
 def _lost(to: Timeline, instead: Timeline, idle: Fraction, known: Fraction = Fraction(0)) -> Fraction:
-    """Device-seconds by which one step is longer than the other, beyond what is known of it; of those idle."""
+    """Device-seconds by which one step is longer than the other, less the known ones; at most those idle."""
     longer = to.num_stages * (Fraction(to.makespan_s) - Fraction(instead.makespan_s))
     return min(max(longer - known, Fraction(0)), idle)
 
@@ -119,6 +122,16 @@ def _exact(what: str, value: float) -> float:
     if not 0 <= value < inf:
         raise ValueError(f"{what} is {value}; it must be finite and not negative")
     return cast(float, Fraction(value))
+
+
+def _in_floats(step: Timeline) -> Timeline:
+    """For drawing and storing."""
+    return replace(
+        step,
+        events=tuple(Event(e.action, float(e.start_s), float(e.end_s)) for e in step.events),
+        work=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.work),
+        messages=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.messages),
+    )
 
 
 def _exact_link(link: Link) -> Link:

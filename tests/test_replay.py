@@ -1,0 +1,441 @@
+"""The replay against closed forms, published simulations and an independent evaluation of the same rules."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import time
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.paper import load_paper
+from pipeline.links import FREE, LINKS, Link
+from pipeline.replay import SLOTS, makespan_slots, replay
+from pipeline.schedule import (
+    REMAT_MODES,
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    dependencies,
+    execution_order,
+    gpipe,
+    naive,
+    one_f_one_b,
+    transfers,
+    validate,
+)
+from pipeline.timeline import Timeline
+
+seconds = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=12)
+sizes = st.tuples(st.integers(1, 7), st.integers(1, 12))
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """The same schedule with each B as I, W."""
+    rows = tuple(
+        tuple(
+            half
+            for a in row
+            for half in (
+                [Action(a.stage, Kind.I, a.microbatch), Action(a.stage, Kind.W, a.microbatch)]
+                if a.kind is Kind.B
+                else [a]
+            )
+        )
+        for row in schedule.actions
+    )
+    return Schedule(schedule.name, schedule.num_stages, schedule.num_microbatches, schedule.remat, rows)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    make = SCHEDULES[draw(st.sampled_from(sorted(SCHEDULES)))]
+    schedule = make(*draw(sizes), remat=draw(st.sampled_from(REMAT_MODES)))
+    return split_backward(schedule) if draw(st.booleans()) else schedule
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Schedule, dict[str, object]]:
+    """A schedule and uneven costs of everything, as whole numbers."""
+    schedule = draw(schedules())
+    numbers = st.integers(0, 9)
+    boundaries, stages = schedule.num_stages - 1, schedule.num_stages
+    keys = [
+        (stage, kind, m) for stage in range(stages) for kind in Kind for m in range(schedule.num_microbatches)
+    ]
+    times = draw(st.lists(numbers, min_size=len(keys), max_size=len(keys)))
+    costs = {
+        "action_s": dict(zip(keys, times, strict=True)),
+        "activation_bytes": draw(st.lists(numbers, min_size=boundaries, max_size=boundaries)),
+        "gradient_bytes": draw(st.lists(numbers, min_size=boundaries, max_size=boundaries)),
+        "setup_s": draw(st.lists(numbers, min_size=stages, max_size=stages)),
+        "update_s": draw(st.lists(numbers, min_size=stages, max_size=stages)),
+        "early_recompute": draw(st.booleans()),
+    }
+    return schedule, costs
+
+
+def links(shares_directions: bool = False):
+    return st.builds(
+        lambda latency, bandwidth: Link("drawn", latency, bandwidth, shares_directions),
+        st.integers(0, 5), st.fractions(Fraction(1, 4), 4, max_denominator=4),
+    )  # fmt: skip
+
+
+# Closed forms ----------------------------------------------------------------------------------------------
+
+
+@given(sizes, seconds, seconds, seconds)
+def test_naive_takes_every_stage_in_turn(size, f, r, b) -> None:
+    num_stages, num_microbatches = size
+    timeline = replay(naive(num_stages, num_microbatches), {Kind.F: f, Kind.B: b})
+    assert timeline.makespan_s == num_microbatches * num_stages * (f + b)
+    assert timeline.bubble == Fraction(num_stages - 1, num_stages)
+    # Recomputing early, only the last stage's recomputation is waited for.
+    recomputing = replay(naive(num_stages, num_microbatches, "always"), {Kind.F: f, Kind.R: r, Kind.B: b})
+    assert recomputing.makespan_s == num_microbatches * (num_stages * (f + b) + r)
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+@given(size=sizes, f=seconds, r=seconds, b=seconds)
+def test_pipelines_reach_their_closed_forms(make, size, f, r, b) -> None:
+    num_stages, num_microbatches = size
+    times, rounds = {Kind.F: f, Kind.R: r, Kind.B: b}, num_microbatches + num_stages - 1
+    plain = replay(make(num_stages, num_microbatches, "never"), times)
+    assert plain.makespan_s == rounds * (f + b)
+    assert plain.bubble == Fraction(num_stages - 1, rounds)
+    late = replay(make(num_stages, num_microbatches, "always"), times, early_recompute=False)
+    assert late.makespan_s == rounds * (f + r + b)
+    assert late.bubble == Fraction(num_stages - 1, rounds)
+
+
+@given(sizes, seconds, seconds, seconds)
+def test_early_recomputation_takes_the_recomputation_off_the_drain(size, f, r, b) -> None:
+    num_stages, num_microbatches = size
+    times, rounds = {Kind.F: f, Kind.R: r, Kind.B: b}, num_microbatches + num_stages - 1
+    always = replay(gpipe(num_stages, num_microbatches, "always"), times)
+    assert always.makespan_s == rounds * (f + b) + num_microbatches * r
+    kept = replay(gpipe(num_stages, num_microbatches, "except_last"), times)
+    assert kept.makespan_s == rounds * (f + b) + (num_microbatches - 1) * r
+
+
+@given(sizes, seconds, seconds, seconds)
+def test_sending_the_input_gradient_first_takes_the_weights_off_the_drain(size, f, i, w) -> None:
+    num_stages, num_microbatches = size
+    timeline = replay(split_backward(gpipe(*size, "never")), {Kind.F: f, Kind.I: i, Kind.W: w})
+    rounds = num_microbatches + num_stages - 1
+    assert timeline.makespan_s == rounds * (f + i) + num_microbatches * w
+
+
+def test_the_papers_bubbles() -> None:
+    bubbles = {
+        m: replay(gpipe(4, m, "never"), {kind: Fraction(s) for kind, s in SLOTS.items()})
+        for m in (4, 8, 32, 128)
+    }
+    assert {m: timeline.bubble for m, timeline in bubbles.items()} == {
+        4: Fraction(3, 7), 8: Fraction(3, 11), 32: Fraction(3, 35), 128: Fraction(3, 131),
+    }  # fmt: skip
+    assert replay(gpipe(4, 8, "never"), SLOTS).bubble == 3 / 11  # whole numbers: rounded once
+
+
+def test_speed_ups_that_balanced_stages_allow() -> None:
+    """The bounds on Table 2, relative to K = 2, M = 1, of which the mini-batch is one micro-batch."""
+    cells = [cell for cell in load_paper() if cell.table == "table2-bound"]
+    assert len(cells) == 18
+    for cell in cells:
+        num_microbatches = int(cell.row.split()[0].removeprefix("M="))
+        num_stages = int(cell.column.removeprefix("K="))
+        remat = "always" if cell.row.endswith("with re-materialization") else "never"
+        base = makespan_slots(gpipe(2, 1, remat)) * Fraction(1, 2)  # stages of half a model
+        step = makespan_slots(gpipe(num_stages, num_microbatches, remat))
+        speed_up = base / (step * Fraction(1, num_stages * num_microbatches))
+        assert float(speed_up) == pytest.approx(cell.value, abs=max(cell.rounding, 1e-12))
+
+
+# num_stages, num_microbatches, F, B, W, message (ms), bubble rate of 1F1B as published
+ZERO_BUBBLE = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251),
+    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646),
+    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches", "f", "b", "w", "message", "rate"), ZERO_BUBBLE)
+def test_published_bubble_rates_of_1f1b(num_stages, num_microbatches, f, b, w, message, rate) -> None:
+    """From the times that the authors of Zero Bubble Pipeline Parallelism profiled on A100s."""
+    schedule = one_f_one_b(num_stages, num_microbatches)
+    timeline = replay(schedule, {Kind.F: f, Kind.B: b + w}, Link("profiled", latency_s=message))
+    assert round(timeline.bubble, 4) == rate
+
+
+# The rules --------------------------------------------------------------------------------------------------
+
+
+def expected_starts(schedule: Schedule, link: Link, costs) -> dict[Action, float]:
+    """Starts by the definition, action by action in an order of dependencies; a queue per direction."""
+    source_of = {transfer.target: transfer.source for transfer in transfers(schedule)}
+    needs, last = dependencies(schedule), schedule.num_stages - 1
+    start, end, arrival = {}, {}, {}
+    queue_free: dict[tuple[int, int], float] = {}
+    stage_free = dict(enumerate(costs["setup_s"]))
+    for action in execution_order(schedule):
+        waits_for = [stage_free[action.stage]]
+        waits_for += [end[need] for need in needs[action] if need.stage == action.stage]
+        if action in source_of:
+            waits_for.append(arrival[source_of[action]])
+        start[action] = max(waits_for)
+        end[action] = start[action] + costs["action_s"][action.stage, action.kind, action.microbatch]
+        stage_free[action.stage] = end[action]
+        target = action.stage + 1 if action.kind is Kind.F else action.stage - 1
+        if 0 <= target <= last and action.kind in (Kind.F, Kind.B, Kind.I):
+            sizes_of = costs["activation_bytes" if action.kind is Kind.F else "gradient_bytes"]
+            queue = (action.stage, target)
+            left = max(end[action], queue_free.get(queue, 0)) + link.occupied_s(sizes_of[min(queue)])
+            queue_free[queue] = left
+            arrival[action] = left + link.latency_s
+    return start
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), links())
+def test_every_start_is_the_earliest_that_the_rules_allow(step, link) -> None:
+    schedule, costs = step
+    costs["early_recompute"] = True  # in the order in which the oracle walks, a gradient may come after its R
+    timeline = replay(schedule, link=link, **costs)
+    assert {event.action: event.start_s for event in timeline.events} == expected_starts(
+        schedule, link, costs
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.booleans().flatmap(links))
+def test_nothing_starts_before_what_it_needs(step, link) -> None:
+    schedule, costs = step
+    timeline = replay(schedule, link=link, **costs)
+    event = {each.action: each for each in timeline.events}
+    assert sorted(event) == sorted(schedule)
+    assert [e.start_s for e in timeline.events] == sorted(e.start_s for e in timeline.events)
+    for stage, row in enumerate(schedule.actions):
+        assert [e.action for e in timeline.of_stage(stage)] == list(row)
+        assert event[row[0]].start_s >= costs["setup_s"][stage]
+        for earlier, later in pairwise(row):
+            assert event[earlier].end_s <= event[later].start_s
+    for action, needs in dependencies(schedule).items():
+        assert all(event[need].end_s <= event[action].start_s for need in needs)
+    for action, each in event.items():
+        assert each.duration_s == costs["action_s"][action.stage, action.kind, action.microbatch]
+    messages = {message.name: message for message in timeline.messages}
+    assert len(messages) == len(timeline.messages) == len(transfers(schedule))
+    for transfer in transfers(schedule):
+        message = messages[f"{transfer.source}->{transfer.target.stage}"]
+        assert event[transfer.source].end_s <= message.start_s
+        assert message.end_s <= event[transfer.target].start_s
+        size = costs["gradient_bytes" if transfer.is_gradient else "activation_bytes"][
+            min(transfer.source.stage, transfer.target.stage)
+        ]
+        assert message.duration_s == link.occupied_s(size) + link.latency_s
+        if transfer.target.kind is Kind.B and not costs["early_recompute"]:
+            again = Action(transfer.target.stage, Kind.R, transfer.target.microbatch)
+            assert again not in event or message.end_s <= event[again].start_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.booleans().flatmap(links))
+def test_messages_of_a_queue_do_not_overlap(step, link) -> None:
+    schedule, costs = step
+    timeline = replay(schedule, link=link, **costs)
+    queues: dict[object, list[tuple[float, float]]] = {}
+    for message in timeline.messages:
+        ends = (message.stage, int(message.name.partition("->")[2]))
+        queue = min(ends) if link.shares_directions else ends
+        queues.setdefault(queue, []).append((message.start_s, message.end_s - link.latency_s))
+    for times in queues.values():
+        for (_, left), (entered, _) in pairwise(sorted(times)):
+            assert left <= entered
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), links(), st.integers(0, 3), st.fractions(Fraction(1, 4), 1, max_denominator=4))
+def test_a_slower_link_never_makes_a_step_faster(step, link, more_latency, less_bandwidth) -> None:
+    schedule, costs = step
+    slower = Link("slower", link.latency_s + more_latency, link.bandwidth_bytes_per_s * less_bandwidth)
+    shared = Link("shared", link.latency_s, link.bandwidth_bytes_per_s, shares_directions=True)
+    spans = [replay(schedule, link=each, **costs).makespan_s for each in (FREE, link, slower, shared)]
+    free_s, link_s, slower_s, shared_s = spans
+    assert free_s <= link_s <= slower_s
+    assert link_s <= shared_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.booleans().flatmap(links))
+def test_no_step_is_shorter_than_its_bounds(step, link) -> None:
+    """The longest chain of dependencies, and the work of the busiest stage."""
+    schedule, costs = step
+    timeline = replay(schedule, link=link, **costs)
+    needs, chain = dependencies(schedule), {}
+    for action in execution_order(schedule):
+        own = costs["action_s"][action.stage, action.kind, action.microbatch]
+        chain[action] = own + max((chain[need] for need in needs[action]), default=0)
+    assert timeline.makespan_s >= max(chain.values())
+    assert timeline.makespan_s >= max(timeline.busy_s(stage) for stage in range(schedule.num_stages))
+    assert 0 <= timeline.bubble <= 1
+    assert timeline.idle_s == schedule.num_stages * timeline.makespan_s - sum(
+        timeline.busy_s(stage) for stage in range(schedule.num_stages)
+    )
+
+
+# By hand ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_by_hand() -> None:
+    """K = 2, M = 2, F = 2, B = 3; a message is 1 s of latency and 4 s on the link forward, 1 s back."""
+    timeline = replay(
+        gpipe(2, 2, "never"),
+        {Kind.F: 2, Kind.B: 3},
+        Link("slow", latency_s=1, bandwidth_bytes_per_s=10),
+        activation_bytes=[40],
+        gradient_bytes=[10],
+        setup_s=[1, 0],
+        update_s=[2, 1],
+    )
+    assert [(str(e.action), e.start_s, e.end_s) for e in timeline.events] == [
+        ("0F0", 1, 3), ("0F1", 3, 5), ("1F0", 8, 10), ("1F1", 12, 14), ("1B1", 14, 17), ("1B0", 17, 20),
+        ("0B1", 19, 22), ("0B0", 22, 25),
+    ]  # fmt: skip
+    # The second message waits until the first has left the link, at 7; the first is still under way then.
+    assert [(m.name, m.start_s, m.end_s) for m in timeline.messages] == [
+        ("0F0->1", 3, 8), ("0F1->1", 7, 12), ("1B1->0", 17, 19), ("1B0->0", 20, 22),
+    ]  # fmt: skip
+    assert [(w.name, w.stage, w.start_s, w.end_s) for w in timeline.work] == [
+        ("setup", 0, 0, 1), ("update", 0, 25, 27), ("update", 1, 20, 21),
+    ]  # fmt: skip
+    assert timeline.makespan_s == 27
+    assert timeline.busy_s(0) == 13
+    assert timeline.idle_s == 54 - 13 - 11
+    assert timeline.provenance == "replayed"
+    assert timeline.conditions == {"link": "slow"}
+
+
+def test_directions_that_share_a_link_wait_for_each_other() -> None:
+    """1F1B on 2 stages: 0F1 is under way when 1B0's gradient wants to go back."""
+    costs = {"activation_bytes": [5], "gradient_bytes": [5]}
+    times = {Kind.F: 1, Kind.B: 1}
+    both = {
+        shared: replay(one_f_one_b(2, 2), times, Link("x", 0, 1, shared), **costs) for shared in (False, True)
+    }
+    gradient = {
+        shared: next(m for m in timeline.messages if m.name == "1B0->0") for shared, timeline in both.items()
+    }
+    assert (gradient[False].start_s, gradient[False].end_s) == (8, 13)
+    assert (gradient[True].start_s, gradient[True].end_s) == (11, 16)
+
+
+def test_the_most_specific_duration_counts() -> None:
+    schedule = gpipe(2, 2, "never")
+    times = {Kind.F: 1, Kind.B: 2, (1, Kind.F): 5, (1, Kind.F, 1): 7}
+    duration = {str(e.action): e.duration_s for e in replay(schedule, times).events}
+    assert duration == {
+        "0F0": 1, "0F1": 1, "1F0": 5, "1F1": 7, "0B0": 2, "0B1": 2, "1B0": 2, "1B1": 2,
+    }  # fmt: skip
+    assert replay(schedule, lambda action: duration[str(action)]) == replay(schedule, times)
+
+
+def test_mistakes_are_named() -> None:
+    schedule = gpipe(2, 2, "always")
+    with pytest.raises(ValueError, match=r"no duration for 0R1; give one for 'R' or for \(0, 'R'\)"):
+        replay(schedule, {Kind.F: 1, Kind.B: 1})
+    with pytest.raises(ValueError, match=r"0F0 takes -1 s"):
+        replay(schedule, {**SLOTS, Kind.F: -1})
+    with pytest.raises(ValueError, match=r"0F0 takes nan s"):
+        replay(schedule, {**SLOTS, Kind.F: float("nan")})
+    with pytest.raises(ValueError, match="activation_bytes has 0 entries for 1 boundaries"):
+        replay(schedule, SLOTS, LINKS["ethernet-1g"])
+    with pytest.raises(ValueError, match="gradient_bytes has 2 entries for 1 boundaries"):
+        replay(schedule, SLOTS, LINKS["ethernet-1g"], activation_bytes=[1], gradient_bytes=[1, 2])
+    with pytest.raises(ValueError, match="update_s has 3 entries for 2 stages"):
+        replay(schedule, SLOTS, update_s=[1, 1, 1])
+    with pytest.raises(ValueError, match=r"setup_s\[1\] is -1"):
+        replay(schedule, SLOTS, setup_s=[0, -1])
+    rows = (tuple(reversed(schedule.actions[0])), schedule.actions[1])
+    with pytest.raises(ValueError, match="deadlocks: 0B0, 1F0 wait"):
+        replay(Schedule("backwards", 2, 2, "always", rows), SLOTS)
+
+
+def test_links_are_checked_and_say_where_they_come_from() -> None:
+    with pytest.raises(ValueError, match="latency_s is -1"):
+        Link("bad", latency_s=-1)
+    with pytest.raises(ValueError, match="bandwidth_bytes_per_s is 0"):
+        Link("bad", bandwidth_bytes_per_s=0)
+    for name, link in LINKS.items():
+        assert link.name == name
+        assert len(link.source) > 20
+    # A gradient of 100 MB takes longer on each slower kind of link.
+    order = [
+        "nvlink5",
+        "nvlink4",
+        "nvlink3",
+        "nvlink2",
+        "infiniband-ndr",
+        "pcie5-host",
+        "infiniband-hdr",
+        "pcie4-host",
+    ]
+    order += ["infiniband-edr", "pcie3-host", "ethernet-25g", "loopback", "ethernet-10g", "ethernet-1g"]
+    takes_s = [LINKS[name].occupied_s(100e6) + LINKS[name].latency_s for name in order]
+    assert takes_s == sorted(takes_s)
+    assert LINKS["ethernet-1g"].occupied_s(125e6) == 1
+
+
+# Size and export --------------------------------------------------------------------------------------------
+
+
+def test_the_largest_pipeline_of_the_paper_takes_less_than_a_second() -> None:
+    """128 stages with 4 micro-batches for each, over a link with queues. Processor time, better of two."""
+    schedule, times = gpipe(128, 512), {Kind.F: 0.01, Kind.R: 0.01, Kind.B: 0.02}
+
+    def took_s() -> float:
+        start = time.process_time()
+        timeline = replay(schedule, times, LINKS["pcie3-host"], activation_bytes=[1e6] * 127)
+        taken_s = time.process_time() - start
+        assert len(timeline.events) == 128 * 512 * 3
+        return taken_s
+
+    assert min(took_s(), took_s()) < 1.0
+
+
+def test_a_timeline_is_exported_and_read_back() -> None:
+    schedule = split_backward(gpipe(3, 2, "always"))
+    timeline = replay(
+        schedule, {kind: slots / 1000 for kind, slots in SLOTS.items()}, LINKS["pcie3-host"],
+        activation_bytes=[1e6, 2e6], setup_s=[0.001, 0, 0], update_s=[0.002, 0.001, 0.003],
+    )  # fmt: skip
+    validate(schedule)
+    assert Timeline.from_data(json.loads(json.dumps(timeline.to_data()))) == timeline
+    lines = list(csv.DictReader(io.StringIO(timeline.to_csv())))
+    assert {line["name"] for line in lines if line["what"] == "action"} == {str(a) for a in schedule}
+    assert [line["name"] for line in lines if line["what"] == "work"] == [
+        "setup",
+        "update",
+        "update",
+        "update",
+    ]
+    assert sum(line["what"] == "message" for line in lines) == len(transfers(schedule))
+    assert max(float(line["end_s"]) for line in lines) == timeline.makespan_s
+    by_name = {line["name"]: line for line in lines}
+    for event in timeline.events:
+        assert float(by_name[str(event.action)]["start_s"]) == event.start_s
+        assert int(by_name[str(event.action)]["stage"]) == event.action.stage
+    trace = json.loads(json.dumps(timeline.to_chrome()))["traceEvents"]
+    assert sum(row["ph"] == "X" for row in trace) == len(timeline.events) + 4
+    assert sum(row["ph"] == "b" for row in trace) == sum(row["ph"] == "e" for row in trace) == 8

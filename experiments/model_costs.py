@@ -69,8 +69,7 @@ def _profile(
 ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
     name, options = HALVES[half].model, HALVES[half].options
     inputs, target = example_batch(name, microbatch_size, device="meta", **options)
-    layers = profiler.chain(model, Boundary.of(inputs))
-    return layers, profiler.loss(loss_fn(name, **options), layers[-1].outputs, Boundary.of(target))
+    return profiler.model(model, loss_fn(name, **options), Boundary.of(inputs), Boundary.of(target))
 
 
 def amoebanet_profile(

@@ -65,8 +65,7 @@ def verify(name: str, num_stages: int, remat: str, num_microbatches: int, seed: 
     tracked = _train(pipeline, name, options, compute_loss, memory)
     microbatch = example_batch(name, BATCH_SIZE // num_microbatches, device="meta", **options)
     profiler = _profiler()
-    layers = profiler.chain(model, Boundary.of(microbatch[0]))
-    loss = profiler.loss(compute_loss, layers[-1].outputs, Boundary.of(microbatch[1]))
+    layers, loss = profiler.model(model, compute_loss, *map(Boundary.of, microbatch))
     modelled = pipeline_memory(layers, loss, pipeline.partition, pipeline.schedule, "rmsprop")
     return Verification(tracked, modelled)
 
@@ -91,6 +90,7 @@ def _train(
             with memory.owned_by(stage.index):
                 for layer in stage.layers:
                     memory.watch([*layer.parameters(), *layer.buffers()])
+                stage.statistics.begin()  # what it keeps for batch normalization is the stage's
         inputs, target = example_batch(name, BATCH_SIZE, **options)
         for step in range(NUM_STEPS):
             if step == NUM_STEPS - 1:

@@ -17,11 +17,31 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor by what its cost depends on. The first dimension is the micro-batch."""
+    """A tensor by what its cost depends on. The first dimension is the micro-batch.
+
+    ``layout`` names the dimensions from the outermost in memory to the innermost, None where that is their
+    order: whether a layer copies its input (a `reshape` of a transposed one) depends on it.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    layout: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The description of a (real, fake or meta) tensor."""
+        layout = None
+        if not tensor.is_contiguous():
+            strides = tensor.stride()
+            order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
+            layout = order if order != tuple(range(tensor.dim())) else None
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, layout)
+
+    def empty(self) -> Tensor:
+        """A dense tensor like that, without a gradient."""
+        layout = self.layout or tuple(range(len(self.shape)))
+        return torch.empty_permuted(self.shape, layout, dtype=self.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -49,8 +69,7 @@ class Boundary:
         tensors = as_tuple(value)
         first: dict[int, int] = {}
         same_as = tuple(first.setdefault(id(tensor), index) for index, tensor in enumerate(tensors))
-        specs = tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-        return cls(specs, same_as, not isinstance(value, Tensor))
+        return cls(tuple(map(TensorSpec.of, tensors)), same_as, not isinstance(value, Tensor))
 
     @cached_property
     def distinct(self) -> tuple[int, ...]:

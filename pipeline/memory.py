@@ -107,7 +107,7 @@ def stage_memory(
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(OPTIMIZERS)}")
     rule = OPTIMIZERS[optimizer]
-    state = rule.state * stage.parameter_bytes + 4 * len(stage.parameter_sizes) * rule.counts_steps
+    state = rule.state * sum(stage.trained_sizes) + 4 * len(stage.trained_sizes) * rule.counts_steps
     num_microbatches = sum(action.kind is Kind.F for action in actions)
     # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
     user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
@@ -132,16 +132,16 @@ def stage_memory(
         "first": stage.backward_first,
         "later": stage.backward,
     }
-    received = 0 if is_first else stage.input_bytes
+    received, kept = (0, 0) if is_first else (stage.input_bytes, stage.kept_input_bytes)
     fullest = at(
-        Moment(transients=rule.temporaries * max(stage.parameter_sizes, default=0)),
+        Moment(transients=rule.temporaries * max(stage.trained_sizes, default=0)),
         stage.gradient_bytes, 0, 0, 0, "optimizer",
     )  # fmt: skip
     for demand in demands(actions, receive_ahead):
         candidate = at(
             moments[demand.moment],
             stage.gradient_bytes if demand.after_first_backward else 0,
-            demand.inputs * received,
+            demand.inputs * received + demand.graph_inputs * kept,
             demand.graphs * stage.saved_bytes,
             demand.inputs_ahead * received + demand.output_gradients * stage.output_gradient_bytes,
             demand.when,
@@ -156,7 +156,8 @@ class Demand:
     """What an action finds alive on its stage, in numbers of micro-batches; independent of sizes."""
 
     moment: str  # which moment of the footprint it adds
-    inputs: int  # boundary inputs held, its own included
+    inputs: int  # boundary inputs held whole: those of micro-batches without a graph, its own in F and R
+    graph_inputs: int  # boundary inputs of which a graph holds its part: all others
     graphs: int  # graphs held of other micro-batches
     inputs_ahead: int  # posted receives of further inputs
     output_gradients: int  # gradients received or posted, beside the one that a backward works on
@@ -170,13 +171,13 @@ def demands(actions: tuple[Action, ...], receive_ahead: int = 0) -> tuple[Demand
     recomputed = {action.microbatch for action in actions if action.kind is Kind.R}
     to_receive = sum(action.kind is Kind.F for action in actions)
     to_send_back = sum(action.kind in (Kind.B, Kind.I) for action in actions)
-    inputs, graphs, backwards = 0, 0, 0
+    whole, graphs, backwards = 0, 0, 0
     found: list[Demand] = []
     for action in actions:
         ahead = 0
         match action.kind:
             case Kind.F:
-                inputs, to_receive = inputs + 1, to_receive - 1
+                whole, to_receive = whole + 1, to_receive - 1
                 moment = "free" if action.microbatch in recomputed else "forward"
                 gradients = 0
             case Kind.R:
@@ -188,14 +189,12 @@ def demands(actions: tuple[Action, ...], receive_ahead: int = 0) -> tuple[Demand
             case _:
                 raise ValueError(f"no memory model for action {action}: split backwards are not modelled yet")
         ahead = min(receive_ahead, to_receive)
-        found.append(Demand(moment, inputs, graphs, ahead, gradients, backwards > 0, str(action)))
-        match action.kind:
-            case Kind.F:
-                graphs += action.microbatch not in recomputed
-            case Kind.R:
-                graphs += 1
-            case Kind.B:
-                inputs, backwards = inputs - 1, backwards + 1
+        in_graphs = graphs + (action.kind is Kind.B)
+        found.append(Demand(moment, whole, in_graphs, graphs, ahead, gradients, backwards > 0, str(action)))
+        if action.kind is Kind.B:
+            backwards += 1
+        elif moment == "forward":
+            whole, graphs = whole - 1, graphs + 1
     return _undominated(found)
 
 
@@ -203,7 +202,9 @@ def _undominated(found: list[Demand]) -> tuple[Demand, ...]:
     """Of equal kinds only those that no other exceeds or equals in every count; the earliest of equals."""
     by_kind: dict[tuple[str, bool], list[tuple[tuple[int, ...], Demand]]] = {}
     for demand in found:
-        counts = (demand.inputs, demand.graphs, demand.inputs_ahead, demand.output_gradients)
+        counts = (
+            demand.inputs, demand.graph_inputs, demand.graphs, demand.inputs_ahead, demand.output_gradients,
+        )  # fmt: skip
         rivals = by_kind.setdefault((demand.moment, demand.after_first_backward), [])
         if any(all(a >= b for a, b in zip(rival, counts, strict=True)) for rival, _ in rivals):
             continue

@@ -11,6 +11,11 @@ therefore tells the *order of events* - which storage appears and dies when - of
 
 Nothing of the real size is allocated: the layer runs under FakeTensorMode, on the CPU device. A GPU's kernels
 may keep other things; real runs under a memory cap check that.
+
+Inputs are laid out as the layer before leaves them; gradients of outputs are made up dense and in the order
+of the dimensions, so a layer that copies gradients of another layout is not seen copying. Fake kernels return
+results in storages of their own size, while a few real ones return a small result in a large workspace (the
+CPU's `mse_loss` returns a number in as many bytes as its input has).
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipeline.batchnorm import Statistics
 from pipeline.boundary import Boundary, TensorSpec, as_tuple
 from pipeline.signature import signature
 from pipeline.story import Story
@@ -41,16 +47,13 @@ class LayerProfile:
     outputs: Boundary
     unused: frozenset[int]  # positions of outputs for which no gradient comes back
     num_parameters: int  # trainable elements
-    parameter_sizes: tuple[int, ...]  # bytes of each parameter tensor
-    buffer_bytes: int
+    parameter_bytes: int  # trained or not
+    trained_sizes: tuple[int, ...]  # bytes of each parameter tensor that gets a gradient
+    buffer_bytes: int  # with what a stage adds for batch normalization (pipeline.batchnorm)
     gradient_bytes: int
     free: Story
     first: Story
     later: Story
-
-    @cached_property
-    def parameter_bytes(self) -> int:
-        return sum(self.parameter_sizes)
 
     @cached_property
     def output_gradient_bytes(self) -> int:
@@ -82,18 +85,40 @@ class Profiler:
                 self._known[key] = self._run(fake_copy(layer), inputs, unused)
         return self._known[key]
 
-    def chain(self, layers: Iterable[nn.Module], inputs: Boundary) -> tuple[LayerProfile, ...]:
-        """Profiles of layers in sequence, each fed with what the one before it returns."""
+    def chain(
+        self, layers: Iterable[nn.Module], inputs: Boundary, unused: frozenset[int] = frozenset()
+    ) -> tuple[LayerProfile, ...]:
+        """Profiles of layers in sequence, each fed with what the one before it returns.
+
+        ``unused`` are positions of the last one's outputs that nothing differentiates. Raises ValueError if
+        two layers share a parameter: profiles are added up, so it would be counted twice.
+        """
         modules, profiles = list(layers), list[LayerProfile]()
+        _refuse_ties(modules)
         for module in modules:
             profiles.append(self.layer(module, inputs))
             inputs = profiles[-1].outputs
         # No gradient comes back for what the layers after do not use (AmoebaNet's last "previous" tensor).
-        for index in range(len(modules) - 2, -1, -1):
-            unused = profiles[index + 1].first.without_gradient
+        for index in range(len(modules) - 1, -1, -1):
             if unused:
                 profiles[index] = self.layer(modules[index], profiles[index].inputs, unused)
+            unused = profiles[index].first.without_gradient
         return tuple(profiles)
+
+    def model(
+        self,
+        layers: Iterable[nn.Module],
+        loss_fn: Callable[[Any, Tensor], Tensor],
+        inputs: Boundary,
+        target: Boundary,
+    ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
+        """Profiles of all layers of a model and of its loss, which may leave outputs unused."""
+        modules = list(layers)
+        profiles = self.chain(modules, inputs)
+        loss = self.loss(loss_fn, profiles[-1].outputs, target)
+        if loss.first.without_gradient:
+            profiles = self.chain(modules, inputs, loss.first.without_gradient)
+        return profiles, loss
 
     def loss(
         self, loss_fn: Callable[[Any, Tensor], Tensor], outputs: Boundary, target: Boundary
@@ -107,21 +132,24 @@ class Profiler:
         return torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
 
     def _run(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
-        trainable = [p for p in layer.parameters() if p.requires_grad]
         with torch.no_grad():
             free, _ = self._tell(layer, inputs, unused)
         first, outputs = self._tell(layer, inputs, unused)
-        gradient_bytes = sum(p.grad.untyped_storage().nbytes() for p in trainable if p.grad is not None)
         later, _ = self._tell(layer, inputs, unused)
+        trained = [p for p in layer.parameters() if p.grad is not None]
+        with EventLog() as added:
+            statistics = Statistics([layer])
+            statistics.begin()
         return LayerProfile(
             name=type(layer).__name__,
             inputs=inputs,
             outputs=outputs,
             unused=unused,
-            num_parameters=sum(p.numel() for p in trainable),
-            parameter_sizes=tuple(p.numel() * p.itemsize for p in layer.parameters()),
-            buffer_bytes=sum(b.numel() * b.itemsize for b in layer.buffers()),
-            gradient_bytes=gradient_bytes,
+            num_parameters=sum(p.numel() for p in layer.parameters() if p.requires_grad),
+            parameter_bytes=sum(p.numel() * p.itemsize for p in layer.parameters()),
+            trained_sizes=tuple(p.numel() * p.itemsize for p in trained),
+            buffer_bytes=sum(b.numel() * b.itemsize for b in layer.buffers()) + sum(added.sizes),
+            gradient_bytes=sum(first.sizes[storage] for storage in first.gradients),
             free=free,
             first=first,
             later=later,
@@ -130,7 +158,7 @@ class Profiler:
     def _tell(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> tuple[Story, Boundary]:
         """Run forward, and backward where there is a graph, with references as scarce as in a stage."""
         delivered: dict[int, Tensor] = {}
-        leaves = [torch.empty(spec.shape, dtype=spec.dtype) for spec in inputs.tensors]
+        leaves = [spec.empty() for spec in inputs.tensors]
         seed = torch.empty(())
         with EventLog() as log:
             values = [
@@ -162,7 +190,11 @@ class Profiler:
             outputs=output_storages,
             kept=kept if torch.is_grad_enabled() else frozenset(),
             gradients=frozenset(serial for serial in gradients if serial is not None),
-            output_gradients=tuple(serial for serial in sent_back if serial is not None),
+            output_gradients=tuple(sent_back) or (None,) * len(output_storages),
+            input_gradients=tuple(
+                log.serial_of(delivered[first]) if first == position and first in delivered else None
+                for position, first in enumerate(inputs.same_as)
+            ),
             forward=forward,
             backward=backward if torch.is_grad_enabled() else (),
             without_gradient=frozenset(
@@ -209,7 +241,7 @@ class _Tail(torch.autograd.Function):
             torch.empty(spec[0], dtype=spec[1]) if spec is not None and first == index else None
             for index, (spec, first) in enumerate(zip(ctx.specs, ctx.same_as, strict=True))
         ]
-        ctx.sent_back.extend(ctx.log.serial_of(each) for each in gradients if each is not None)
+        ctx.sent_back.extend(None if each is None else ctx.log.serial_of(each) for each in gradients)
         return None, None, None, *gradients
 
 
@@ -238,10 +270,24 @@ def _follow(result: Any, unused: frozenset[int], log: EventLog, sent_back: list[
 
 
 def _serials(log: EventLog, tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Numbers of the tensors' storages; one that the run did not make (a parameter) counts as new."""
-    tensors = tuple(tensors)
+    """Numbers of the tensors' storages; one that the run did not make (a parameter) is new but costs nothing
+    here: it is counted where it belongs.
+    """
+    tensors, made = tuple(tensors), len(log.sizes)
     log.watch(tensors)
+    log.sizes[made:] = [0] * (len(log.sizes) - made)
     return tuple(serial for serial in map(log.serial_of, tensors) if serial is not None)
+
+
+def _refuse_ties(layers: Iterable[nn.Module]) -> None:
+    owners: dict[nn.Parameter, int] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            if owners.setdefault(parameter, index) != index:
+                raise ValueError(
+                    f"layers {owners[parameter]} and {index} share the parameter {name!r}, which profiles "
+                    "would count twice: put both layers into one module, or give each its own"
+                )
 
 
 def fake_copy(layer: nn.Module) -> nn.Module:

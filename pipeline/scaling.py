@@ -102,10 +102,10 @@ def _structure(profile: LayerProfile) -> tuple[object, ...]:
     return (
         profile.name,
         profile.unused,
-        len(profile.parameter_sizes),
+        len(profile.trained_sizes),
         *(story.plot for story in (profile.free, profile.first, profile.later)),
         *(
-            (end.same_as, end.is_tuple, [(len(t.shape), t.dtype, t.requires_grad) for t in end.tensors])
+            (end.same_as, end.is_tuple, [(len(t.shape), replace(t, shape=())) for t in end.tensors])
             for end in (profile.inputs, profile.outputs)
         ),
     )
@@ -114,6 +114,7 @@ def _structure(profile: LayerProfile) -> tuple[object, ...]:
 def _numbers(profile: LayerProfile) -> list[int]:
     return [
         profile.num_parameters,
+        profile.parameter_bytes,
         profile.buffer_bytes,
         profile.gradient_bytes,
         *(
@@ -122,7 +123,7 @@ def _numbers(profile: LayerProfile) -> list[int]:
             for spec in end.tensors
             for length in spec.shape
         ),
-        *profile.parameter_sizes,
+        *profile.trained_sizes,
         *profile.free.sizes,
         *profile.first.sizes,
         *profile.later.sizes,
@@ -140,15 +141,16 @@ def _with_numbers(pattern: LayerProfile, numbers: Sequence[int]) -> LayerProfile
         tensors = tuple(replace(spec, shape=take(len(spec.shape))) for spec in boundary.tensors)
         return replace(boundary, tensors=tensors)
 
-    num_parameters, buffer_bytes, gradient_bytes = take(3)
+    num_parameters, parameter_bytes, buffer_bytes, gradient_bytes = take(4)
     return replace(
         pattern,
         num_parameters=num_parameters,
+        parameter_bytes=parameter_bytes,
         buffer_bytes=buffer_bytes,
         gradient_bytes=gradient_bytes,
         inputs=end(pattern.inputs),
         outputs=end(pattern.outputs),
-        parameter_sizes=take(len(pattern.parameter_sizes)),
+        trained_sizes=take(len(pattern.trained_sizes)),
         free=replace(pattern.free, sizes=take(len(pattern.free.sizes))),
         first=replace(pattern.first, sizes=take(len(pattern.first.sizes))),
         later=replace(pattern.later, sizes=take(len(pattern.later.sizes))),

@@ -6,6 +6,7 @@ neighbours hold. The sequence can, and it is the same for every micro-batch size
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +25,8 @@ class Story:
     outputs: tuple[int, ...]  # storage of each output position: an input's where it is passed on
     kept: frozenset[int]  # what the graph still holds after the forward pass
     gradients: frozenset[int]  # storages that became parameter gradients
-    output_gradients: tuple[int, ...]  # storages of the gradients that the backward pass begins with
+    output_gradients: tuple[int | None, ...]  # storage of each output's gradient; None: there is none
+    input_gradients: tuple[int | None, ...]  # storage of each input's gradient: an output's if passed on
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     without_gradient: frozenset[int]  # input positions that no gradient reached though they take one
@@ -34,7 +36,7 @@ class Story:
         """The story without its sizes: equal for two micro-batch sizes that can be interpolated."""
         return (
             self.inputs, self.outputs, self.kept, self.gradients, self.output_gradients,
-            self.forward, self.backward, self.without_gradient,
+            self.input_gradients, self.forward, self.backward, self.without_gradient,
         )  # fmt: skip
 
     @cached_property
@@ -51,29 +53,39 @@ class Story:
         """Bytes the graph holds beyond the storages at the layer's two ends."""
         return sum(self.sizes[storage] for storage in self.kept.difference(self.inputs, self.outputs))
 
-    @cached_property
-    def stretches(self) -> tuple[Stretch, ...]:
-        """The backward pass, cut where storages are let go that the neighbours may hold too."""
-        return self._stretches(frozenset())
+    def stretches(self, received: tuple[Received | None, ...]) -> tuple[Stretch, ...]:
+        """The backward pass, cut where storages are let go that the neighbours may hold too.
 
-    @cached_property
-    def stretches_of_last(self) -> tuple[Stretch, ...]:
-        """The same for the last layer of a stage: whoever starts autograd holds the gradients of the outputs
-        until it returns.
+        ``received`` says which storages the gradients of the outputs really are; they are alive when it
+        begins. Computed once for each.
         """
-        return self._stretches(frozenset(-storage - 1 for storage in self.output_gradients))
+        if received not in self._stretches:
+            self._stretches[received] = self._cut(received)
+        return self._stretches[received]
 
-    def _stretches(self, ignored: frozenset[int]) -> tuple[Stretch, ...]:
+    @cached_property
+    def _stretches(self) -> dict[tuple[Received | None, ...], tuple[Stretch, ...]]:
+        return {}
+
+    def _cut(self, received: tuple[Received | None, ...]) -> tuple[Stretch, ...]:
         ends = {*self.inputs, *self.outputs}
+        given = {s: r for s, r in zip(self.output_gradients, received, strict=True) if s is not None}
+        users = Counter(each.storage for each in given.values() if each is not None)
         stretches: list[Stretch] = []
         now, top = [0, 0, 0], [0, 0, 0]  # saved, gradients, other
         for event in self.backward:
-            if event in ignored:
-                continue
             storage, sign = abs(event) - 1, 1 if event > 0 else -1
             if storage in ends:
                 stretches.append(Stretch(top[0], top[1], top[2], now[0], now[1], now[2], storage))
                 now, top = [0, 0, 0], [0, 0, 0]
+                continue
+            if storage in given:
+                real = given[storage]
+                if real is None or sign > 0:
+                    continue
+                users[real.storage] -= 1
+                if users[real.storage] == 0 and not real.is_held:
+                    now[2] -= real.num_bytes
                 continue
             kind = 0 if storage in self.kept else 1 if storage in self.gradients else 2
             now[kind] += sign * self.sizes[storage]
@@ -81,6 +93,15 @@ class Story:
                 top = now.copy()
         stretches.append(Stretch(top[0], top[1], top[2], now[0], now[1], now[2], None))
         return tuple(stretches)
+
+
+@dataclass(frozen=True)
+class Received:
+    """The gradient of an output as the layers after made it; they may make one storage for several outputs."""
+
+    storage: int  # equal for outputs that got the same
+    num_bytes: int
+    is_held: bool  # whoever started autograd holds it until the end
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,127 @@
+"""Real training steps, counted storage by storage, beside what the memory model says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pipeline import Pipeline
+from pipeline.boundary import Boundary, as_tuple
+from pipeline.memory import StageMemory, pipeline_memory
+from pipeline.microbatch import Tree, split
+from pipeline.profile import LayerProfile, Profiler
+from pipeline.schedule import Action
+from pipeline.tracker import LiveMemory
+from pipeline.transport import InProcess
+
+Loss = Callable[..., Tensor]
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, foreach=False),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.9, foreach=False),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, foreach=False),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """How to train."""
+
+    num_stages: int = 1
+    num_microbatches: int = 1
+    remat: str = "never"
+    schedule: str = "gpipe"
+    optimizer: str = "rmsprop"
+    autocast: torch.dtype | None = None
+
+    def precision(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
+
+
+@dataclass
+class Counted:
+    """Most bytes alive on each stage: in the whole step, and in each action."""
+
+    peaks: list[int]
+    actions: dict[Action, int] = field(default_factory=dict)
+
+
+def count(
+    model: nn.Sequential, batch: Tree, target: Tensor, loss_fn: Loss, step: Step
+) -> tuple[Counted, Pipeline]:
+    """Train two steps on separate in-process devices; count the second, in which optimizer state exists."""
+    memory = LiveMemory()
+    pipeline = Pipeline(
+        model,
+        num_stages=step.num_stages,
+        num_microbatches=step.num_microbatches,
+        schedule=step.schedule,
+        remat=step.remat,
+        cost=[1.0] * len(model),
+        transport=InProcess(copy=True, observe_transfer=memory.owned_by),
+    )
+    stages = pipeline.stages
+    parameters = [[p for layer in stage.layers for p in layer.parameters()] for stage in stages]
+    optimizers = [OPTIMIZERS[step.optimizer](own) if own else None for own in parameters]
+    counted = Counted([0] * step.num_stages)
+
+    def collect(stage: int) -> int:
+        peak = memory.peak_bytes[stage]
+        counted.peaks[stage] = max(counted.peaks[stage], peak)
+        memory.peak_bytes[stage] = memory.live_bytes[stage]
+        return peak
+
+    @contextmanager
+    def observe(action: Action) -> Iterator[None]:
+        collect(action.stage)
+        with memory.owned_by(action.stage):
+            yield
+        counted.actions[action] = collect(action.stage)
+
+    with memory:
+        for stage in stages:
+            with memory.owned_by(stage.index):
+                memory.watch(t for layer in stage.layers for t in (*layer.parameters(), *layer.buffers()))
+                stage.statistics.begin()  # its tensors belong to the stage
+        for index in range(2):
+            if index == 1:
+                counted.peaks[:] = [0] * step.num_stages
+                memory.reset_peaks()
+            with step.precision():
+                pipeline.step(batch, target, loss_fn, observe=observe)
+            for stage, optimizer in zip(stages, optimizers, strict=True):
+                if optimizer is not None:
+                    with memory.owned_by(stage.index):
+                        optimizer.step()
+                        optimizer.zero_grad()
+                collect(stage.index)
+    data = [0] * step.num_stages
+    data[0] += sum(tensor.untyped_storage().nbytes() for tensor in dict.fromkeys(as_tuple(batch)))
+    data[-1] += target.untyped_storage().nbytes()
+    counted.peaks = [peak + own for peak, own in zip(counted.peaks, data, strict=True)]
+    counted.actions = {action: peak + data[action.stage] for action, peak in counted.actions.items()}
+    return counted, pipeline
+
+
+def profiles(
+    model: nn.Sequential, batch: Tree, target: Tensor, loss_fn: Loss, step: Step
+) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
+    """Of the layers and the loss, at the (larger) micro-batch size."""
+    profiler = Profiler(step.autocast)
+    inputs = split(batch, step.num_microbatches)[0]
+    part = split(target, step.num_microbatches)[0]
+    return profiler.model(model, loss_fn, Boundary.of(inputs), Boundary.of(part))
+
+
+def compare(
+    model: nn.Sequential, batch: Tree, target: Tensor, loss_fn: Loss, step: Step
+) -> tuple[Counted, tuple[StageMemory, ...]]:
+    """What a real step holds, and what the model says."""
+    counted, pipeline = count(model, batch, target, loss_fn, step)
+    layers, loss = profiles(model, batch, target, loss_fn, step)
+    modelled = pipeline_memory(layers, loss, pipeline.partition, pipeline.schedule, step.optimizer)
+    return counted, modelled

@@ -54,6 +54,8 @@ def _verb(name: str) -> Callable[[argparse.Namespace], int]:
         from experiments.doctor import run
     elif name == "compare":
         from experiments.verb_compare import run
+    elif name == "size":
+        from experiments.verb_size import run
     else:
         from experiments.verb_run import run
     return run
@@ -108,6 +110,18 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("name", metavar="NAME", help="an experiment, see list")
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
     verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
+
+    verb = _add(verbs, "size", "the largest model for your accelerators, or where to cut one you have")
+    verb.add_argument("model", metavar="MODEL", help="transformer-lm or amoebanet-d, with Table 1's options")
+    verb.add_argument("--num-stages", type=int, required=True, metavar="K", help="accelerators")
+    verb.add_argument("--cap-gib", type=float, required=True, metavar="GIB", help="memory of each")
+    verb.add_argument("--num-layers", type=int, metavar="L", help="of a given model; without it, search")
+    verb.add_argument("--num-filters", type=int, metavar="D", help="of a given AmoebaNet")
+    verb.add_argument("--num-microbatches", type=int, metavar="M", help="default: what needs least memory")
+    verb.add_argument(
+        "--precision", choices=("float32", "bfloat16"), default="float32",
+        help="of the activations (autocast); default: %(default)s",
+    )  # fmt: skip
     return parser
 
 

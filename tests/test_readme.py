@@ -28,7 +28,7 @@ def test_lost_markers_are_an_error() -> None:
 
 def test_python_examples_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 1
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     names = {"torch": torch, "model": model, "batch": torch.randn(16, 4), "target": torch.randint(4, (16,))}
     for block in blocks:

@@ -1,0 +1,74 @@
+"""`size`: the search and the cut for one's own accelerators, and its refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments.cli import main
+
+
+def size(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main(["size", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def peaks(line: str) -> list[int]:
+    stages = json.loads(line)["stages"]
+    return [sum(value for name, value in stage.items() if name != "when") for stage in stages]
+
+
+def test_the_largest_model_fits_and_one_layer_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("transformer-lm", "--num-stages", 4, "--cap-gib", 24, "--json")
+    status, out, _ = size(capsys, *asked)
+    found = json.loads(out)
+    assert status == 0
+    assert max(peaks(out)) <= 24 * 2**30
+    assert sum(found["layers_per_stage"]) == found["num_layers"] + 2
+    assert size(capsys, *asked, "--num-layers", found["num_layers"])[0] == 0
+    status, _, err = size(capsys, *asked, "--num-layers", found["num_layers"] + 1)
+    assert status == 2
+    assert "the cap is 24 GiB" in err
+
+
+def test_more_microbatches_never_need_more(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("transformer-lm", "--num-stages", 2, "--cap-gib", 900, "--num-layers", 4, "--json")
+    needed = [max(peaks(size(capsys, *asked, "--num-microbatches", m)[1])) for m in (1, 4, 32)]
+    best = max(peaks(size(capsys, *asked)[1]))
+    assert needed[0] > needed[1] > needed[2] == best
+
+
+def test_the_table_names_the_model_and_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = size(capsys, "transformer-lm", "--num-stages", 3, "--cap-gib", 16, "--num-layers", 3)
+    assert "transformer-lm 3 layers: 282,178,816 parameters on 3 x 16 GiB (modelled)" in out
+    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("vgg --num-stages 1 --cap-gib 1", "unknown model 'vgg'; known: amoebanet-d, transformer-lm"),
+        ("transformer-lm --num-stages 1 --cap-gib 1", "no transformer-lm fits into 1 GiB"),
+        ("transformer-lm --num-stages 40 --cap-gib 24 --num-layers 24", "use at most 26"),
+        ("transformer-lm --num-stages 0 --cap-gib 24", "--num-stages 0"),
+        ("transformer-lm --num-stages 1 --cap-gib nan", "--cap-gib nan"),
+        ("transformer-lm --num-stages 1 --cap-gib 9 --num-layers 0", "--num-layers 0"),
+        ("transformer-lm --num-stages 1 --cap-gib 9 --num-layers 3 --num-filters 2", "has no filters"),
+        (
+            "transformer-lm --num-stages 1 --cap-gib 9 --num-layers 3 --num-microbatches 5",
+            "use one of 1, 2, 4",
+        ),
+        ("amoebanet-d --num-stages 1 --cap-gib 9 --num-layers 3", "needs --num-filters"),
+        ("amoebanet-d --num-stages 1 --cap-gib 9 --num-filters 208", "--num-filters needs --num-layers"),
+    ],
+)
+def test_refusals_name_the_value_and_the_remedy(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    status, out, err = size(capsys, *arguments.split())
+    assert status == 2
+    assert message in err
+    assert err.startswith("error: ")
+    assert (out, len(err.splitlines())) == ("", 1)

@@ -8,7 +8,9 @@ schedule as the engine, so what is alive when follows from the schedule and is w
     graphs held              0   0   0   1   1   1   1   1   1      one at a time
 
 Peaks are those of a steady training step: optimizer state exists, gradients are set to None between steps and
-appear at the first backward.
+appear at the first backward; the optimizer updates one tensor at a time (`foreach=False`). Micro-batches are
+of one size: profiles of the larger ones bound a step whose last micro-batches have an example less. Left out:
+the loss values that the last stage collects, one number per micro-batch.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ class Optimizer:
 
     state: int  # copies of the parameters kept between steps
     temporaries: int  # parameter-sized temporaries while one parameter is updated, one tensor at a time
+    lingers: bool  # one of them lives on while the next parameter is updated: a variable of torch's loop
     counts_steps: bool  # keeps a 4-byte step count for each parameter tensor
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "sgd": Optimizer(state=0, temporaries=0, counts_steps=False),
+    "sgd": Optimizer(state=0, temporaries=0, lingers=False, counts_steps=False),
     # Mean square and momentum: with the value the paper's 12 bytes per float32 parameter.
-    "rmsprop": Optimizer(state=2, temporaries=1, counts_steps=True),
-    "adam": Optimizer(state=2, temporaries=2, counts_steps=True),
+    "rmsprop": Optimizer(state=2, temporaries=1, lingers=True, counts_steps=True),
+    "adam": Optimizer(state=2, temporaries=2, lingers=True, counts_steps=True),
 }
 
 
@@ -77,8 +80,9 @@ def pipeline_memory(
     """Peak of each stage when ``layers`` (profiled at the micro-batch size) are cut into ``stages``.
 
     ``receive_ahead`` is the number of boundary inputs and gradients a stage has posted receives for beyond
-    the one in use: 0 in one process, 1 over torch.distributed. Raises ValueError for an unknown optimizer and
-    for a schedule with another number of stages.
+    the one in use: 1 over torch.distributed; 0 in one process, where gpipe and naive use every message as it
+    comes (under 1f1b one may wait there too, and the peak is between that for 0 and that for 1). Raises
+    ValueError for an unknown optimizer and for a schedule with another number of stages.
     """
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
@@ -134,7 +138,7 @@ def stage_memory(
     }
     received, kept = (0, 0) if is_first else (stage.input_bytes, stage.kept_input_bytes)
     fullest = at(
-        Moment(transients=rule.temporaries * max(stage.trained_sizes, default=0)),
+        Moment(transients=_update_transients(rule, stage.trained_sizes)),
         stage.gradient_bytes, 0, 0, 0, "optimizer",
     )  # fmt: skip
     for demand in demands(actions, receive_ahead):
@@ -149,6 +153,12 @@ def stage_memory(
         if candidate.peak > fullest.peak:
             fullest = candidate
     return fullest
+
+
+def _update_transients(rule: Optimizer, sizes: tuple[int, ...]) -> int:
+    """Bytes of temporaries while an optimizer updates parameters of these sizes in turn."""
+    before = (0, *sizes) if rule.lingers else (0,) * (len(sizes) + 1)
+    return max((rule.temporaries * size + left for size, left in zip(sizes, before, strict=False)), default=0)
 
 
 @dataclass(frozen=True)

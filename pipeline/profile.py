@@ -13,9 +13,9 @@ Nothing of the real size is allocated: the layer runs under FakeTensorMode, on t
 may keep other things; real runs under a memory cap check that.
 
 Inputs are laid out as the layer before leaves them; gradients of outputs are made up dense and in the order
-of the dimensions, so a layer that copies gradients of another layout is not seen copying. Fake kernels return
-results in storages of their own size, while a few real ones return a small result in a large workspace (the
-CPU's `mse_loss` returns a number in as many bytes as its input has).
+of the dimensions, so what a layer copies because its gradient has another layout is not seen. Fake kernels
+return results in storages of their own size, while a few real ones return a small result in a large workspace
+(the CPU's `mse_loss` returns a number in as many bytes as its input has).
 """
 
 from __future__ import annotations

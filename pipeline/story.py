@@ -97,7 +97,7 @@ class Story:
 
 @dataclass(frozen=True)
 class Received:
-    """The gradient of an output as the layers after made it; they may make one storage for several outputs."""
+    """The gradient of an output as the layers after made it, maybe one storage for several outputs."""
 
     storage: int  # equal for outputs that got the same
     num_bytes: int

@@ -160,12 +160,8 @@ def partition_by(
     """
     _check_counts(num_layers, num_stages)
     bound = list(accumulate(floor if floor is not None else [0] * num_layers, initial=0))
-    edges: list[list[tuple[int, int]]] = []  # for each start: (stop, cost) that fit, longest last
-    for start in range(num_layers):
-        furthest = min(bisect_right(bound, bound[start] + cap) - 1, num_layers)
-        costs = ((stop, stage_cost(start, stop)) for stop in range(start + 1, furthest + 1))
-        edges.append([(stop, cost) for stop, cost in costs if cost <= cap])
-
+    cap = _reachable_cap(stage_cost, bound, num_stages, cap)
+    edges = _edges_under(stage_cost, bound, num_stages, cap)
     candidates = sorted({cost for row in edges for _, cost in row})
     if not candidates or not _suffix_counts(edges, num_layers, candidates[-1])[0] >> num_stages & 1:
         return None
@@ -185,6 +181,66 @@ def partition_by(
         stages.append(range(start, stop))
         start = stop
     return tuple(stages)
+
+
+def _reachable_cap(
+    stage_cost: Callable[[int, int], int], bound: Sequence[int], num_stages: int, cap: int
+) -> int:
+    """A cap that some split keeps, not above ``cap``, by greedy filling; ``cap`` itself if that finds none.
+
+    Only a head start for the exact search, which looks at far fewer stages under a tight cap.
+    """
+    low, high = -(-bound[-1] // num_stages), cap
+    while high - low > max(high // 64, 1):
+        middle = (low + high) // 2
+        reached = _greedy_bottleneck(stage_cost, bound, num_stages, middle)
+        if reached is None:
+            low = middle
+        else:
+            high = reached
+    return high
+
+
+def _greedy_bottleneck(
+    stage_cost: Callable[[int, int], int], bound: Sequence[int], num_stages: int, cap: int
+) -> int | None:
+    """Largest cost when each stage takes as many layers as fit, None if some are left over."""
+    num_layers, start, largest = len(bound) - 1, 0, 0
+    for remaining in range(num_stages - 1, -1, -1):
+        furthest = min(bisect_right(bound, bound[start] + cap) - 1, num_layers - remaining)
+        for stop in range(furthest, start, -1):
+            cost = stage_cost(start, stop)
+            if cost <= cap:
+                break
+        else:
+            return None
+        start, largest = stop, max(largest, cost)
+    return largest if start == num_layers else None
+
+
+def _edges_under(
+    stage_cost: Callable[[int, int], int], bound: Sequence[int], num_stages: int, cap: int
+) -> list[list[tuple[int, int]]]:
+    """For each start the (stop, cost) of stages within the cap that can be part of a split within the cap.
+
+    Stages are left out that nothing reaches, and those after which the rest is too much for the stages left.
+    """
+    num_layers = len(bound) - 1
+    fewest = [0] + [num_stages + 1] * num_layers  # stages to get there
+    edges: list[list[tuple[int, int]]] = []
+    for start in range(num_layers):
+        row: list[tuple[int, int]] = []
+        left = num_stages - fewest[start] - 1  # stages for what follows this one
+        if left >= 0:
+            furthest = min(bisect_right(bound, bound[start] + cap) - 1, num_layers)
+            nearest = max(start + 1, bisect_left(bound, bound[-1] - left * cap))
+            for stop in range(nearest, furthest + 1):
+                cost = stage_cost(start, stop)
+                if cost <= cap:
+                    row.append((stop, cost))
+                    fewest[stop] = min(fewest[stop], fewest[start] + 1)
+        edges.append(row)
+    return edges
 
 
 def _suffix_counts(edges: Sequence[Sequence[tuple[int, int]]], num_layers: int, limit: int) -> list[int]:

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from pipeline.errors import PeerError
+from pipeline.schedule import Action
+
 # No message has this tag, so a receive of it can only time out.
 _NEVER_SENT = 2**30
 
@@ -58,12 +61,20 @@ def connect(store: Any, rank: int, size: int, *, name: str, cuda: bool, timeout_
 def cut(connections: Iterable[Connection]) -> None:
     """Makes every wait on these connections fail, here and on the other ranks; they cannot be used again."""
     for connection in connections:
-        if connection.size() == 1:
-            continue
-        if isinstance(connection, dist.ProcessGroupGloo):
-            # gloo closes all connections of a group when a wait times out.
-            peer = 1 if connection.rank() == 0 else 0
-            with contextlib.suppress(RuntimeError):
-                connection.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-        else:
+        if not isinstance(connection, dist.ProcessGroupGloo):
             connection.abort()
+            continue
+        # gloo closes all connections to other ranks when a wait for one of them times out; with those that
+        # are closed already there is no wait.
+        for peer in range(connection.size()):
+            if peer != connection.rank():
+                with contextlib.suppress(RuntimeError):
+                    connection.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def unreachable(action: Action | None, peer: int, error: RuntimeError) -> PeerError:
+    """What a backend's error means: the peer is gone, or has not answered in time."""
+    text = str(error).splitlines()[0].partition("] ")[2] or str(error)  # without the place in gloo's source
+    if "timed out" in text.lower():
+        return PeerError(action, peer, f"rank {peer} did not answer: {text}", timed_out=True)
+    return PeerError(action, peer, f"rank {peer} disappeared: {text}", timed_out=False)

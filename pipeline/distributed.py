@@ -25,7 +25,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from pipeline.clock import Clock, conditions
-from pipeline.connection import Connection, connect, cut, store_of
+from pipeline.connection import Connection, connect, cut, store_of, unreachable
 from pipeline.errors import ActionError, PeerError, summary
 from pipeline.failure import Blackboard
 from pipeline.microbatch import Message, Structure, sizes
@@ -126,7 +126,12 @@ class _Receiver:
             self.num_unposted -= 1
             buffers = self._buffers(microbatch, outline.forms)
             tag = microbatch * MOST_TENSORS
-            works = [self._connection.recv([t], self._source, tag + i) for i, t in enumerate(buffers.flat)]
+            try:
+                works = [
+                    self._connection.recv([t], self._source, tag + i) for i, t in enumerate(buffers.flat)
+                ]
+            except RuntimeError as error:
+                raise unreachable(None, self._source, error) from error
             self._posted[microbatch] = (buffers, works)
 
     def is_posted(self, microbatch: int) -> bool:
@@ -180,14 +185,14 @@ class PointToPoint:
         self._control = self._connect(store, "control", cuda=False)
         self._activations = self._connect(store, "activations", cuda=cuda)
         self._gradients = self._connect(store, "gradients", cuda=cuda)
-        self._blackboard = Blackboard(store)
+        self._blackboard = Blackboard(store, self.rank)
         self._failed: ActionError | None = None
         self._agreements: list[Agreement] = []
         self._numbers: dict[Hashable, int] = {}  # of the agreements, by signature, on the first rank
         self._agreement = Agreement(())
         self._training = True
         self._header = torch.zeros(3, dtype=torch.int64)
-        self._outlines_on_the_way: list[_Sending] = []
+        self._outlines_on_the_way: deque[_Sending] = deque()
         self._activations_on_the_way: deque[_Sending] = deque()
         self._gradients_on_the_way: deque[_Sending] = deque()
         self._patient = (
@@ -253,13 +258,13 @@ class PointToPoint:
                 continue
             for _ in range(10):
                 if self.rank == 0:
-                    self._wait(self._control.recv([stamp], rank, 0), None, rank)
+                    self._receive_now(self._control, stamp, rank, 0)
                     stamp[0] = time.perf_counter_ns()
-                    self._wait(self._control.send([stamp], rank, 0), None, rank)
+                    self._send_now(self._control, stamp, rank, 0)
                 else:
                     sent_ns = time.perf_counter_ns()
-                    self._wait(self._control.send([stamp], 0, 0), None, 0)
-                    self._wait(self._control.recv([stamp], 0, 0), None, 0)
+                    self._send_now(self._control, stamp, 0, 0)
+                    self._receive_now(self._control, stamp, 0, 0)
                     back_ns = time.perf_counter_ns()
                     if back_ns - sent_ns < best_ns:
                         best_ns, offset_ns = back_ns - sent_ns, int(stamp) - (sent_ns + back_ns) // 2
@@ -277,9 +282,9 @@ class PointToPoint:
             number = self._numbers.setdefault(signature, len(self._numbers))
             header[0], header[1], header[2] = number, plan.examples, int(plan.training)
         else:
-            self._wait(self._control.recv([header], self.rank - 1, 0), None, self.rank - 1)
+            self._receive_now(self._control, header, self.rank - 1, 0)
         if self.rank + 1 < self.num_stages:
-            self._wait(self._control.send([header], self.rank + 1, 0), None, self.rank + 1)
+            self._send_now(self._control, header, self.rank + 1, 0)
         number, examples, training = header.tolist()
         self._training = bool(training)
         self._patient = number < len(self._agreements)
@@ -384,10 +389,18 @@ class PointToPoint:
     # Parts of a step
 
     def _send(
-        self, connection: Connection, tensors: list[Tensor], target: Action, queue: deque[_Sending]
+        self,
+        connection: Connection,
+        tensors: list[Tensor],
+        target: Action,
+        queue: deque[_Sending],
+        tag: int | None = None,
     ) -> None:
-        tag = target.microbatch * MOST_TENSORS
-        works = [connection.send([tensor], target.stage, tag + i) for i, tensor in enumerate(tensors)]
+        tag = target.microbatch * MOST_TENSORS if tag is None else tag
+        try:
+            works = [connection.send([tensor], target.stage, tag + i) for i, tensor in enumerate(tensors)]
+        except RuntimeError as error:
+            raise unreachable(target, target.stage, error) from error
         queue.append(_Sending(works, tensors, target))
         if self._patient and len(queue) > SENDS_ON_THE_WAY:
             self._wait_sent(queue.popleft())
@@ -418,7 +431,10 @@ class PointToPoint:
         assert receiver is not None
         if form is not None and self._loss_work is None and receiver.num_unposted == 0:
             loss = form.empty(self._device)
-            self._loss_work = (loss, self._gradients.recv([loss], self.rank + 1, _LOSS_TAG))
+            try:
+                self._loss_work = (loss, self._gradients.recv([loss], self.rank + 1, _LOSS_TAG))
+            except RuntimeError as error:
+                raise unreachable(None, self.rank + 1, error) from error
 
     def _pass_loss(self, loss: Tensor | None) -> Tensor:
         agreement = self._agreement
@@ -438,43 +454,50 @@ class PointToPoint:
             target = Action(self.rank - 1, Kind.B, 0)
             if new:
                 self._send_outline(Outline((agreement.loss,)), target)
-            work = self._gradients.send([loss], self.rank - 1, _LOSS_TAG)
-            self._gradients_on_the_way.append(_Sending([work], [loss], target))
+            self._send(self._gradients, [loss], target, self._gradients_on_the_way, tag=_LOSS_TAG)
         return loss
 
     def _send_outline(self, outline: Outline, target: Action) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(tuple(outline))), dtype=torch.uint8)
         length = torch.tensor([len(data)])
-        works = [self._control.send([t], target.stage, tag) for tag, t in ((1, length), (2, data))]
-        self._outlines_on_the_way.append(_Sending(works, [length, data], target))
+        self._send(self._control, [length, data], target, self._outlines_on_the_way, tag=_OUTLINE_TAG)
 
     def _receive_outline(self, source: Action) -> Outline:
         length = torch.zeros(1, dtype=torch.int64)
-        self._wait(self._control.recv([length], source.stage, 1), source, source.stage)
+        self._receive_now(self._control, length, source.stage, _OUTLINE_TAG, source)
         data = torch.empty(int(length), dtype=torch.uint8)
-        self._wait(self._control.recv([data], source.stage, 2), source, source.stage)
+        self._receive_now(self._control, data, source.stage, _OUTLINE_TAG + 1, source)
         return Outline(*pickle.loads(data.numpy().tobytes()))
+
+    def _send_now(self, connection: Connection, tensor: Tensor, peer: int, tag: int) -> None:
+        try:
+            connection.send([tensor], peer, tag).wait()
+        except RuntimeError as error:
+            raise unreachable(None, peer, error) from error
+
+    def _receive_now(
+        self, connection: Connection, tensor: Tensor, peer: int, tag: int, action: Action | None = None
+    ) -> None:
+        try:
+            connection.recv([tensor], peer, tag).wait()
+        except RuntimeError as error:
+            raise unreachable(action, peer, error) from error
 
     def _wait(self, work: dist.Work, action: Action | None, peer: int) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerError(action, peer, self._describe(peer, str(error))) from error
+            raise unreachable(action, peer, error) from error
 
     def _wait_sent(self, sending: _Sending) -> None:
         for work in sending.works:
             self._wait(work, sending.action, sending.action.stage)
 
-    def _describe(self, peer: int, text: str) -> str:
-        if "timed out" in text.lower():
-            return f"rank {peer} did not answer for {self._timeout_s:g} s"
-        return f"rank {peer} disappeared ({text.splitlines()[0].partition('] ')[2] or text})"
-
     def _connect(self, store: Any, name: str, *, cuda: bool) -> Connection:
         return connect(store, self.rank, self.num_stages, name=name, cuda=cuda, timeout_s=self._timeout_s)
 
 
-_LOSS_TAG = 2**29
+_OUTLINE_TAG, _LOSS_TAG = 1, 2**29
 
 
 def _flat(tensor: Tensor) -> Tensor:

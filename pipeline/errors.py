@@ -21,13 +21,13 @@ class ActionError(RuntimeError):
 
 
 class PeerError(RuntimeError):
-    """A message did not arrive from rank `peer`, or not there, because of `cause`; `action` should have
-    produced it.
+    """A message between this rank and rank `peer` did not get through, because of `cause`; `action` of the
+    peer should have produced or taken it.
     """
 
-    def __init__(self, action: Action | None, peer: int, cause: str) -> None:
+    def __init__(self, action: Action | None, peer: int, cause: str, *, timed_out: bool) -> None:
         super().__init__(cause)
-        self.action, self.peer, self.cause = action, peer, cause
+        self.action, self.peer, self.cause, self.timed_out = action, peer, cause, timed_out
 
 
 def summary(error: BaseException) -> str:

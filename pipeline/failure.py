@@ -10,7 +10,6 @@ first neighbour to notice writes that it disappeared.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from typing import Any
@@ -26,8 +25,8 @@ EXPLANATION_S = 1.0
 class Blackboard:
     """Where the ranks of one pipeline leave the first failure."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
 
     def report(self, error: ActionError) -> ActionError:
         """Writes a failure and returns the one that counts: the first that any rank wrote."""
@@ -39,16 +38,28 @@ class Blackboard:
 
     def explain(self, error: PeerError) -> ActionError:
         """What happened, as far as anybody knows, when a peer cannot be reached."""
-        deadline = time.monotonic() + EXPLANATION_S
-        with contextlib.suppress(RuntimeError):
+        found: dict[str, Any] = {
+            "action": str(error.action or ""), "rank": error.peer, "cause": error.cause,
+        }  # fmt: skip
+        try:
+            if error.timed_out:
+                self._store.set(f"waiting {self._rank}", json.dumps(found))
+            deadline = time.monotonic() + EXPLANATION_S
             while time.monotonic() < deadline:
                 if self._store.check(["failure"]):
                     return _read(self._store.get("failure"))
                 time.sleep(0.01)
-        return self.report(ActionError(error.action, error.cause, error.peer))
+            # A rank that waits in vain is not the one to blame: follow the waiting to its end.
+            blamed = {self._rank}
+            while found["rank"] not in blamed and self._store.check([f"waiting {found['rank']}"]):
+                blamed.add(found["rank"])
+                found = json.loads(self._store.get(f"waiting {found['rank']}"))
+        except RuntimeError:  # the store died with the rank that held it
+            pass
+        return self.report(_read(json.dumps(found)))
 
 
-def _read(text: bytes) -> ActionError:
+def _read(text: bytes | str) -> ActionError:
     record = json.loads(text)
     action = Action.parse(record["action"]) if record["action"] else None
     return ActionError(action, record["cause"], record["rank"])

@@ -1,0 +1,547 @@
+"""What four processes do together, case by case; `test_distributed` starts them once and reports each case as
+a test.
+
+Every rank gets other data than it should use: only the first rank's batch and the last rank's target may
+count.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import models
+from models.drop_path import set_drop_path
+from pipeline import Pipeline, checkpoint
+from pipeline.errors import ActionError
+from pipeline.schedule import REMAT_MODES, SCHEDULES, gpipe
+
+cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+TIMEOUT_S = 20.0
+AMOEBANET = {
+    "num_layers": 3, "num_filters": 16, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,
+}  # fmt: skip
+TRANSFORMER = {
+    "num_layers": 6, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "vocab_size": 50, "seq_len": 6,
+    "dropout": 0.2,
+}  # fmt: skip
+
+
+class Ranks:
+    """A process group that runs one pipeline, and this process's place in it."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group or dist.group.WORLD
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
+
+    def pipeline(
+        self, layers: nn.Sequential | list[nn.Module], num_microbatches: int = 4, **options
+    ) -> Pipeline:
+        options = {"cost": [1] * len(layers), "timeout_s": TIMEOUT_S, **options}
+        return Pipeline(
+            layers, num_stages=self.size, num_microbatches=num_microbatches, group=self.group, **options
+        )
+
+    def own(self, batch: object, target: Tensor) -> tuple[object, Tensor]:
+        """The batch on the first rank and the target on the last; on the others, data that must not be used."""
+        wrong = (torch.full((1, 1), float("nan")), torch.zeros(1))
+        return batch if self.is_first else wrong, target if self.is_last else torch.full((1,), float("nan"))
+
+
+def halves() -> Ranks:
+    """Ranks 0, 1 and ranks 2, 3 as pipelines of their own."""
+    first = dist.get_rank() // 2 * 2
+    return Ranks(dist.new_group([first, first + 1], use_local_synchronization=True))
+
+
+def assert_own_gradients(pipeline: Pipeline, wanted: dict[str, Tensor | None], **tolerance: float) -> None:
+    for name, parameter in pipeline.named_parameters():
+        if wanted[name] is None:
+            assert parameter.grad is None, name
+        elif tolerance:
+            torch.testing.assert_close(
+                parameter.grad, wanted[name], **tolerance, msg=lambda t, n=name: f"{n}: {t}"
+            )
+        else:
+            assert torch.equal(parameter.grad, wanted[name]), name
+
+
+def transparency() -> None:
+    ranks = Ranks()
+    for schedule, remat, num_microbatches in itertools.product(SCHEDULES, REMAT_MODES, (1, 3, 8)):
+        batch, target = everything_batch(num_microbatches + 3)
+        plain = plain_step(seeded(everything), batch, target, cross_entropy, num_microbatches)
+        pipeline = ranks.pipeline(seeded(everything), num_microbatches, schedule=schedule, remat=remat)
+        loss = pipeline.step(*ranks.own(batch, target), cross_entropy)
+        torch.testing.assert_close(loss, plain.loss, **EXACT)
+        assert_own_gradients(pipeline, plain.gradients, **EXACT)
+
+
+def mini_batches_of_changing_shapes() -> None:
+    """Every size is a new kind of step; sizes seen before need no new agreement."""
+    ranks = Ranks()
+    pipeline, alone = (
+        ranks.pipeline(seeded(everything)),
+        Pipeline(seeded(everything), num_stages=1, num_microbatches=4),
+    )
+    for step, size in enumerate((9, 4, 9, 6, 4, 12, 9)):
+        batch, target = everything_batch(size, seed=step)
+        loss = pipeline.step(*ranks.own(batch, target), cross_entropy)
+        assert torch.equal(loss, alone.step(batch, target, cross_entropy))
+        gradients = {name: p.grad for name, p in alone.named_parameters()}
+        assert_own_gradients(pipeline, gradients)  # never zeroed: the steps accumulate
+        if step % 2:
+            output = pipeline(batch if ranks.is_first else None)
+            wanted = alone(batch)
+            assert (output is None) != ranks.is_last
+            assert output is None or torch.equal(output, wanted)
+
+
+def evaluation() -> None:
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(everything)).eval()
+    plain = seeded(everything).eval()
+    for size in (9, 4, 9):
+        batch, _ = everything_batch(size)
+        with torch.inference_mode():
+            output = pipeline(batch if ranks.is_first else None)
+            if ranks.is_last:
+                torch.testing.assert_close(output, plain(batch), **EXACT)
+        assert all(p.grad is None for p in pipeline.parameters())
+
+
+def train(
+    name: str, options: dict, make: Callable[[nn.Sequential], Pipeline], ranks: Ranks | None
+) -> Pipeline:
+    """Five RMSProp steps with dropout, drop path and batch normalization."""
+    torch.manual_seed(0)
+    model = models.MODELS[name](**options)
+    set_drop_path(model, 0.7)
+    pipeline = make(model)
+    optimizer = torch.optim.RMSprop(pipeline.parameters(), lr=1e-3, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        batch, target = models.example_batch(name, 7, generator=generator, **options)
+        if ranks is not None:
+            batch, target = ranks.own(batch, target)
+        pipeline.step(batch, target, models.loss_fn(name, **options))
+        optimizer.step()
+        optimizer.zero_grad()
+    return pipeline
+
+
+def bitwise(name: str, options: dict, schedule: str) -> None:
+    alone = train(
+        name,
+        options,
+        lambda model: Pipeline(model, num_stages=1, num_microbatches=3, schedule=schedule),
+        None,
+    )
+    wanted = alone.state_dict()
+    for ranks in (halves(), Ranks()):
+        pipeline = train(
+            name, options, lambda m, r=ranks: r.pipeline(m, 3, schedule=schedule, remat="except_last"), ranks
+        )
+        for key, value in pipeline.state_dict().items():
+            assert torch.equal(value, wanted[key]), f"K = {ranks.size}: {key}"
+
+
+def bitwise_amoebanet() -> None:
+    bitwise("amoebanet-d", AMOEBANET, "gpipe")
+
+
+def bitwise_transformer() -> None:
+    bitwise("transformer-lm", TRANSFORMER, "1f1b")
+
+
+def clipping() -> None:
+    ranks = Ranks()
+    batch, target = everything_batch(9, torch.float32)
+    pipeline = ranks.pipeline(seeded(everything, torch.float32))
+    alone = Pipeline(seeded(everything, torch.float32), num_stages=1, num_microbatches=4)
+    pipeline.step(*ranks.own(batch, target), cross_entropy)
+    alone.step(batch, target, cross_entropy)
+    assert torch.equal(pipeline.clip_grad_norm_(0.01), alone.clip_grad_norm_(0.01))
+    assert_own_gradients(pipeline, {name: p.grad for name, p in alone.named_parameters()})
+
+
+def checkpoint_from_two_stages_to_four() -> None:
+    """Saved with K = 2, continued with K = 4 by other processes, equal to a run with K = 1 that never
+    stopped.
+    """
+
+    def advance(
+        pipeline: Pipeline, optimizer: torch.optim.Optimizer, steps: range, ranks: Ranks | None
+    ) -> None:
+        for step in steps:
+            batch, target = everything_batch(7, torch.float32, seed=step)
+            if ranks is not None:
+                batch, target = ranks.own(batch, target)
+            pipeline.step(batch, target, cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def rmsprop(pipeline: Pipeline) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(pipeline.parameters(), lr=1e-3, momentum=0.9)
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    pair = halves()
+    if dist.get_rank() < 2:
+        pipeline = pair.pipeline(seeded(everything, torch.float32))
+        optimizer = rmsprop(pipeline)
+        advance(pipeline, optimizer, range(3), pair)
+        checkpoint.save(Path(folder[0]), pipeline, optimizer)
+    dist.barrier()
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(everything, torch.float32, seed=9))
+    optimizer = rmsprop(pipeline)
+    checkpoint.load(Path(folder[0]), pipeline, optimizer)
+    advance(pipeline, optimizer, range(3, 5), ranks)
+
+    alone = Pipeline(seeded(everything, torch.float32), num_stages=1, num_microbatches=4)
+    advance(alone, rmsprop(alone), range(5), None)
+    for key, value in pipeline.state_dict().items():
+        assert torch.equal(value, alone.state_dict()[key]), key
+    other = ranks.pipeline(seeded(everything, torch.float32), seed=1)
+    with raises(ValueError, "written with seed 0, the pipeline has 1"):
+        checkpoint.load(Path(folder[0]), other, rmsprop(other))
+
+
+def batch_statistics_of_replicas() -> None:
+    """Two replicas of a pipeline of two: the averages follow both mini-batches, uneven ones too."""
+    rank = dist.get_rank()
+    pair = halves()
+    for pattern in ([0, 2], [1, 3]):
+        group = dist.new_group(pattern)
+        if rank in pattern:
+            replicas = group
+    torch.manual_seed(0)
+    layers = [
+        nn.BatchNorm1d(3, momentum=0.5),
+        nn.Linear(3, 2),
+        nn.BatchNorm1d(2, momentum=0.5),
+        nn.Linear(2, 1),
+    ]
+    pipeline = pair.pipeline([layer.double() for layer in layers], 2, replica_group=replicas)
+    batches = [torch.randn(size, 3, dtype=torch.float64) + size for size in (5, 9)]
+    batch = batches[rank // 2]
+    pipeline.step(batch if pair.is_first else None, None, lambda output, target: output.square().mean())
+    if pair.is_first:
+        both = torch.cat(batches)
+        norm = pipeline.get_submodule("0")
+        torch.testing.assert_close(norm.running_mean, both.mean(0) / 2, **EXACT)
+        torch.testing.assert_close(norm.running_var, (1 + both.var(0)) / 2, **EXACT)
+    norm = next(module for module in pipeline.children() if isinstance(module, nn.BatchNorm1d))
+    everywhere: list[Tensor] = [torch.empty_like(norm.running_var) for _ in range(2)]
+    dist.all_gather(everywhere, norm.running_var, group=replicas)
+    assert torch.equal(*everywhere)
+
+
+def timeline_of_all_ranks() -> None:
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(mlp))
+    for _ in range(2):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+    timeline = pipeline.gather_timeline()
+    assert sorted(event.action for event in timeline.events) == sorted(pipeline.schedule)
+    for stage, row in enumerate(pipeline.schedule.actions):
+        assert [event.action for event in timeline.of_stage(stage)] == list(row)
+    # On one clock, what a stage needs has ended elsewhere before it starts.
+    end_s = {event.action: event.end_s for event in timeline.events}
+    for event in timeline.events:
+        action = event.action
+        if action.kind == "F" and action.stage > 0:
+            assert end_s[type(action)(action.stage - 1, action.kind, action.microbatch)] <= event.start_s
+    assert set(timeline.conditions) == {"threads", "pinned_cores"}
+    assert timeline.conditions["threads"] == "1"
+
+
+def stages_without_anything_to_train() -> None:
+    ranks = Ranks()
+    model, other = seeded(mlp), seeded(mlp)
+    pipeline = ranks.pipeline(other, 3)
+    for step, frozen in enumerate(((0, 1, 2), (0, 1, 2, 4, 5), ())):
+        for net in (model, other):
+            for index, layer in enumerate(net):
+                layer.requires_grad_(index not in frozen)
+        pipeline.refresh()
+        plain_step(model, *mlp_batch(8), mse_loss, 3, step=step)
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+        assert_own_gradients(pipeline, {name: p.grad for name, p in model.named_parameters()}, **EXACT)
+
+
+class Layout(nn.Module):
+    """A convolution that records the memory layout in which its input arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 1).to(memory_format=torch.channels_last)
+        self.seen: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.is_contiguous(memory_format=torch.channels_last))
+        return self.conv(x)
+
+
+def memory_layout_survives() -> None:
+    ranks = Ranks()
+    layers = [Layout() for _ in range(4)]
+    pipeline = ranks.pipeline(layers, 2, remat="never")
+    image = torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last)
+    for _ in range(2):
+        pipeline.step(image if ranks.is_first else None, None, lambda output, target: output.square().mean())
+    assert layers[ranks.rank].seen == [True] * 4
+
+
+def buffers_are_no_more_than_micro_batches_in_flight() -> None:
+    ranks = Ranks()
+    for schedule, most in (("gpipe", 6), ("1f1b", 4), ("naive", 1)):
+        pipeline = ranks.pipeline(seeded(mlp), 6, schedule=schedule, remat="never")
+        stage = pipeline.stages[0]
+        addresses: set[int] = set()
+        take_inputs = stage._take_inputs
+
+        def spy(state, m, received, take_inputs=take_inputs, addresses=addresses):
+            if received is not None:
+                addresses.update(tensor.data_ptr() for tensor in received.tensors)
+            return take_inputs(state, m, received)
+
+        stage._take_inputs = spy
+        for _ in range(3):
+            pipeline.step(*ranks.own(*mlp_batch(12)), mse_loss)
+        assert len(addresses) == (min(most, 6) if schedule != "1f1b" else 5 - ranks.rank) * (
+            not ranks.is_first
+        )
+
+
+def arguments_that_do_not_fit() -> None:
+    ranks = Ranks()
+    with raises(ValueError, "4 ranks for 3 stages"):
+        Pipeline(seeded(mlp), num_stages=3, num_microbatches=2, group=dist.group.WORLD)
+    shared = nn.Linear(6, 6)
+    with raises(ValueError, "shared by stages 0 and 3, but each has a process of its own"):
+        ranks.pipeline([shared, nn.Linear(6, 6), nn.Linear(6, 6), shared])
+    with raises(ValueError, "rank 2 builds another pipeline than rank 0"):
+        ranks.pipeline(seeded(mlp), seed=int(ranks.rank == 2))
+
+
+# Failures: the same error on every rank, within seconds although the timeout is longer.
+
+
+class raises:  # noqa: N801
+    """Expects an error with a text in it, like `pytest.raises`, which a spawned process need not import."""
+
+    def __init__(self, kind: type[Exception], text: str) -> None:
+        self.kind, self.text = kind, text
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        assert error is not None, f"no {self.kind.__name__} was raised"
+        if not isinstance(error, self.kind):
+            return False
+        assert self.text in str(error), f"{self.text!r} is not in {error}"
+        return True
+
+
+class Fuse(nn.Module):
+    """Breaks in the forward, recomputation or backward of one micro-batch on one rank."""
+
+    def __init__(self, action: str, error: Exception) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.stage, self.kind, self.microbatch = int(action[0]), action[1], int(action[2])
+        self.error, self.forwards = error, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        y = self.linear(x)
+        if dist.get_rank() != self.stage:
+            return y
+        if self.kind == "F" and self.forwards == self.microbatch + 1:
+            raise self.error
+        if self.kind == "R" and self.forwards == 2 * 4 - self.microbatch:
+            raise self.error
+        if self.kind == "B" and self.forwards == 2 * 4 - self.microbatch:
+            y.register_hook(self._break)
+        return y
+
+    def _break(self, gradient: Tensor) -> None:
+        raise self.error
+
+
+def fails_everywhere(action: str, error: Exception, cause: str) -> None:
+    ranks = Ranks()
+    pipeline = ranks.pipeline([Fuse(action, error) for _ in range(4)], 4, remat="always")
+    start = time.monotonic()
+    try:
+        for _ in range(2):  # a late stage may have finished its part of the step in which an early one fails
+            pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+    except ActionError as caught:
+        found = caught
+    assert str(found) == f"action {action} on rank {action[0]} failed: {cause}", found
+    assert (found.__cause__ is error) == (ranks.rank == int(action[0]))
+    assert time.monotonic() - start < TIMEOUT_S / 4
+    with raises(RuntimeError, "has failed before"):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+
+
+def failure_in_forward() -> None:
+    fails_everywhere("2F1", ZeroDivisionError("broken"), "ZeroDivisionError: broken")
+
+
+def failure_in_recomputation() -> None:
+    fails_everywhere("1R2", KeyError("broken"), "KeyError: 'broken'")
+
+
+def failure_in_backward() -> None:
+    fails_everywhere("3B0", ArithmeticError("broken"), "ArithmeticError: broken")
+
+
+def failure_of_the_first_rank() -> None:
+    fails_everywhere("0B3", ZeroDivisionError("broken"), "ZeroDivisionError: broken")
+
+
+def out_of_memory() -> None:
+    for action in ("0F3", "1R1", "2B2"):
+        fails_everywhere(action, torch.OutOfMemoryError("2 GiB"), "OutOfMemoryError: 2 GiB")
+
+
+def failure_before_the_first_action() -> None:
+    """A batch that cannot be split is the first rank's error, and everybody's end."""
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(mlp))
+    batch, target = mlp_batch(3)
+    kind = ValueError if ranks.is_first else ActionError
+    with raises(kind, "num_microbatches is 4 but the mini-batch has only 3 examples"):
+        pipeline.step(*ranks.own(batch, target), mse_loss)
+    pipeline = ranks.pipeline(seeded(mlp))
+    batch, target = mlp_batch(8)
+    kind = ValueError if ranks.is_last else ActionError
+    with raises(kind, "the mini-batch has 8 examples but the target 7"):
+        pipeline.step(*ranks.own(batch, target[:7]), mse_loss)
+
+
+def a_rank_that_does_not_answer() -> None:
+    ranks = Ranks()
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            threading.Event().wait(1.5)
+            return super().forward(x)
+
+    layers = [(Slow if index == 2 else nn.Linear)(6, 6) for index in range(4)]
+    pipeline = ranks.pipeline([layer.double() for layer in layers], 1, timeout_s=0.5)
+    with raises(ActionError, "on rank 2 failed: rank 2 did not answer: Timed out waiting 500ms"):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+
+
+def shapes_that_change_unannounced() -> None:
+    """Outputs may depend on the shapes that go in, but on nothing else."""
+    ranks = Ranks()
+    calls = itertools.count()
+
+    class Growing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[:, : 6 - next(calls) // 3]
+
+    layers = [(Growing if index == 1 else nn.Linear)(6, 6) for index in range(4)]
+    layers[2].forward = lambda x: x
+    layers[3].forward = lambda x: x
+    pipeline = ranks.pipeline([layer.double() for layer in layers], 2, remat="never")
+    with raises(ActionError, "the shape or dtype of the output of stage 1"):
+        for _ in range(3):
+            pipeline.step(*ranks.own(*mlp_batch(4)), lambda output, target: output.square().mean())
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case
+    for case in (
+        transparency,
+        mini_batches_of_changing_shapes,
+        evaluation,
+        bitwise_amoebanet,
+        bitwise_transformer,
+        clipping,
+        checkpoint_from_two_stages_to_four,
+        batch_statistics_of_replicas,
+        timeline_of_all_ranks,
+        stages_without_anything_to_train,
+        memory_layout_survives,
+        buffers_are_no_more_than_micro_batches_in_flight,
+        arguments_that_do_not_fit,
+        failure_in_forward,
+        failure_in_recomputation,
+        failure_in_backward,
+        failure_of_the_first_rank,
+        out_of_memory,
+        failure_before_the_first_action,
+        a_rank_that_does_not_answer,
+        shapes_that_change_unannounced,
+    )
+}
+
+
+def run_all(names: list[str]) -> dict[str, tuple[str | None, float]]:
+    """Runs cases one after the other; gives each one's traceback, or None, and its seconds."""
+    outcomes: dict[str, tuple[str | None, float]] = {}
+    for name in names:
+        start = time.monotonic()
+        try:
+            CASES[name]()
+            trace = None
+        except Exception:
+            trace = traceback.format_exc()
+        outcomes[name] = (trace, time.monotonic() - start)
+        dist.barrier()
+    return outcomes
+
+
+def kill_one(folder: str, rank: int, world_size: int, port: int, victim: int) -> None:
+    """A step in which one process is killed; the others write what they raised and how long it took."""
+    import os
+    import signal
+
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+    class Victim(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if rank == victim and torch.is_grad_enabled() and calls[0] > 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls[0] += 1
+            return super().forward(x)
+
+    calls = [0]
+    pipeline = Ranks().pipeline([Victim(6, 6).double() for _ in range(world_size)], remat="always")
+    ranks, start = Ranks(), time.monotonic()
+    try:
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+    except ActionError as error:
+        Path(folder, str(rank)).write_text(f"{time.monotonic() - start:.3f} {error}")
+        raise
+
+
+def raise_one(schedule_name: str) -> None:
+    """For the launcher: rank 1 raises; the launcher must end with its error."""
+    ranks = Ranks()
+    assert schedule_name == gpipe(1, 1).name
+    layers = [Fuse("1B0", ZeroDivisionError("broken")) for _ in range(2)]
+    ranks.pipeline(layers, 4, remat="always").step(*ranks.own(*mlp_batch(8)), mse_loss)

@@ -1,0 +1,67 @@
+"""One process per stage: the cases of `distributed_cases`, and processes that die."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import socket
+import time
+from pathlib import Path
+
+import distributed_cases
+import psutil
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from pipeline.launch import launch
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[str | None, float]]]:
+    """What each of four ranks says of the selected cases."""
+    chosen = [
+        item.callspec.params["case"] for item in request.session.items if item.name.startswith("test_case[")
+    ]
+    return launch(distributed_cases.run_all, 4, chosen)
+
+
+@pytest.mark.parametrize("case", distributed_cases.CASES)
+def test_case(case: str, outcomes: list[dict[str, tuple[str | None, float]]]) -> None:
+    traces = [f"rank {rank}: {of_rank[case][0]}" for rank, of_rank in enumerate(outcomes) if of_rank[case][0]]
+    assert not traces, "\n".join(traces)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_process_ends_all_others(tmp_path: Path, victim: int) -> None:
+    """Also when it held the store: within seconds, with one error that names the action and the rank."""
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    processes = [
+        context.Process(target=distributed_cases.kill_one, args=(str(tmp_path), rank, 4, port, victim))
+        for rank in range(4)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 60
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    assert codes[victim] == -signal.SIGKILL
+    assert all(code not in (0, None) for code in codes)
+    for rank in set(range(4)) - {victim}:
+        seconds, message = (tmp_path / str(rank)).read_text().split(" ", 1)
+        assert float(seconds) < distributed_cases.TIMEOUT_S / 2
+        assert message.startswith(f"action {victim}B")
+        assert f"on rank {victim} failed: rank {victim} disappeared" in message
+
+
+def test_the_launcher_ends_with_the_first_error() -> None:
+    with pytest.raises(ChildFailedError, match=r"action 1B0 on rank 1 failed: ZeroDivisionError: broken"):
+        launch(distributed_cases.raise_one, 2, "gpipe")
+    assert not psutil.Process().children(recursive=True)

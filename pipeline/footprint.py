@@ -8,7 +8,8 @@ stage is walked through layer by layer, with a storage that crosses a layer boun
     backward     g0 <--[layer 0]-- g1 <--[layer 1]-- g2        layer 1 frees a, layer 0 frees x1
 
 A storage is charged once, with the size it was made with (a layer may pass on a slice of it), and freed in
-the backward pass of the earliest layer whose graph holds it.
+the backward pass of the earliest layer whose graph holds it. What only leads to outputs that no gradient
+comes back for is not kept; at the end of a stage the engine does keep it, until B.
 """
 
 from __future__ import annotations

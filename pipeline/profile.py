@@ -224,14 +224,9 @@ class _Tail(torch.autograd.Function):
     """Stands for all that follows the layer: keeps nothing, sends fresh gradients back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, unused: frozenset[int], log: EventLog, sent_back: list[int | None], *outputs: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, log: EventLog, sent_back: list[int | None], *outputs: Tensor) -> Tensor:
         ctx.log, ctx.sent_back = log, sent_back
-        ctx.specs = [
-            (t.shape, t.dtype) if t.requires_grad and position not in unused else None
-            for position, t in enumerate(outputs)
-        ]
+        ctx.specs = [(t.shape, t.dtype) if t.requires_grad else None for t in outputs]
         ctx.same_as = Boundary.of(outputs).same_as
         return torch.empty(())
 
@@ -242,7 +237,7 @@ class _Tail(torch.autograd.Function):
             for index, (spec, first) in enumerate(zip(ctx.specs, ctx.same_as, strict=True))
         ]
         ctx.sent_back.extend(None if each is None else ctx.log.serial_of(each) for each in gradients)
-        return None, None, None, *gradients
+        return None, None, *gradients
 
 
 class LossLayer(nn.Module):
@@ -265,7 +260,9 @@ def _enter(leaf: Tensor, spec: TensorSpec, position: int, delivered: dict[int, T
 
 
 def _follow(result: Any, unused: frozenset[int], log: EventLog, sent_back: list[int | None]) -> Tensor:
-    root: Tensor = _Tail.apply(unused, log, sent_back, *as_tuple(result))
+    # The graph of an output that nothing differentiates goes with the output, and its backward never runs.
+    followed = [t.detach() if position in unused else t for position, t in enumerate(as_tuple(result))]
+    root: Tensor = _Tail.apply(log, sent_back, *followed)
     return root
 
 

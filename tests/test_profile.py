@@ -1,0 +1,403 @@
+"""Bytes of small layers against counts made by hand, and a stack of Transformer blocks against torch's own
+tracker.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional
+
+from pipeline.boundary import Boundary, TensorSpec
+from pipeline.footprint import footprint
+from pipeline.profile import LayerProfile, Profiler
+from pipeline.story import Story
+
+N, C, SIDE = 2, 4, 8  # examples, channels, height and width
+X = N * C * SIDE * SIDE * 4  # bytes of one activation
+PIXELS = N * C * SIDE * SIDE
+
+
+class Call(nn.Module):
+    """A layer that calls a function of itself and its input."""
+
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, value: Any) -> Any:
+        return self.function(self, value)
+
+
+def image(channels: int = C, *, grad: bool = True, dtype: torch.dtype = torch.float32) -> TensorSpec:
+    return TensorSpec((N, channels, SIDE, SIDE), dtype, grad)
+
+
+def one(spec: TensorSpec) -> Boundary:
+    return Boundary((spec,), (0,), False)
+
+
+def several(*specs: TensorSpec, same_as: tuple[int, ...] | None = None) -> Boundary:
+    return Boundary(specs, same_as or tuple(range(len(specs))), True)
+
+
+def profile(layer: nn.Module, inputs: Boundary | None = None, **options: Any) -> LayerProfile:
+    return Profiler().layer(layer, inputs or one(image()), **options)
+
+
+def kept_bytes(story: Story) -> int:
+    return sum(story.sizes[storage] for storage in story.kept)
+
+
+def conv(out_channels: int = C, in_channels: int = C) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, 3, padding=1)
+
+
+CONV = (C * C * 9 + C) * 4  # bytes of its parameters
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept", "inside"),
+    [
+        # bytes that the graph holds, and of them those that are neither input nor output
+        (nn.Identity(), 0, 0),
+        (nn.ReLU(), X, 0),  # its result
+        (nn.ReLU(inplace=True), X, 0),  # its result, which is its input
+        (nn.Tanh(), X, 0),
+        (nn.GELU(), X, 0),  # its input
+        (conv(), X, 0),  # its input; the weight is no activation
+        (conv().requires_grad_(False), X, 0),  # its input, needed or not
+        (nn.Linear(SIDE, SIDE).requires_grad_(False), 0, 0),  # the weight is enough
+        (nn.Sequential(conv(), nn.ReLU(inplace=True)), 2 * X, 0),  # input, result of both
+        (nn.Sequential(conv(), nn.ReLU()), 2 * X, 0),
+        (nn.Sequential(conv(), nn.Tanh(), conv()), 2 * X, X),  # input, tanh's result once
+        (nn.Sequential(conv(), nn.Flatten(), nn.Unflatten(1, (C, SIDE, SIDE)), conv()), 2 * X, X),
+        (nn.Sequential(nn.MaxPool2d(2)), X + PIXELS // 4 * 8, PIXELS // 4 * 8),  # input, int64 indices
+        (nn.AvgPool2d(2), X, 0),
+        (nn.BatchNorm2d(C), X + 2 * C * 4, 2 * C * 4),  # input, mean and inverse deviation
+        (nn.BatchNorm2d(C).eval(), X + 2 * C * 4, 2 * C * 4),  # profiled as in training, whatever the mode
+        (nn.LayerNorm(SIDE), X + 2 * (PIXELS // SIDE) * 4, 2 * (PIXELS // SIDE) * 4),
+        (nn.Dropout(0.5), X, X),  # on the CPU the scaled mask, in the input's type
+        (Call(lambda self, x: x + 1), 0, 0),
+        (Call(lambda self, x: x * x), X, 0),
+        (Call(lambda self, x: x.detach()), 0, 0),
+        (Call(lambda self, x: x[:, :1]), 0, 0),
+    ],
+)  # fmt: skip
+def test_what_a_graph_keeps(layer: nn.Module, kept: int, inside: int) -> None:
+    found = profile(layer)
+    for story in (found.first, found.later):
+        assert kept_bytes(story) == kept
+        assert story.kept_inside == inside
+    assert found.free.kept == frozenset()
+    assert found.free.backward == ()
+
+
+@pytest.mark.parametrize(
+    ("layer", "peak"),
+    [
+        # most bytes that a forward without a graph adds to its input
+        (nn.Identity(), 0),
+        (nn.ReLU(inplace=True), 0),
+        (nn.ReLU(), X),
+        (nn.Sequential(conv(), nn.ReLU(), conv()), 2 * X),
+        (nn.Sequential(conv(), nn.ReLU(inplace=True), conv()), 2 * X),
+        (nn.Sequential(conv(), nn.Tanh(), nn.Tanh(), nn.Tanh()), 2 * X),
+        (Call(lambda self, x: x + (x * 2) * (x * 3)), 3 * X),
+    ],
+)
+def test_the_peak_of_a_forward_without_a_graph(layer: nn.Module, peak: int) -> None:
+    assert profile(layer).free.forward_peak == peak
+
+
+def test_a_linear_layer_by_hand() -> None:
+    found = profile(nn.Linear(SIDE, 3))
+    out = PIXELS // SIDE * 3 * 4
+    assert (found.num_parameters, found.parameter_bytes) == (SIDE * 3 + 3, (SIDE * 3 + 3) * 4)
+    assert found.trained_sizes == (SIDE * 3 * 4, 3 * 4)
+    assert found.gradient_bytes == found.parameter_bytes
+    assert found.outputs.num_bytes == found.output_gradient_bytes == out
+    assert found.first.forward_peak == out
+    assert found.first.input_gradients[0] not in found.first.output_gradients
+
+
+def test_statistics_of_batch_normalization_are_buffers_and_so_are_the_pipelines_own() -> None:
+    assert profile(conv()).buffer_bytes == 0
+    # Mean, variance and the step count; then those of the micro-batch and of the mini-batch so far.
+    assert profile(nn.BatchNorm2d(C)).buffer_bytes == 2 * C * 4 + 8 + 4 * C * 4
+    half = nn.BatchNorm2d(C).to(torch.bfloat16)
+    assert (
+        profile(half, one(image(dtype=torch.bfloat16))).buffer_bytes == 2 * C * 2 + 8 + 2 * C * 2 + 2 * C * 4
+    )
+    assert profile(nn.BatchNorm2d(C, track_running_stats=False)).buffer_bytes == 0
+
+
+def test_only_parameters_with_a_gradient_have_one() -> None:
+    part = nn.Sequential(conv().requires_grad_(False), conv())
+    found = profile(part)
+    assert (found.num_parameters, found.parameter_bytes) == (CONV // 4, 2 * CONV)
+    assert (found.gradient_bytes, sum(found.trained_sizes)) == (CONV, CONV)
+    idle = profile(Call(lambda self, x: self.used(x), used=conv(), idle=conv()))
+    assert (idle.num_parameters, idle.parameter_bytes) == (2 * CONV // 4, 2 * CONV)
+    assert (idle.gradient_bytes, sum(idle.trained_sizes)) == (CONV, CONV)
+    assert profile(nn.ReLU()).trained_sizes == ()
+
+
+def test_parameters_used_twice_in_a_layer_count_once() -> None:
+    shared = conv()
+    found = profile(Call(lambda self, x: self.b(self.a(x)), a=shared, b=shared))
+    assert (found.parameter_bytes, found.gradient_bytes) == (CONV, CONV)
+    assert kept_bytes(found.first) == 2 * X
+
+
+def test_gradients_in_one_storage_count_once() -> None:
+    def joined(self: Any, x: Tensor) -> Tensor:
+        return functional.linear(x, torch.cat([self.a.weight, self.b.weight]))
+
+    found = profile(Call(joined, a=nn.Linear(SIDE, 3, bias=False), b=nn.Linear(SIDE, 5, bias=False)))
+    assert found.gradient_bytes == SIDE * 8 * 4
+    assert found.trained_sizes == (SIDE * 3 * 4, SIDE * 5 * 4)
+
+
+def test_gradients_appear_in_the_first_backward_and_only_there() -> None:
+    found = profile(conv())
+    assert sum(found.first.sizes[storage] for storage in found.first.gradients) == CONV
+    appeared = {event - 1 for event in found.first.backward if event > 0}
+    assert found.first.gradients <= appeared
+    born_later = {event - 1 for event in found.later.backward if event > 0}
+    assert not found.later.gradients & born_later
+    # A later backward computes them again and adds them up, so as many bytes come and go.
+    gone = {-event - 1 for event in found.later.backward if event < 0}
+    temporary = (born_later & gone) - {s for s in found.later.output_gradients if s is not None}
+    assert sum(found.later.sizes[storage] for storage in temporary) == CONV
+
+
+def test_an_input_passed_on_is_one_storage() -> None:
+    found = profile(Call(lambda self, x: (self.conv(x), x), conv=conv()))
+    assert found.first.outputs[1] == found.first.inputs[0] != found.first.outputs[0]
+    assert found.outputs.same_as == (0, 1)
+    twice = profile(Call(lambda self, x: (x, x)))
+    assert twice.outputs.same_as == (0, 0)
+    assert twice.outputs.num_bytes == X
+    halves = profile(Call(lambda self, x: tuple(x.chunk(2, 1))))
+    assert halves.first.outputs == halves.first.inputs * 2
+    assert halves.outputs.same_as == (0, 1)
+
+
+def test_the_same_tensor_twice_is_one_input() -> None:
+    layer = Call(lambda self, v: self.conv(v[0]) + v[1], conv=conv())
+    found = profile(layer, several(image(), image(), same_as=(0, 0)))
+    assert found.first.inputs[0] == found.first.inputs[1]
+    assert found.first.input_gradients[1] is None, "one gradient goes back"
+    assert found.inputs.num_bytes == X
+
+
+def test_integers_get_no_gradient() -> None:
+    layer = Call(lambda self, v: (self.embed(v[1]).sum() + v[0], v[1]), embed=nn.Embedding(7, 3))
+    ids = TensorSpec((N, 5), torch.int64)
+    found = profile(layer, several(image(), ids))
+    assert found.outputs.tensors[1] == ids
+    assert found.output_gradient_bytes == X
+    assert found.first.input_gradients[1] is None
+    assert found.first.without_gradient == frozenset()
+    assert found.first.inputs[1] in found.first.kept, "the embedding's backward needs the ids"
+
+
+def test_a_gradient_that_passes_through_is_one_storage() -> None:
+    found = profile(Call(lambda self, v: v[0] + v[1]), several(image(), image()))
+    assert set(found.first.input_gradients) == set(found.first.output_gradients)
+    assert len(set(found.first.input_gradients)) == 1
+
+
+def test_no_gradient_comes_back_for_what_the_next_layers_leave() -> None:
+    two = Call(lambda self, x: (self.a(x), self.b(x)), a=conv(), b=conv())
+    first = Call(lambda self, v: v[0].tanh())
+    _, after = Profiler().chain([nn.Tanh(), two], one(image()))
+    assert after.gradient_bytes == 2 * CONV
+    _, after, last = Profiler().chain([nn.Tanh(), two, first], one(image()))
+    assert last.first.without_gradient == {1}
+    assert after.unused == {1}
+    assert after.output_gradient_bytes == X
+    assert after.gradient_bytes == CONV, "the second convolution never learns"
+
+
+def test_a_loss_may_leave_outputs_unused() -> None:
+    two = Call(lambda self, x: (self.a(x), self.b(x)), a=conv(), b=conv())
+    target = one(image(grad=False))
+    layers, loss = Profiler().model(
+        [nn.Tanh(), two], lambda output, wanted: (output[1] - wanted).square().mean(), one(image()), target
+    )
+    assert loss.inputs.is_tuple
+    assert len(loss.inputs.tensors) == 3
+    assert (loss.first.without_gradient, layers[1].unused) == ({0}, {0})
+    assert layers[1].gradient_bytes == CONV
+
+
+def test_layers_that_need_no_gradient_have_no_backward() -> None:
+    found = profile(conv().requires_grad_(False), one(image(grad=False)))
+    assert not found.outputs.tensors[0].requires_grad
+    assert (found.first.kept, found.first.backward, found.output_gradient_bytes) == (frozenset(), (), 0)
+
+
+def test_a_parameter_passed_on_costs_nothing_twice() -> None:
+    class WithScale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, C, SIDE, SIDE))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.tanh(), self.scale
+
+    found = profile(WithScale())
+    assert found.free.forward_peak == found.first.forward_peak == X
+    assert kept_bytes(found.first) == X
+
+
+def test_whether_an_input_is_copied_depends_on_its_layout() -> None:
+    flatten = nn.Flatten()
+    transposed = Call(lambda self, x: x.transpose(1, 3))
+    _, after = Profiler().chain([transposed, flatten], one(image()))
+    assert after.inputs.tensors[0].layout == (0, 3, 2, 1)
+    assert after.free.forward_peak == X
+    assert profile(flatten).free.forward_peak == 0
+    last = Call(lambda self, x: x.to(memory_format=torch.channels_last))
+    assert Profiler().chain([last, flatten], one(image()))[1].inputs.tensors[0].layout == (0, 2, 3, 1)
+
+
+def test_under_autocast_activations_and_weights_are_cast_but_parameters_stay() -> None:
+    found = Profiler(torch.bfloat16).layer(nn.Linear(SIDE, 3), one(image()))
+    assert (found.parameter_bytes, found.gradient_bytes) == ((SIDE * 3 + 3) * 4, (SIDE * 3 + 3) * 4)
+    assert found.outputs.tensors[0].dtype == torch.bfloat16
+    # The input and the weight in half the bytes; nothing in float32.
+    assert kept_bytes(found.first) == X // 2 + SIDE * 3 * 2
+
+
+def test_equal_layers_are_profiled_once() -> None:
+    profiler = Profiler()
+    a, b, c = profiler.chain([conv(), conv(), conv(2)], one(image()))
+    assert a is b
+    assert a is not c
+    assert profiler.layer(conv(), one(image())) is a
+    assert profiler.layer(conv(), one(image(grad=False))) is not a
+
+
+def test_profiling_leaves_the_model_and_the_random_state_alone() -> None:
+    model = nn.Sequential(conv(), nn.BatchNorm2d(C), nn.Dropout(0.5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    model.eval()
+    Profiler().chain(model, one(image()))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not model[0].training
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match="a layer passed 3"):
+        profile(Call(lambda self, x: 3))
+    with pytest.raises(ValueError, match="must pass a tensor or a tuple of tensors"):
+        profile(Call(lambda self, x: {"x": x}))
+
+
+def test_parameters_shared_between_layers_are_refused() -> None:
+    a, b = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)
+    b.weight = a.weight
+    with pytest.raises(ValueError, match="layers 0 and 2 share the parameter 'weight'"):
+        Profiler().chain([a, nn.ReLU(), b], one(image()))
+    relu = nn.ReLU()  # without parameters, the same module may stand twice
+    assert len(Profiler().chain([a, relu, relu], one(image()))) == 3
+
+
+def test_boundaries_describe_what_travels() -> None:
+    x, ids = torch.zeros(2, 3, requires_grad=True), torch.zeros(2, dtype=torch.int64)
+    found = Boundary.of((x, ids, x))
+    assert (found.same_as, found.distinct, found.is_tuple) == ((0, 1, 0), (0, 1), True)
+    assert found.num_bytes == 2 * 3 * 4 + 2 * 8
+    joined = found.join(Boundary.of(ids))
+    assert (joined.same_as, joined.num_bytes) == ((0, 1, 0, 3), 2 * 3 * 4 + 2 * 8 + 2 * 8)
+    assert not Boundary.of(x).is_tuple
+    spec = TensorSpec.of(torch.zeros(2, 3, 4).permute(2, 0, 1))
+    assert (spec.shape, spec.layout) == ((4, 2, 3), (1, 2, 0))
+    assert spec.empty().stride() == (1, 12, 4)
+    assert TensorSpec.of(torch.zeros(2, 1).expand(2, 3)).layout is None
+
+
+class Block(nn.Module):
+    """A Transformer block with explicit attention: d = 512, 8 heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(512), nn.LayerNorm(512)
+        self.qkv, self.out = nn.Linear(512, 3 * 512), nn.Linear(512, 512)
+        self.f1, self.f2 = nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.ln1(x)).view(batch, length, 3, 8, -1).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-2, -1) / 8).softmax(-1)
+        x = x + self.out((scores @ v).transpose(1, 2).reshape(batch, length, width))
+        return x + self.f2(self.f1(self.ln2(x)).relu())
+
+
+def test_torchs_own_tracker_agrees_on_transformer_blocks() -> None:
+    layers = [Block() for _ in range(4)]
+    spec = TensorSpec((4, 128, 512), torch.float32)
+    profiles, loss = Profiler().model(
+        layers, lambda output, _: output.mean(), one(spec), one(TensorSpec((4,), torch.float32))
+    )
+    found = footprint(profiles, loss)
+
+    model = nn.Sequential(*layers)
+    x = torch.randn(spec.shape)
+    optimizer = torch.optim.RMSprop(model.parameters(), momentum=0.9, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, x)
+    with tracker:
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = {
+        str(kind): size for kind, size in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()
+    }
+
+    mib = 2**20
+    state = 2 * sum(found.trained_sizes) + 4 * len(found.trained_sizes)
+    fullest = max(
+        found.parameter_bytes + state + found.input_bytes + moment.total
+        for moment in (found.forward, found.backward_first)
+    )
+    assert found.parameter_bytes / mib == pytest.approx(48.10, abs=0.01)
+    # Per block: x, two normalizations' results, q, k, v, softmax twice as large, attention's result, the
+    # second half's input, and four times x after the rectifier.
+    per_block = (1 + 1 + 3 + 2 + 1 + 1 + 1 + 4) * mib
+    assert found.saved_bytes / mib == pytest.approx((4 * per_block - mib) / mib, abs=0.1)
+    assert fullest == pytest.approx(peak["Total"], abs=64)
+    assert fullest / mib == pytest.approx(213.34, abs=1)
+
+
+def test_a_model_of_84_billion_parameters_is_profiled_without_its_memory() -> None:
+    script = """
+import resource
+from experiments.largest import Setting, place
+placement = place(Setting("transformer", 128, False, "float32"), 1663, 0, 32)
+assert placement is not None
+print(placement.num_parameters, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+    found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    num_parameters, peak_bytes = map(int, found.stdout.split())
+    assert num_parameters == 83_876_910_336
+    assert peak_bytes < 2**30

@@ -1,0 +1,36 @@
+"""The README's first run, shortened: two processes, real digits, a loss that falls."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import first_run
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_loss_falls_over_two_processes() -> None:
+    command = [sys.executable, "-m", "experiments.first_run", "--steps", "15"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", process.stdout)[0])
+    assert last < first / 2
+
+
+def test_digits_are_all_there_in_the_range_of_the_reference() -> None:
+    images, classes = first_run.digits()
+    assert images.shape == (1797, 3, 32, 32)
+    assert (images.min().item(), images.max().item()) == (-1, 1)
+    assert sorted(set(classes.tolist())) == list(range(10))
+
+
+def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        first_run.main(["--steps", "1"])
+    assert stopped.value.code == 2
+    assert "--steps 1" in capsys.readouterr().err

@@ -2,8 +2,8 @@
 
     python -m experiments.first_run
 
-About half a minute on two cores. It shows the engine as a user meets it (five lines in `train`), trains on real
-images (scikit-learn's bundled digits: nothing is downloaded) and ends with an error if the loss does not fall.
+About half a minute on two cores. It shows the engine as a user meets it (five lines in `train`), trains on
+real images (scikit-learn's bundled digits: nothing is downloaded) and fails if the loss does not halve.
 """
 
 from __future__ import annotations

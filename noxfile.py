@@ -27,6 +27,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Experiments of the paper: session name -> what it reproduces.
 EXPERIMENTS = {
     "table1": "Table 1: maximum model size",
+    "figure2": "Figure 2 and the formulas: schedules, bubbles, memory, traffic",
 }
 
 

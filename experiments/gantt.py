@@ -6,6 +6,7 @@ nothing else, so measured and replayed steps are drawn alike.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from pipeline.schedule import Kind
 from pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Distinguishable in grey print and for colour-blind readers: forward light, backward dark.
@@ -30,6 +32,8 @@ NAMES: dict[Kind, str] = {
     Kind.I: "backward, inputs",
     Kind.W: "backward, weights",
 }
+RECOMPUTE_HATCH = "////"
+WORK_COLORS: dict[str, str] = {"setup": "#bdbdbd", "update": "#636363"}
 # A box narrower than this share of the picture has no room for the number of its micro-batch.
 NARROWEST_LABEL = 0.012
 
@@ -37,27 +41,11 @@ NARROWEST_LABEL = 0.012
 def gantt(timeline: Timeline, title: str = "") -> Figure:
     """The chart as a matplotlib figure; times in milliseconds."""
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(11, 1.3 + 0.45 * timeline.num_stages), layout="constrained")
     axes = figure.add_subplot()
     makespan_ms = timeline.makespan_s * 1e3
-    for event in timeline.events:
-        start_ms, length_ms = event.start_s * 1e3, event.duration_s * 1e3
-        kind, stage = event.action.kind, event.action.stage
-        axes.broken_barh(
-            [(start_ms, length_ms)], (stage - 0.42, 0.84), facecolors=COLORS[kind], edgecolors="white"
-        )
-        if length_ms > NARROWEST_LABEL * makespan_ms:
-            dark = kind in (Kind.B, Kind.I, Kind.W)
-            axes.text(
-                start_ms + length_ms / 2, stage, str(event.action.microbatch), ha="center", va="center", fontsize=7,
-                color="white" if dark else "black",
-            )  # fmt: skip
-    axes.set_yticks(
-        range(timeline.num_stages), [_label(timeline, stage) for stage in range(timeline.num_stages)]
-    )
-    axes.invert_yaxis()
+    paint(axes, timeline)
     axes.set_xlim(0, makespan_ms or 1)
     axes.set_xlabel("time (ms)")
     conditions = ", ".join(
@@ -67,12 +55,63 @@ def gantt(timeline: Timeline, title: str = "") -> Figure:
     if conditions:
         facts += f"; {conditions}"
     axes.set_title(f"{title}\n{facts}" if title else facts, fontsize=9)
-    kinds = sorted({event.action.kind for event in timeline.events}, key=list(Kind).index)
-    handles = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in kinds]
+    legend(figure, [timeline])
+    return figure
+
+
+def paint(axes: Axes, timeline: Timeline, *, unit_s: float = 1e-3, width: float | None = None) -> None:
+    """Draws the boxes of a timeline, in units of `unit_s` seconds, on axes that somebody else labels.
+
+    `width` is what the axes show, in units; it decides which boxes have room for a number.
+    """
+    room = NARROWEST_LABEL * (timeline.makespan_s / unit_s if width is None else width)
+    for event in timeline.events:
+        start, length = event.start_s / unit_s, event.duration_s / unit_s
+        kind, stage = event.action.kind, event.action.stage
+        box = axes.broken_barh(
+            [(start, length)],
+            (stage - 0.42, 0.84),
+            facecolors=COLORS[kind],
+            edgecolors="white",
+            linewidths=0.6,
+        )
+        if kind is Kind.R:
+            box.set_hatch(RECOMPUTE_HATCH)
+        if length > room:
+            dark = kind in (Kind.B, Kind.I, Kind.W)
+            axes.text(
+                start + length / 2, stage, str(event.action.microbatch), ha="center", va="center", fontsize=7,
+                color="white" if dark else "black",
+            )  # fmt: skip
+    for span in timeline.work:
+        axes.broken_barh(
+            [(span.start_s / unit_s, span.duration_s / unit_s)], (span.stage - 0.42, 0.84),
+            edgecolors="white", facecolors=WORK_COLORS.get(span.name, "0.5"), linewidths=0.6,
+        )  # fmt: skip
+    axes.set_yticks(
+        range(timeline.num_stages), [_label(timeline, stage) for stage in range(timeline.num_stages)]
+    )
+    axes.set_ylim(timeline.num_stages - 0.5, -0.5)  # stage 0 on top
+
+
+def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
+    """One legend below the figure, of what occurs in any of the timelines."""
+    from matplotlib.patches import Patch
+
+    shown = list(timelines)
+    kinds = sorted({event.action.kind for each in shown for event in each.events}, key=list(Kind).index)
+    handles = [
+        Patch(
+            facecolor=COLORS[kind], edgecolor="white", linewidth=0.6, label=NAMES[kind],
+            hatch=RECOMPUTE_HATCH if kind is Kind.R else None,
+        )
+        for kind in kinds
+    ]  # fmt: skip
+    work = dict.fromkeys(span.name for each in shown for span in each.work)
+    handles += [Patch(color=WORK_COLORS.get(name, "0.5"), label=name) for name in work]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=max(len(handles), 1), fontsize=8, frameon=False
     )
-    return figure
 
 
 def save_gantt(timeline: Timeline, path: Path | str, title: str = "") -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 EXPERIMENTS: dict[str, str] = {
     "table1": "experiments.table1",
+    "figure2": "experiments.figure2",
 }
 
 

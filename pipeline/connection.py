@@ -74,7 +74,9 @@ def cut(connections: Iterable[Connection]) -> None:
 
 def unreachable(action: Action | None, peer: int, error: RuntimeError) -> PeerError:
     """What a backend's error means: the peer is gone, or has not answered in time."""
-    text = str(error).splitlines()[0].partition("] ")[2] or str(error)  # without the place in gloo's source
+    text = str(error).splitlines()[0]
+    text = text.partition("] ")[2] or text  # without the place in gloo's source, and without its advice
+    text = text.partition(". This is typically")[0]
     if "timed out" in text.lower():
         return PeerError(action, peer, f"rank {peer} did not answer: {text}", timed_out=True)
     return PeerError(action, peer, f"rank {peer} disappeared: {text}", timed_out=False)

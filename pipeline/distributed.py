@@ -185,7 +185,7 @@ class PointToPoint:
         self._control = self._connect(store, "control", cuda=False)
         self._activations = self._connect(store, "activations", cuda=cuda)
         self._gradients = self._connect(store, "gradients", cuda=cuda)
-        self._blackboard = Blackboard(store, self.rank)
+        self._blackboard = Blackboard(store, group)
         self._failed: ActionError | None = None
         self._agreements: list[Agreement] = []
         self._numbers: dict[Hashable, int] = {}  # of the agreements, by signature, on the first rank

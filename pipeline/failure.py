@@ -11,8 +11,11 @@ first neighbour to notice writes that it disappeared.
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import Any
+
+from torch import distributed as dist
 
 from pipeline.errors import ActionError, PeerError
 from pipeline.schedule import Action
@@ -25,15 +28,20 @@ EXPLANATION_S = 1.0
 class Blackboard:
     """Where the ranks of one pipeline leave the first failure."""
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: Any, group: dist.ProcessGroup) -> None:
+        self._store, self._rank = store, dist.get_rank(group)
+        # Where the store lives: with the launcher, or in the first process of the job, which need not be in
+        # the group.
+        self._store_is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        ranks = dist.get_process_group_ranks(group)
+        self._store_rank = ranks.index(0) if 0 in ranks else None
 
     def report(self, error: ActionError) -> ActionError:
         """Writes a failure and returns the one that counts: the first that any rank wrote."""
         mine = {"action": str(error.action or ""), "rank": error.rank, "cause": error.cause}
         try:
             return _read(self._store.compare_set("failure", "", json.dumps(mine)))
-        except RuntimeError:  # the store died with the rank that held it
+        except RuntimeError:  # the store is gone
             return error
 
     def explain(self, error: PeerError) -> ActionError:
@@ -54,8 +62,9 @@ class Blackboard:
             while found["rank"] not in blamed and self._store.check([f"waiting {found['rank']}"]):
                 blamed.add(found["rank"])
                 found = json.loads(self._store.get(f"waiting {found['rank']}"))
-        except RuntimeError:  # the store died with the rank that held it
-            pass
+        except RuntimeError:  # the store died with the process that held it, which must have been the first
+            if not self._store_is_launchers and error.peer != self._store_rank:
+                return ActionError(None, "the process that held the store disappeared", self._store_rank)
         return self.report(_read(json.dumps(found)))
 
 

@@ -1,0 +1,184 @@
+"""Figure 2's experiment: its algebra, its counting, and what it makes of records."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from records import record
+
+from experiments.figure2 import EXPERIMENT
+from experiments.figure2_memory import peak
+from experiments.figure2_schedules import VARIANTS, graphs_alive, peak_activations
+from experiments.figure2_traffic import Shape, shape, traffic
+from harness.compare import compare
+from harness.experiment import RunOptions
+from harness.record import Record
+from pipeline.schedule import gpipe, one_f_one_b
+
+
+def finished(**wanted: object) -> list[Record]:
+    """The records of the cases that have these values, run here."""
+    options = RunOptions(profile="short")
+    found = []
+    for case in EXPERIMENT.cases(options):
+        if all(case.key.get(name) == value for name, value in wanted.items()):
+            outcome = EXPERIMENT.run(case, options)
+            found.append(
+                record(
+                    experiment="figure2",
+                    case=case.key,
+                    quantities=outcome.quantities,
+                    details=outcome.details,
+                )
+            )
+    assert found
+    return found
+
+
+@given(st.sampled_from(sorted(VARIANTS)), st.integers(1, 7), st.integers(1, 12))
+def test_the_replay_equals_the_closed_form(name: str, num_stages: int, num_microbatches: int) -> None:
+    variant = VARIANTS[name]
+    assert variant.bubble(num_stages, num_microbatches) == variant.closed_form(num_stages, num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "bubble"),
+    [(4, Fraction(3, 7)), (8, Fraction(3, 11)), (32, Fraction(3, 35)), (128, Fraction(3, 131))],
+)
+def test_the_papers_fractions(num_microbatches: int, bubble: Fraction) -> None:
+    assert VARIANTS["gpipe"].bubble(4, num_microbatches) == bubble
+
+
+def test_what_the_first_stage_keeps() -> None:
+    """Everything, one micro-batch at a time, or as many as there are stages."""
+    kept = {name: graphs_alive(variant, 4, 8) for name, variant in VARIANTS.items()}
+    assert kept == {
+        "naive": 8, "gpipe": 8, "gpipe-late": 1, "gpipe-early": 1, "gpipe-kept": 1, "1f1b": 4,
+    }  # fmt: skip
+
+
+@given(st.integers(1, 8), st.integers(1, 40), st.integers(1, 100))
+def test_counted_activations_are_the_papers(num_stages: int, num_microbatches: int, num_layers: int) -> None:
+    counted = peak_activations(gpipe(num_stages, num_microbatches, "always"), num_layers)
+    assert counted == 1 + Fraction(num_layers, num_stages * num_microbatches)
+    # Without re-materialization every graph is kept: the O(N L) of the text, for the stage's share of layers.
+    everything = peak_activations(gpipe(num_stages, num_microbatches, "never"), num_layers)
+    assert everything == 1 + Fraction(num_layers, num_stages)
+
+
+def test_counted_activations_of_1f1b() -> None:
+    """On the first of 4 stages 4 of 8 micro-batches are in flight, with 6 layers each."""
+    assert peak_activations(one_f_one_b(4, 8, "never"), 24) == Fraction(4 * (1 + 6), 8)
+
+
+def test_every_formula_of_the_paper_is_met() -> None:
+    records = [*finished(part="bubble"), *finished(part="formula")]
+    verdicts = {(c.row, c.column): c.verdict for c in compare(EXPERIMENT.cells(records))}
+    rule = ("micro-batches per stage for a negligible bubble", "M / K")
+    assert verdicts.pop(rule) == "not comparable"
+    assert len(verdicts) == 14
+    assert set(verdicts.values()) == {"reproduced"}
+    for each in records[:4]:
+        assert each.quantity("fractions that differ from the closed form").value == 0
+        assert all(pair["replay"] == pair["closed form"] for pair in each.details["fractions"].values())
+
+
+def test_a_wrong_bubble_would_not_be_reproduced() -> None:
+    (of_two,) = finished(part="bubble", num_stages=2)
+    of_four = record(
+        experiment="figure2", case={**of_two.case, "num_stages": 4}, quantities=of_two.quantities,
+        details=of_two.details,
+    )  # fmt: skip
+    found = {(c.row, c.column): c.verdict for c in compare(EXPERIMENT.cells([of_four]))}
+    assert found["bubble (K-1)/(M+K-1) at M=4", "K=4"] == "exceeds"  # 20 % where the paper has 42.9 %
+
+
+# Memory -----------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_model_follows_the_formula() -> None:
+    """What it has beyond the formula's terms is transient: the gradients on their way and temporaries."""
+    for num_stages in (1, 4):
+        found = peak("transformer-lm", num_stages, 32)
+        # The fullest moment is a later backward, when the first micro-batch to come back is gone.
+        assert found.formula_boundary * 31 / 32 <= found.boundary <= found.formula_boundary
+        assert found.activations <= found.formula_activations
+        assert found.formula * 0.9 < found.total
+        assert found.total - found.transients <= found.formula
+        assert found.total < found.kept / 20
+    assert peak("transformer-lm", 8, 32).total < peak("transformer-lm", 4, 32).total
+
+
+# Traffic ----------------------------------------------------------------------------------------------------
+
+
+def test_traffic_by_hand() -> None:
+    """Four layers of equal cost: with K = 2 the cut is after the second, with K = 4 after each."""
+    four = Shape(
+        num_parameters=1000, gradient_bytes=4000, flops=(5, 5, 5, 5), output_bytes=(10, 20, 30, 40),
+        output_gradient_bytes=(10, 16, 30, 40),
+    )  # fmt: skip
+    two = traffic(four, 2)
+    assert (two.pipeline_busiest, two.pipeline_total) == (20, 36)
+    assert (two.data_parallel_each, two.data_parallel_total) == (4000, 8000)
+    each = traffic(four, 4)
+    assert each.pipeline_busiest == 30 + 16  # the third sends its output on, and a gradient back
+    assert each.pipeline_total == 10 + 20 + 30 + 10 + 16 + 30
+    assert each.data_parallel_each == 6000
+    with pytest.raises(ValueError, match="4 layers into 5"):
+        traffic(four, 5)
+
+
+def test_shapes_of_the_zoo() -> None:
+    found = shape("transformer-lm", {"num_layers": 3})
+    assert found.num_parameters == 282_178_816
+    assert found.gradient_bytes == 4 * found.num_parameters
+    assert found.output_bytes[:4] == (1024 * 2048 * 4,) * 4  # sequence x width x float32
+    assert found.output_bytes[4] == 1024 * 32_000 * 4
+    assert found.output_gradient_bytes == found.output_bytes
+    assert found.flops[1] == found.flops[3] > 0
+
+
+def test_a_tensor_that_stands_twice_is_sent_once() -> None:
+    """AmoebaNet's stem, 32 channels of 31 x 31, hands the same tensor on as both inputs of the first cell."""
+    options = {"num_layers": 3, "num_filters": 16, "image_size": 64, "num_classes": 10, "aux_head": False}
+    found = shape("amoebanet-d", options)
+    assert found.output_bytes[0] == found.output_gradient_bytes[0] == 31 * 31 * 32 * 4
+
+
+# Output -----------------------------------------------------------------------------------------------------
+
+
+def test_tables_and_figures_come_from_records_alone(tmp_path) -> None:
+    records = [
+        *finished(part="chart", num_microbatches=4),
+        *finished(part="bubble", num_stages=4),
+        *finished(part="traffic", model="transformer-lm", size="3 layers"),
+        *finished(part="traffic", model="resnet101"),
+        *finished(part="memory", model="transformer-lm", num_stages=2),
+    ]
+    text = EXPERIMENT.tables(records, compare(EXPERIMENT.cells(records)))
+    assert "equal in 42 of 42 fractions" in text
+    assert "3/131" in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["GPipe,", "recomputing", "early", "(the", "paper's)", "25", "36.0", "%", "1"] in lines
+    paths = EXPERIMENT.figures(records, tmp_path)
+    names = {path.name for path in paths}
+    assert names == {
+        f"figure2-{what}.{ending}"
+        for what in ("schedules-m4", "bubble", "memory", "traffic")
+        for ending in ("png", "svg")
+    }
+    assert all(path.stat().st_size > 5000 for path in paths)
+    assert EXPERIMENT.figures([], tmp_path) == []
+    assert EXPERIMENT.tables([], []) == ""
+
+
+def test_every_quantity_says_what_it_is() -> None:
+    for each in [*finished(part="chart", num_microbatches=4), *finished(part="bubble", num_stages=2)]:
+        assert {quantity.provenance for quantity in each.quantities} == {"replayed"}
+    for each in finished(part="traffic", model="transformer-lm", size="3 layers"):
+        assert {quantity.provenance for quantity in each.quantities} == {"modelled"}

@@ -1,0 +1,139 @@
+"""Scaled profiles equal direct ones to the byte, or are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experiments.model_costs import amoebanet_profile
+from pipeline.boundary import Boundary, TensorSpec
+from pipeline.profile import LayerProfile, Profiler
+from pipeline.scaling import Point, fit
+
+PLANE = ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))  # quadratic in the width, affine in the micro-batch size
+SAMPLES = [(4, 1), (6, 1), (10, 1), (4, 3), (6, 3)]
+
+
+class Cell(nn.Module):
+    """Two inputs, two outputs, one of them passed on; convolutions, pooling, normalization, dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, 2 * width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(2 * width)
+        self.reduce = nn.Sequential(
+            nn.ReLU(), nn.MaxPool2d(3, 1, 1), nn.Conv2d(2 * width, width, 1), nn.Dropout(0.1)
+        )
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        net, skip = value
+        return self.reduce(self.norm(self.conv(net))) + skip.relu(), net
+
+
+def at(point: Point, cell: nn.Module | None = None) -> LayerProfile:
+    width, size = point
+    spec = TensorSpec((size, width, 8, 8), torch.float32, True)
+    return Profiler().layer(cell or Cell(width), Boundary((spec, spec), (0, 1), True))
+
+
+def plain(profile: LayerProfile) -> dict[str, object]:
+    """By value."""
+    found = {field.name: getattr(profile, field.name) for field in dataclasses.fields(profile)}
+    for name in ("free", "first", "later"):
+        found[name] = dataclasses.asdict(found[name])  # type: ignore[call-overload]
+    return found
+
+
+@pytest.mark.parametrize("point", [(4, 1), (8, 1), (8, 2), (10, 3), (64, 7), (1, 2), (1024, 128)])
+def test_a_scaled_profile_is_the_direct_one(point: Point) -> None:
+    scaled = fit({sample: at(sample) for sample in SAMPLES}, PLANE)
+    assert plain(scaled.at(point)) == plain(at(point))
+
+
+def test_cells_of_amoebanet_scale_to_sizes_far_outside() -> None:
+    scaled, direct = amoebanet_profile(18, 208, 3), amoebanet_profile(18, 208, 3, direct=True)
+    assert list(map(plain, scaled.layers)) == list(map(plain, direct.layers))
+    assert plain(scaled.loss) == plain(direct.loss)
+
+
+def test_too_few_samples_are_refused() -> None:
+    samples = {sample: at(sample) for sample in SAMPLES[:4]}
+    with pytest.raises(ValueError, match="4 profiles cannot determine 5 monomials: give more"):
+        fit(samples, PLANE)
+
+
+def test_samples_that_do_not_spread_are_refused() -> None:
+    samples = {(width, 1): at((width, 1)) for width in (2, 4, 6, 8, 10)}
+    with pytest.raises(ValueError, match="do not determine the polynomials: spread them out"):
+        fit(samples, PLANE)
+
+
+def test_a_number_that_is_no_polynomial_is_refused() -> None:
+    class Cubic(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(width**3))
+
+        def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+            return value[0] * self.weight.sum() + value[1]
+
+    samples = {(width, size): at((width, size), Cubic(width)) for width, size in [*SAMPLES, (12, 5)]}
+    with pytest.raises(ValueError, match="layer Cubic does not scale as a polynomial: see"):
+        fit(samples, PLANE)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda width: nn.Sequential(Cell(width)),  # another name
+        lambda width: Wrapped(width, twice=True),  # more storages
+        lambda width: Wrapped(width, frozen=True),  # other gradients
+    ],
+)
+def test_layers_that_behave_differently_are_refused(other) -> None:  # type: ignore[no-untyped-def]
+    samples = {sample: at(sample, Wrapped(sample[0])) for sample in SAMPLES}
+    fit(samples, PLANE)
+    samples[5, 5] = at((5, 5), other(5))
+    with pytest.raises(ValueError, match=r"layer Wrapped behaves differently at \(4, 1\) and \(5, 5\)"):
+        fit(samples, PLANE)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, width: int, *, twice: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.cell, self.twice = Cell(width).requires_grad_(not frozen), twice
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        net, skip = self.cell(value)
+        return (net * 2 + 1 if self.twice else net), skip
+
+
+def test_a_layout_that_changes_with_the_size_is_refused() -> None:
+    class Transposes(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.width = width
+
+        def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+            total = value[0] + value[1]
+            return total if self.width < 10 else total.clone().contiguous(memory_format=torch.channels_last)
+
+    samples = {sample: at(sample, Transposes(sample[0])) for sample in SAMPLES}
+    with pytest.raises(ValueError, match="layer Transposes behaves differently"):
+        fit(samples, PLANE)
+
+
+def test_sizes_that_are_not_whole_are_refused() -> None:
+    def half(width: int) -> LayerProfile:
+        spec = TensorSpec((1, width // 2), torch.float32, True)
+        return Profiler().layer(nn.Tanh(), Boundary((spec,), (0,), False))
+
+    scaled = fit({(width,): half(width) for width in (4, 8, 12)}, ((0,), (1,)))
+    assert scaled.at((10,)).inputs.tensors[0].shape == (1, 5)
+    with pytest.raises(ValueError, match=r"layer Tanh cannot be scaled to \(5,\): not a whole size there"):
+        scaled.at((5,))
+    with pytest.raises(ValueError, match="not a whole size"):
+        scaled.at((-2,))

@@ -1,0 +1,188 @@
+"""Plants one mistake at a time in a copy of the code and checks that the tests notice.
+
+    python tests/mutants.py                       every mutant of `mutant_table`
+    python tests/mutants.py --only "NAME"         one of them (may be repeated)
+    python tests/mutants.py --list                what there is, and which tests must notice
+
+The packages and the tests are copied to a temporary folder, where the selected tests must pass first. Each
+mutant then gets a copy of its own, with one text replaced, and the tests that must notice it run there in a
+process of their own. Failing tests are the aim: exit status 0 says that every mutant was killed, 1 that one
+survived or could not be judged (its tests hung or broke in another way than by failing), 2 that the table
+does not fit the code: a text to replace that is no longer there, or stands there twice, is an error and not
+a mutant less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutant_table import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("pipeline", "models", "tests", "pyproject.toml")
+TIMEOUT_S = 120.0  # of the tests of one mutant, which take seconds
+PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that no test was judged
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant: `verdict` is "killed", "survived" or "unclear"."""
+
+    mutant: Mutant
+    verdict: str
+    detail: str  # the test that noticed, or pytest's last words
+    duration_s: float
+
+
+def check(mutants: Iterable[Mutant], root: Path = ROOT) -> None:
+    """`ValueError` unless every mutant applies exactly once and every test that it names is there."""
+    for mutant in mutants:
+        mutated(mutant, (root / mutant.file).read_text())
+        if not mutant.tests:
+            raise ValueError(f"mutant {mutant.name!r} names no tests that must notice it")
+        for node in mutant.tests:
+            file, _, function = node.partition("::")
+            path, name = root / file, function.partition("[")[0]
+            if not path.is_file() or f"\ndef {name}(" not in path.read_text():
+                raise ValueError(
+                    f"mutant {mutant.name!r} must be noticed by {node}, which is not there; name an "
+                    "existing test"
+                )
+
+
+def mutated(mutant: Mutant, text: str) -> str:
+    """The text of the mutant's file with its mistake; `ValueError` unless there is one place for it."""
+    count = text.count(mutant.old)
+    if count != 1:
+        raise ValueError(
+            f"mutant {mutant.name!r} does not apply: its text occurs {count} times in {mutant.file}; adapt "
+            f"the mutant to the code\n{mutant.old}"
+        )
+    if mutant.new == mutant.old:
+        raise ValueError(f"mutant {mutant.name!r} changes nothing")
+    return text.replace(mutant.old, mutant.new)
+
+
+@contextmanager
+def pristine(mutants: Sequence[Mutant], root: Path = ROOT) -> Iterator[Path]:
+    """A copy of the code in which the tests of all `mutants` pass; `ValueError` if they do not."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder, "pristine")
+        copy.mkdir()
+        for name in COPIED:
+            if (root / name).is_dir():
+                shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(root / name, copy / name)
+        check(mutants, copy)
+        nodes = tuple(dict.fromkeys(node for mutant in mutants for node in mutant.tests))
+        status, output = run_tests(copy, nodes, TIMEOUT_S * max(len(nodes), 1))
+        if status != PASSED:
+            raise ValueError(f"the tests do not pass without any mutant (pytest says {status}):\n{output}")
+        yield copy
+
+
+def judge(mutant: Mutant, copy: Path) -> Outcome:
+    """Plants a mutant beside the `pristine` copy and runs the tests that must notice it."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-", dir=copy.parent) as parent:
+        folder = Path(parent, "code")
+        shutil.copytree(copy, folder)  # with the compiled files, which saves a second
+        path = folder / mutant.file
+        path.write_text(mutated(mutant, path.read_text()))
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+            compiled.unlink()
+        status, output = run_tests(folder, mutant.tests, TIMEOUT_S)
+    failures = re.findall(r"^FAILED (.+?)(?: - |$)", output, re.MULTILINE)
+    if status == FAILED and failures:
+        verdict, detail = "killed", failures[0]
+    elif status == PASSED:
+        verdict, detail = "survived", f"{', '.join(mutant.tests)} passed"
+    else:
+        verdict, detail = "unclear", f"pytest ended with {status}\n{output[-2000:]}"
+    return Outcome(mutant, verdict, detail, time.monotonic() - start)
+
+
+def run_tests(folder: Path, nodes: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
+    """Exit status (None: still running after `timeout_s`) and output of pytest in a copy of the code."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    paths = (str(folder), os.environ.get("PYTHONPATH", ""))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+    environment.pop("PYTEST_ADDOPTS", None)
+    process = subprocess.Popen(
+        [*command, *nodes],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that processes that a test has started can be ended with it
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return None, f"{output}\nno result after {timeout_s:g} s"
+    return process.returncode, output
+
+
+def judge_all(mutants: Sequence[Mutant], jobs: int = 2, root: Path = ROOT) -> Iterator[Outcome]:
+    """The outcomes of all mutants, in their order, `jobs` at a time."""
+    with pristine(mutants, root) as copy, ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(lambda mutant: judge(mutant, copy), mutants)
+
+
+def chosen(names: Sequence[str] | None) -> tuple[Mutant, ...]:
+    """The mutants of these names, all without; `ValueError` for a name that there is not."""
+    known = {mutant.name: mutant for mutant in MUTANTS}
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"there is no mutant {name!r}; --list shows their names")
+    return tuple(known[name] for name in names) if names else MUTANTS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Checks that the tests notice deliberate mistakes.")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this mutant (may be repeated)")
+    parser.add_argument("--list", action="store_true", help="show the mutants and plant none")
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="at a time (default 2)")
+    options = parser.parse_args(arguments)
+    try:
+        mutants = chosen(options.only)
+        if options.list:
+            for mutant in mutants:
+                print(f"{mutant.name}\n    {mutant.file}: {mutant.why}\n    {', '.join(mutant.tests)}")
+            return 0
+        lost = 0
+        for outcome in judge_all(mutants, options.jobs):
+            lost += outcome.verdict != "killed"
+            line = f"{outcome.verdict:8} {outcome.duration_s:5.1f} s  {outcome.mutant.name}: {outcome.detail}"
+            print(line, flush=True)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{len(mutants) - lost} of {len(mutants)} mutants killed")
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,6 +32,7 @@ from pipeline.arguments import (
 from pipeline.clock import Clock
 from pipeline.distributed import PointToPoint
 from pipeline.errors import ActionError, PeerError
+from pipeline.gather import check_equal, concatenate, gather_timeline
 from pipeline.microbatch import Tree, merge, num_examples, sizes, split, tensors_of
 from pipeline.partition import partition
 from pipeline.schedule import Schedule
@@ -79,6 +80,7 @@ class Pipeline(nn.Module):
         replica_group: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,
+        share_memory: bool = True,
         transport: Transport | None = None,
     ) -> None:
         super().__init__()
@@ -110,10 +112,12 @@ class Pipeline(nn.Module):
         self._ranks: PointToPoint | None = None
         self._transport: Transport = transport or InProcess(self._devices)
         if group is not None:
-            self._ranks = PointToPoint(group, self._schedule, self._devices[local[0]], timeout_s)
+            self._ranks = PointToPoint(
+                group, self._schedule, self._devices[local[0]], timeout_s=timeout_s, share_memory=share_memory
+            )
             self._transport = self._ranks
             names = tuple(name for name, _ in named)
-            self._ranks.check_equal((names, self._partition, self._schedule, seed))
+            check_equal(group, (names, self._partition, self._schedule, seed))
         self._programs = {
             training: engine.prepare(self._schedule, self._stages, training=training)
             for training in (True, False)
@@ -150,7 +154,10 @@ class Pipeline(nn.Module):
 
     def gather_timeline(self) -> Timeline:
         """The timeline of all processes; all must call. The clocks of different hosts are compared for it."""
-        return self.timeline if self._ranks is None else self._ranks.gather_timeline(self._clocks[True])
+        if self.group is None:
+            return self.timeline
+        (stage,) = self._stages.values()
+        return gather_timeline(self.group, self._clocks[True], stage.device)
 
     def step(
         self,
@@ -204,8 +211,8 @@ class Pipeline(nn.Module):
         if present:
             found = torch._foreach_norm([gradient for _, gradient in present], norm_type)
             norms[[i for i, _ in present]] = torch.stack([norm.to(norms) for norm in found])
-        if self._ranks is not None:
-            norms = self._ranks.concatenate(norms)
+        if self.group is not None:
+            norms = concatenate(self.group, norms)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total

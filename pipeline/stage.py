@@ -383,7 +383,7 @@ class Stage:
         metadata = edge.node._input_metadata[edge.output_nr]
         key = (self._shares[m], metadata.dtype)
         gradient = self._seeds.get(key)
-        if gradient is None or gradient.shape != metadata.shape:
+        if gradient is None or gradient.shape != tuple(metadata.shape):
             gradient = torch.full(tuple(metadata.shape), key[0], dtype=metadata.dtype, device=metadata.device)
             self._seeds[key] = gradient
         return gradient

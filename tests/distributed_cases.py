@@ -446,7 +446,7 @@ def a_rank_that_does_not_answer() -> None:
 
     layers = [(Slow if index == 2 else nn.Linear)(6, 6) for index in range(4)]
     pipeline = ranks.pipeline([layer.double() for layer in layers], 1, timeout_s=0.5)
-    with raises(ActionError, "on rank 2 failed: rank 2 did not answer: Timed out waiting 500ms"):
+    with raises(ActionError, "on rank 2 failed: rank 2 did not answer: "):
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
 

@@ -1,0 +1,253 @@
+"""Messages between two processes of one host through memory that both map.
+
+gloo serves every message with threads of its own, which on CPUs compete with the stages for their cores:
+several wake-ups and system calls a message, and the data travels through the kernel twice. Between processes
+of one host the sender can instead copy straight into the buffer that the receiver has posted, and a few bytes
+on a local socket say so. No thread is involved; a process moves its messages along whenever it sends, posts
+or waits. A process that dies closes its socket, so that its neighbours know at once.
+
+    receiver   empty --- post(tag, place) ----------------- wait ............ arrived
+    sender                       '--> knows the place   copy, done(tag) ------'
+
+The memory is anonymous (memfd), handed over through the socket, and gone with the processes.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_RECORD = struct.Struct("<BBIIQ")  # kind, channel, tag, segment, offset or size
+_SEGMENT, _POSTED, _DONE = 1, 2, 3
+_READ_BYTES = 227 * _RECORD.size
+_ALIGNMENT = 64  # bytes; of every buffer, as torch's allocator has it
+_SMALLEST_SEGMENT = 1 << 20
+
+Key = tuple[int, int]  # channel and tag
+
+
+class Neighbour:
+    """This process's end of the connection to one other process.
+
+    Messages of one channel and tag arrive in the order in which they are sent, in buffers in the order in
+    which these are posted. Every method may raise `RuntimeError` when the other process is gone.
+    """
+
+    def __init__(self, link: socket.socket, timeout_s: float) -> None:
+        link.setblocking(False)
+        self._link, self._timeout_s = link, timeout_s
+        self._others: list[Neighbour] = []
+        self._poll = select.poll()
+        self._poll.register(link, select.POLLIN)
+        self._unread = b""
+        self._descriptors: deque[int] = deque()
+        self._mine: list[_Segment] = []  # memory to receive into
+        self._places: dict[int, tuple[int, int]] = {}  # address of a buffer -> segment, offset
+        self._unused: dict[int, list[Tensor]] = {}  # buffers that were given back, by their length
+        self._theirs: list[mmap.mmap] = []  # memory of the other process
+        self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+        self._posted: dict[Key, deque[tuple[int, int]]] = {}  # where the other process wants its messages
+        self._arrived: dict[Key, int] = {}
+        self._pending: deque[tuple[Key, Tensor, Departure]] = deque()  # sent, but not posted over there yet
+
+    def introduce(self, other: Neighbour) -> None:
+        """Whoever waits for this neighbour moves the messages of the `other` along as well."""
+        self._others.append(other)
+        self._poll.register(other._link, select.POLLIN)
+
+    # Receiving
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """A buffer of bytes to receive into."""
+        if self._unused.get(num_bytes):
+            return self._unused[num_bytes].pop()
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if not self._mine or self._mine[-1].free < size:
+            self._mine.append(_Segment(max(size, _SMALLEST_SEGMENT)))
+            self._announce(self._mine[-1])
+        offset = self._mine[-1].take(size)
+        buffer = self._mine[-1].data[offset : offset + num_bytes]
+        self._places[buffer.data_ptr()] = (len(self._mine) - 1, offset)
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Allows a buffer of `empty` to be used again."""
+        self._unused.setdefault(len(buffer), []).append(buffer)
+
+    def post(self, channel: int, tag: int, buffer: Tensor) -> Arrival:
+        """Lets the next message of this channel and tag come into a buffer made by `empty`."""
+        segment, offset = self._places[buffer.data_ptr()]
+        self._write(_RECORD.pack(_POSTED, channel, tag, segment, offset))
+        return Arrival(self, (channel, tag))
+
+    # Sending
+
+    def send(self, channel: int, tag: int, tensor: Tensor) -> Departure:
+        """Sends a contiguous tensor, which must not change until the departure has been waited for."""
+        departure = Departure(self)
+        self._pending.append(((channel, tag), tensor, departure))
+        self.progress()
+        return departure
+
+    def _deliver(self, key: Key, tensor: Tensor, departure: Departure) -> None:
+        segment, offset = self._posted[key].popleft()
+        place = (segment, offset, tensor.numel(), tensor.dtype)
+        view = self._views.get(place)
+        if view is None:
+            view = torch.frombuffer(
+                self._theirs[segment], dtype=tensor.dtype, count=tensor.numel(), offset=offset
+            )
+            self._views[place] = view
+        view.copy_(tensor.view(-1))
+        self._write(_RECORD.pack(_DONE, key[0], key[1], 0, 0))
+        departure.gone = True
+
+    # Moving along
+
+    def progress(self) -> None:
+        """Takes in what the other process has written, and delivers what waited for it. Never blocks."""
+        while self._read():
+            pass
+        for _ in range(len(self._pending)):
+            key, tensor, departure = self._pending.popleft()
+            if self._posted.get(key):
+                self._deliver(key, tensor, departure)
+            else:
+                self._pending.append((key, tensor, departure))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Moves messages along until `condition` holds; `RuntimeError` after the timeout."""
+        self.progress()
+        if condition():
+            return
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self._poll.poll(left_s * 1e3):
+                raise RuntimeError(f"timed out after {self._timeout_s:g} s")
+            for other in tuple(self._others):
+                try:
+                    other.progress()
+                except RuntimeError:  # its end is reported when something is wanted of it
+                    self._others.remove(other)
+                    self._poll.unregister(other._link)
+            self.progress()
+            if condition():
+                return
+
+    def drain(self) -> None:
+        """Waits until everything sent is over there."""
+        if self._pending:
+            self.wait_until(lambda: not self._pending)
+
+    def close(self) -> None:
+        """Ends the connection; the other process notices."""
+        self._link.close()
+
+    def _read(self) -> bool:
+        """Takes in some records; False if there is nothing more to read."""
+        try:
+            data, ancillary, _, _ = self._link.recvmsg(_READ_BYTES, socket.CMSG_LEN(16))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise RuntimeError(f"connection closed: {error}") from error
+        if not data:
+            raise RuntimeError("connection closed by peer")
+        for _, _, packed in ancillary:
+            self._descriptors.extend(array.array("i", packed))
+        more = len(data) == _READ_BYTES
+        data = self._unread + data
+        whole = len(data) - len(data) % _RECORD.size
+        self._unread = data[whole:]
+        for kind, channel, tag, segment, number in _RECORD.iter_unpack(data[:whole]):
+            if kind == _DONE:
+                self._arrived[channel, tag] = self._arrived.get((channel, tag), 0) + 1
+            elif kind == _POSTED:
+                self._posted.setdefault((channel, tag), deque()).append((segment, number))
+            else:
+                descriptor = self._descriptors.popleft()
+                self._theirs.append(mmap.mmap(descriptor, number))
+                os.close(descriptor)
+        return more
+
+    def _write(self, record: bytes, ancillary: list[Any] | None = None) -> None:
+        while True:
+            try:
+                written = self._link.sendmsg([record], ancillary or [])
+            except (
+                BlockingIOError
+            ):  # thousands of records are unread; the other process reads when it comes to it
+                if not select.select([], [self._link], [], self._timeout_s)[1]:
+                    raise RuntimeError(f"timed out after {self._timeout_s:g} s") from None
+                continue
+            except OSError as error:
+                raise RuntimeError(f"connection closed: {error}") from error
+            if written == len(record):
+                return
+            record, ancillary = record[written:], None
+
+    def _announce(self, segment: _Segment) -> None:
+        record = _RECORD.pack(_SEGMENT, 0, 0, 0, segment.size)
+        descriptors = array.array("i", [segment.descriptor])
+        self._write(record, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        os.close(segment.descriptor)
+
+
+class Arrival:
+    """A message to come."""
+
+    __slots__ = ("_key", "_neighbour")
+
+    def __init__(self, neighbour: Neighbour, key: Key) -> None:
+        self._neighbour, self._key = neighbour, key
+
+    def wait(self) -> None:
+        """Until the message is in its buffer."""
+        arrived, key = self._neighbour._arrived, self._key
+        if not arrived.get(key):
+            self._neighbour.wait_until(lambda: bool(arrived.get(key)))
+        arrived[key] -= 1
+
+
+class Departure:
+    """A message on its way."""
+
+    __slots__ = ("_neighbour", "gone")
+
+    def __init__(self, neighbour: Neighbour) -> None:
+        self._neighbour, self.gone = neighbour, False
+
+    def wait(self) -> None:
+        """Until the tensor that was sent may change."""
+        if not self.gone:
+            self._neighbour.wait_until(lambda: self.gone)
+
+
+class _Segment:
+    """Memory of this process that a neighbour maps, given out from the front."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._used = size, 0
+        self.descriptor = os.memfd_create("pipeline")
+        os.posix_fallocate(self.descriptor, 0, size)  # a lack of memory is an error here, not a signal later
+        self.data = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+
+    @property
+    def free(self) -> int:
+        return self.size - self._used
+
+    def take(self, size: int) -> int:
+        offset, self._used = self._used, self._used + size
+        return offset

@@ -36,7 +36,7 @@ ROWS = ("tests/test_schedule.py::test_rows_as_in_the_paper",)
 REFUSED = ("tests/test_schedule.py::test_an_impossible_schedule_is_refused",)
 PARTITION = ("tests/test_partition.py::test_bottleneck_equals_brute_force",)
 FOOTPRINT = ("tests/test_footprint.py::test_a_storage_is_freed_by_the_earliest_layer_that_holds_it",)
-MEMORY = ("tests/test_mutation_gaps.py::test_the_parts_of_a_peak_add_up_to_a_real_step",)
+MEMORY = ("tests/test_memory.py::test_what_is_charged_at_the_fullest_moment",)
 PADDING = ("tests/test_models_padding.py::test_pools_by_hand",)
 
 
@@ -194,7 +194,6 @@ RANDOMNESS = (
         new="                    generators.seed(mix(key ^ (m if recording else m + 1)))\n",
         why="the recomputation draws what another micro-batch drew",
         tests=TRANSPARENT,
-        required=True,
     ),
     Mutant(
         name="streams numbered within the stage",
@@ -263,7 +262,6 @@ STATISTICS = (
         "            self.commit()\n",
         why="GPipe tracks the averages of the mini-batch (section 2.2)",
         tests=AVERAGES,
-        required=True,
     ),
     Mutant(
         name="averages see the recomputation too",
@@ -322,7 +320,6 @@ BOUNDARIES = (
 """,
         why="a net and its skip have the same shape, so nothing else complains",
         tests=("tests/test_transparency.py::test_every_cut_into_three_stages[cuts10]",),
-        required=True,
     ),
     Mutant(
         name="two gradients of a boundary swapped",
@@ -344,7 +341,6 @@ BOUNDARIES = (
         new="positions.setdefault(len(structure), len(distinct))",
         why="gradients that meet in it would be summed in another grouping, behind some cuts",
         tests=("tests/test_microbatch.py::test_a_repeated_tensor_travels_once",),
-        required=True,
     ),
     Mutant(
         name="a repeated tensor charged twice",
@@ -484,7 +480,6 @@ SCHEDULES = (
         "                needs[action].append(Action(stage + 1, Kind.B, microbatch))\n",
         why="GPipe recomputes while it waits; only the gradient's own action needs it",
         tests=("tests/test_mutation_gaps.py::test_a_recomputation_needs_nothing_but_its_forward",),
-        required=True,
     ),
     Mutant(
         name="serial recomputation in the replay",
@@ -512,7 +507,6 @@ MODELLED = (
         new="            low = cap + 2\n",
         why="the split is near the optimum and not the optimum",
         tests=PARTITION,
-        required=True,
     ),
     Mutant(
         name="partition fills below the cap",
@@ -537,7 +531,6 @@ MODELLED = (
         new="            boundary=user_bytes,\n",
         why="M kept inputs are what re-materialization costs",
         tests=MEMORY,
-        required=True,
     ),
     Mutant(
         name="memory without the gradients",
@@ -545,7 +538,7 @@ MODELLED = (
         old="            stage.gradient_bytes if demand.after_first_backward else 0,\n",
         new="            0,\n",
         why="gradients are there from the first backward on",
-        tests=MEMORY,
+        tests=("tests/test_memory.py::test_gradients_exist_from_the_first_backward_on_and_none_before",),
     ),
     Mutant(
         name="memory without the graphs in flight",
@@ -566,7 +559,6 @@ MODELLED = (
         "                holder[name] = index\n",
         why="what two layers keep is freed in the backward of the earlier one",
         tests=FOOTPRINT,
-        required=True,
     ),
     Mutant(
         name="a storage charged by every holder",
@@ -586,7 +578,6 @@ MODELS = (
         new="    return total - total // 2, total // 2\n",
         why="the sampling grid of every strided operation moves by a pixel",
         tests=PADDING,
-        required=True,
     ),
     Mutant(
         name="averages count the padding",
@@ -595,7 +586,6 @@ MODELS = (
         new="ceil_mode=True, count_include_pad=True)",
         why="the reference leaves the padding out of the divisor",
         tests=PADDING,
-        required=True,
     ),
     Mutant(
         name="symmetric averages count the padding",
@@ -620,7 +610,6 @@ MODELS = (
         new="",
         why="training would run, with an auxiliary head that learns nothing",
         tests=("tests/test_models_registry.py::test_the_loss_of_amoebanet_by_hand",),
-        required=True,
     ),
     Mutant(
         name="auxiliary logits dropped",

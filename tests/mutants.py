@@ -32,7 +32,7 @@ from pathlib import Path
 from mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("pipeline", "models", "tests", "pyproject.toml")
+COPIED = ("pipeline", "models", "harness", "experiments", "tests", "pyproject.toml")
 TIMEOUT_S = 120.0  # of the tests of one mutant, which take seconds
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that no test was judged
 
@@ -47,8 +47,9 @@ class Outcome:
     duration_s: float
 
 
-def check(mutants: Iterable[Mutant], root: Path = ROOT) -> None:
+def check(mutants: Iterable[Mutant], root: Path | None = None) -> None:
     """`ValueError` unless every mutant applies exactly once and every test that it names is there."""
+    root = root or ROOT
     for mutant in mutants:
         mutated(mutant, (root / mutant.file).read_text())
         if not mutant.tests:
@@ -77,8 +78,9 @@ def mutated(mutant: Mutant, text: str) -> str:
 
 
 @contextmanager
-def pristine(mutants: Sequence[Mutant], root: Path = ROOT) -> Iterator[Path]:
+def pristine(mutants: Sequence[Mutant], root: Path | None = None) -> Iterator[Path]:
     """A copy of the code in which the tests of all `mutants` pass; `ValueError` if they do not."""
+    root = root or ROOT
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder, "pristine")
         copy.mkdir()
@@ -118,12 +120,15 @@ def judge(mutant: Mutant, copy: Path) -> Outcome:
 
 def run_tests(folder: Path, nodes: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
     """Exit status (None: still running after `timeout_s`) and output of pytest in a copy of the code."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    # Without plugins, and so without their options in pyproject.toml: importing them is a third of the time.
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-o", "addopts=-ra --strict-markers"]
+    command = [sys.executable, "-m", "pytest", *options]
     paths = (str(folder), os.environ.get("PYTHONPATH", ""))
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
     environment.pop("PYTEST_ADDOPTS", None)
@@ -145,7 +150,7 @@ def run_tests(folder: Path, nodes: Sequence[str], timeout_s: float) -> tuple[int
     return process.returncode, output
 
 
-def judge_all(mutants: Sequence[Mutant], jobs: int = 2, root: Path = ROOT) -> Iterator[Outcome]:
+def judge_all(mutants: Sequence[Mutant], jobs: int = 2, root: Path | None = None) -> Iterator[Outcome]:
     """The outcomes of all mutants, in their order, `jobs` at a time."""
     with pristine(mutants, root) as copy, ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(lambda mutant: judge(mutant, copy), mutants)

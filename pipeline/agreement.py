@@ -69,7 +69,7 @@ class Receiver:
             microbatch = self._unposted[0]
             outline = self._outlines.get(self._lengths[microbatch])
             if outline is None:
-                return
+                break
             self._unposted.popleft()
             self.num_unposted -= 1
             buffers = self._buffers(microbatch, outline)
@@ -80,6 +80,7 @@ class Receiver:
                 if buffer is not None and buffer.flat.numel()
             ]
             self._posted[microbatch] = (buffers, works)
+        self._connection.flush(self._source)
 
     def is_posted(self, microbatch: int) -> bool:
         return microbatch in self._posted

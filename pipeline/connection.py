@@ -91,13 +91,22 @@ class Connection:
             self._neighbours[source].give_back(buffer.shared)
 
     def receive(self, buffer: Buffer, source: int, tag: int, action: Action | None = None) -> Work:
-        """Posts a receive; `action` is what an error will name."""
+        """Posts a receive, to be followed by `flush`; `action` is what an error will name."""
         try:
             if buffer.shared is not None:
                 return self._neighbours[source].post(self._channel, tag, buffer.shared)
             return self._backend.recv([buffer.flat], source, tag)  # type: ignore[no-any-return]
         except RuntimeError as error:
             raise unreachable(action, source, error) from error
+
+    def flush(self, source: int) -> None:
+        """Makes posted receives known to rank `source`."""
+        neighbour = self._neighbours.get(source)
+        if neighbour is not None:
+            try:
+                neighbour.flush()
+            except RuntimeError as error:
+                raise unreachable(None, source, error) from error
 
     def send(self, tensor: Tensor, target: int, tag: int, action: Action | None = None) -> Work:
         """Starts to send a flat tensor, which must not change before the work is done."""

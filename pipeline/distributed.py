@@ -99,7 +99,7 @@ class PointToPoint:
             ring = activation_ring(schedule, self.rank)
             self._inputs = Receiver(self._activations, self.rank - 1, ring, device)
             self._header_buffer = self._control.buffer(_HEADER, self.rank - 1, torch.device("cpu"))
-            self._header_work = self._control.receive(self._header_buffer, self.rank - 1, _HEADER_TAG)
+            self._post_header()
         if self.rank + 1 < self.num_stages:
             ring = gradient_ring(schedule, self.rank)
             self._output_gradients = Receiver(self._gradients, self.rank + 1, ring, device)
@@ -127,7 +127,7 @@ class PointToPoint:
             assert self._header_work is not None
             self._wait(self._header_work, None, self.rank - 1)
             header = self._header_buffer.tensor.clone()
-            self._header_work = self._control.receive(self._header_buffer, self.rank - 1, _HEADER_TAG)
+            self._post_header()
         if self.rank + 1 < self.num_stages:
             target = Action(self.rank + 1, Kind.F, 0)
             self._send(self._control, [header], target, self._control_sent, _HEADER_TAG)
@@ -272,6 +272,12 @@ class PointToPoint:
             found.append(flat(tensor))
         return found
 
+    def _post_header(self) -> None:
+        """Posts the receive of the next step's header."""
+        assert self._header_buffer is not None
+        self._header_work = self._control.receive(self._header_buffer, self.rank - 1, _HEADER_TAG)
+        self._control.flush(self.rank - 1)
+
     def _post_loss(self) -> None:
         """Posts the receive of the loss behind those of the gradients, whose queue it shares."""
         form, receiver = self._agreement.loss, self._output_gradients
@@ -281,6 +287,7 @@ class PointToPoint:
         if self._loss_buffer is None or not form.fits(self._loss_buffer.tensor):
             self._loss_buffer = self._gradients.buffer(form, self.rank + 1, self._device)
         self._loss_work = self._gradients.receive(self._loss_buffer, self.rank + 1, _LOSS_TAG)
+        self._gradients.flush(self.rank + 1)
 
     def _pass_loss(self, loss: Tensor | None) -> Tensor:
         agreement = self._agreement

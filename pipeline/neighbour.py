@@ -50,7 +50,7 @@ class Neighbour:
         self._others: list[Neighbour] = []
         self._poll = select.poll()
         self._poll.register(link, select.POLLIN)
-        self._unread = b""
+        self._unread = self._unwritten = b""
         self._descriptors: deque[int] = deque()
         self._mine: list[_Segment] = []  # memory to receive into
         self._places: dict[int, tuple[int, int]] = {}  # address of a buffer -> segment, offset
@@ -86,10 +86,19 @@ class Neighbour:
         self._unused.setdefault(len(buffer), []).append(buffer)
 
     def post(self, channel: int, tag: int, buffer: Tensor) -> Arrival:
-        """Lets the next message of this channel and tag come into a buffer made by `empty`."""
+        """Lets the next message of this channel and tag come into a buffer made by `empty`.
+
+        The other process learns of it at the next `flush`, `send` or wait.
+        """
         segment, offset = self._places[buffer.data_ptr()]
-        self._write(_RECORD.pack(_POSTED, channel, tag, segment, offset))
+        self._unwritten += _RECORD.pack(_POSTED, channel, tag, segment, offset)
         return Arrival(self, (channel, tag))
+
+    def flush(self) -> None:
+        """Tells the other process what has been posted."""
+        if self._unwritten:
+            record, self._unwritten = self._unwritten, b""
+            self._write(record)
 
     # Sending
 
@@ -117,6 +126,7 @@ class Neighbour:
 
     def progress(self) -> None:
         """Takes in what the other process has written, and delivers what waited for it. Never blocks."""
+        self.flush()
         while self._read():
             pass
         for _ in range(len(self._pending)):
@@ -129,6 +139,7 @@ class Neighbour:
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Moves messages along until `condition` holds; `RuntimeError` after the timeout."""
         self.progress()
+        self._progress_others(only_pending=True)
         if condition():
             return
         deadline = time.monotonic() + self._timeout_s
@@ -136,15 +147,20 @@ class Neighbour:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not self._poll.poll(left_s * 1e3):
                 raise RuntimeError(f"timed out after {self._timeout_s:g} s")
-            for other in tuple(self._others):
-                try:
-                    other.progress()
-                except RuntimeError:  # its end is reported when something is wanted of it
-                    self._others.remove(other)
-                    self._poll.unregister(other._link)
+            self._progress_others()
             self.progress()
             if condition():
                 return
+
+    def _progress_others(self, *, only_pending: bool = False) -> None:
+        for other in tuple(self._others):
+            if only_pending and not other._pending:
+                continue
+            try:
+                other.progress()
+            except RuntimeError:  # its end is reported when something is wanted of it
+                self._others.remove(other)
+                self._poll.unregister(other._link)
 
     def drain(self) -> None:
         """Waits until everything sent is over there."""
@@ -167,7 +183,7 @@ class Neighbour:
             raise RuntimeError("connection closed by peer")
         for _, _, packed in ancillary:
             self._descriptors.extend(array.array("i", packed))
-        more = len(data) == _READ_BYTES
+        more = len(data) == _READ_BYTES or bool(ancillary)  # a read ends where descriptors are attached
         data = self._unread + data
         whole = len(data) - len(data) % _RECORD.size
         self._unread = data[whole:]
@@ -186,11 +202,8 @@ class Neighbour:
         while True:
             try:
                 written = self._link.sendmsg([record], ancillary or [])
-            except (
-                BlockingIOError
-            ):  # thousands of records are unread; the other process reads when it comes to it
-                if not select.select([], [self._link], [], self._timeout_s)[1]:
-                    raise RuntimeError(f"timed out after {self._timeout_s:g} s") from None
+            except BlockingIOError:
+                self._wait_writable()
                 continue
             except OSError as error:
                 raise RuntimeError(f"connection closed: {error}") from error
@@ -198,7 +211,18 @@ class Neighbour:
                 return
             record, ancillary = record[written:], None
 
+    def _wait_writable(self) -> None:
+        """Until the other process has read some of its many records; it may be waiting for the same of this
+        one.
+        """
+        readable, writable, _ = select.select([self._link], [self._link], [], self._timeout_s)
+        if readable:
+            self._read()
+        elif not writable:
+            raise RuntimeError(f"timed out after {self._timeout_s:g} s")
+
     def _announce(self, segment: _Segment) -> None:
+        self.flush()
         record = _RECORD.pack(_SEGMENT, 0, 0, 0, segment.size)
         descriptors = array.array("i", [segment.descriptor])
         self._write(record, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
@@ -22,7 +23,7 @@ from torch import distributed as dist
 
 import models
 from models.drop_path import set_drop_path
-from pipeline import Pipeline, checkpoint
+from pipeline import Pipeline, checkpoint, introduction
 from pipeline.errors import ActionError
 from pipeline.schedule import REMAT_MODES, SCHEDULES, gpipe
 
@@ -41,15 +42,15 @@ TRANSFORMER = {
 class Ranks:
     """A process group that runs one pipeline, and this process's place in it."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group or dist.group.WORLD
+    def __init__(self, group: dist.ProcessGroup | None = None, **options: object) -> None:
+        self.group, self.options = group or dist.group.WORLD, options
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
 
     def pipeline(
         self, layers: nn.Sequential | list[nn.Module], num_microbatches: int = 4, **options
     ) -> Pipeline:
-        options = {"cost": [1] * len(layers), "timeout_s": TIMEOUT_S, **options}
+        options = {"cost": [1] * len(layers), "timeout_s": TIMEOUT_S, **self.options, **options}
         return Pipeline(
             layers, num_stages=self.size, num_microbatches=num_microbatches, group=self.group, **options
         )
@@ -78,8 +79,8 @@ def assert_own_gradients(pipeline: Pipeline, wanted: dict[str, Tensor | None], *
             assert torch.equal(parameter.grad, wanted[name]), name
 
 
-def transparency() -> None:
-    ranks = Ranks()
+def transparency(ranks: Ranks | None = None) -> None:
+    ranks = ranks or Ranks()
     for schedule, remat, num_microbatches in itertools.product(SCHEDULES, REMAT_MODES, (1, 3, 8)):
         batch, target = everything_batch(num_microbatches + 3)
         plain = plain_step(seeded(everything), batch, target, cross_entropy, num_microbatches)
@@ -89,9 +90,9 @@ def transparency() -> None:
         assert_own_gradients(pipeline, plain.gradients, **EXACT)
 
 
-def mini_batches_of_changing_shapes() -> None:
+def mini_batches_of_changing_shapes(ranks: Ranks | None = None) -> None:
     """Every size is a new kind of step; sizes seen before need no new agreement."""
-    ranks = Ranks()
+    ranks = ranks or Ranks()
     pipeline, alone = (
         ranks.pipeline(seeded(everything)),
         Pipeline(seeded(everything), num_stages=1, num_microbatches=4),
@@ -384,8 +385,8 @@ class Fuse(nn.Module):
         raise self.error
 
 
-def fails_everywhere(action: str, error: Exception, cause: str) -> None:
-    ranks = Ranks()
+def fails_everywhere(action: str, error: Exception, cause: str, ranks: Ranks | None = None) -> None:
+    ranks = ranks or Ranks()
     pipeline = ranks.pipeline([Fuse(action, error) for _ in range(4)], 4, remat="always")
     start = time.monotonic()
     try:
@@ -468,6 +469,26 @@ def shapes_that_change_unannounced() -> None:
             pipeline.step(*ranks.own(*mlp_batch(4)), lambda output, target: output.square().mean())
 
 
+def through_the_network() -> None:
+    """gloo between all ranks, as between hosts."""
+    ranks = Ranks(share_memory=False)
+    transparency(ranks)
+    mini_batches_of_changing_shapes(ranks)
+    for action in ("0F3", "1R1", "2B2"):
+        fails_everywhere(action, ZeroDivisionError("broken"), "ZeroDivisionError: broken", ranks)
+
+
+def through_memory_and_the_network() -> None:
+    """Ranks 0 and 1 share memory and so do 2 and 3; between 1 and 2 is a network, as with two hosts."""
+    ranks = Ranks(share_memory=True)
+    elsewhere = f"machine {ranks.rank // 2}"
+    with mock.patch.object(introduction, "machine_id", return_value=elsewhere):
+        transparency(ranks)
+        mini_batches_of_changing_shapes(ranks)
+        for action in ("0F3", "1R1", "2B2"):
+            fails_everywhere(action, ZeroDivisionError("broken"), "ZeroDivisionError: broken", ranks)
+
+
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
@@ -492,6 +513,8 @@ CASES: dict[str, Callable[[], None]] = {
         failure_before_the_first_action,
         a_rank_that_does_not_answer,
         shapes_that_change_unannounced,
+        through_the_network,
+        through_memory_and_the_network,
     )
 }
 

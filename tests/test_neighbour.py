@@ -1,0 +1,266 @@
+"""Messages through shared memory, between the two ends of one socket (here in one process, but for the last
+tests).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.introduction import machine_id, meet
+from pipeline.neighbour import Neighbour
+
+TIMEOUT_S = 10.0
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Neighbour, Neighbour]]:
+    pair = [Neighbour(link, TIMEOUT_S) for link in socket.socketpair()]
+    yield pair[0], pair[1]
+    for end in pair:
+        end.close()
+
+
+def buffer_for(end: Neighbour, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory to receive a tensor into, and the tensor it will be."""
+    memory = end.empty(tensor.numel() * tensor.element_size())
+    return memory, memory.view(tensor.dtype).view(tensor.shape)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool, torch.uint8]
+)
+def test_a_message_of_every_type(ends: tuple[Neighbour, Neighbour], dtype: torch.dtype) -> None:
+    a, b = ends
+    sent = (torch.randn(3, 5) * 3).to(dtype)
+    memory, received = buffer_for(b, sent)
+    arrival = b.post(0, 7, memory)
+    b.flush()
+    a.send(0, 7, sent).wait()
+    arrival.wait()
+    assert torch.equal(received, sent)
+
+
+def test_posted_ahead_nothing_waits(ends: tuple[Neighbour, Neighbour]) -> None:
+    a, b = ends
+    memory, _ = buffer_for(b, torch.zeros(4))
+    b.post(0, 0, memory)
+    b.flush()
+    assert a.send(0, 0, torch.zeros(4)).gone
+
+
+def test_sent_before_it_is_posted(ends: tuple[Neighbour, Neighbour]) -> None:
+    """The sender hands it over the next time it has something to do with its neighbour."""
+    a, b = ends
+    sent = torch.arange(4.0)
+    departure = a.send(0, 0, sent)
+    assert not departure.gone
+    memory, received = buffer_for(b, sent)
+    arrival = b.post(0, 0, memory)
+    b.flush()
+    a.progress()
+    assert departure.gone
+    arrival.wait()
+    assert torch.equal(received, sent)
+
+
+def test_tags_and_channels_do_not_mix_and_one_that_waits_holds_up_no_other(
+    ends: tuple[Neighbour, Neighbour],
+) -> None:
+    a, b = ends
+    keys = [(0, 1), (0, 2), (1, 1), (1, 2)]
+    for number, key in enumerate(keys):
+        a.send(*key, torch.full((2,), float(number)))
+    for number, key in reversed(list(enumerate(keys))):
+        memory, received = buffer_for(b, torch.zeros(2))
+        arrival = b.post(*key, memory)
+        b.flush()
+        a.progress()
+        arrival.wait()
+        assert received.tolist() == [number] * 2
+
+
+def test_messages_of_one_tag_keep_their_order(ends: tuple[Neighbour, Neighbour]) -> None:
+    a, b = ends
+    buffers = [buffer_for(b, torch.zeros(1)) for _ in range(6)]
+    arrivals = [b.post(0, 0, memory) for memory, _ in buffers[:3]]
+    b.flush()
+    for number in range(6):
+        a.send(0, 0, torch.tensor([float(number)]))
+    arrivals += [b.post(0, 0, memory) for memory, _ in buffers[3:]]
+    b.flush()
+    a.drain()
+    for arrival in arrivals:
+        arrival.wait()
+    assert [float(received) for _, received in buffers] == [0, 1, 2, 3, 4, 5]
+
+
+def test_more_records_than_a_socket_holds(ends: tuple[Neighbour, Neighbour]) -> None:
+    a, b = ends
+    memory, received = buffer_for(b, torch.zeros(1))
+    for number in range(3000):
+        arrival = b.post(0, number, memory)
+        b.flush()
+        a.send(0, number, torch.tensor([float(number)])).wait()
+        arrival.wait()
+        assert float(received) == number
+
+
+def test_both_write_more_than_a_socket_holds(ends: tuple[Neighbour, Neighbour]) -> None:
+    """Neither reads before it has written: each takes in what the other writes while it waits for room."""
+    many = 2000
+    posted: dict[str, list[Tensor]] = {}
+
+    def exchange(name: str, end: Neighbour) -> None:
+        memory = [buffer_for(end, torch.zeros(1)) for _ in range(many)]
+        arrivals = []
+        for number in range(many):
+            arrivals.append(end.post(0, number, memory[number][0]))
+            end.flush()
+        for number in range(many):
+            end.send(0, number, torch.tensor([float(number)]))
+        for arrival in arrivals:
+            arrival.wait()
+        end.drain()
+        posted[name] = [tensor for _, tensor in memory]
+
+    threads = [threading.Thread(target=exchange, args=(n, e)) for n, e in zip("ab", ends, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in "ab":
+        assert torch.cat(posted[name]).tolist() == list(range(many))
+
+
+def test_buffers_are_aligned_apart_and_used_again(ends: tuple[Neighbour, Neighbour]) -> None:
+    a, b = ends
+    sizes = [1, 3, 64, 65, 1 << 20, 5 << 20]
+    buffers = [b.empty(size) for size in sizes]
+    places = sorted((buffer.data_ptr(), len(buffer)) for buffer in buffers)
+    for (start, length), (following, _) in pairwise(places):
+        assert start + length <= following
+    assert all(start % 64 == 0 for start, _ in places)
+    b.give_back(buffers[3])
+    assert b.empty(65).data_ptr() == buffers[3].data_ptr()
+    assert b.empty(65).data_ptr() != buffers[3].data_ptr()
+    arrival = b.post(0, 0, buffers[5])
+    b.flush()
+    a.send(0, 0, torch.full((5 << 20,), 7, dtype=torch.uint8))
+    arrival.wait()
+    assert int(buffers[5].sum(dtype=torch.int64)) == 7 * (5 << 20)
+
+
+def test_the_end_of_a_neighbour_is_an_error_not_a_wait(ends: tuple[Neighbour, Neighbour]) -> None:
+    a, b = ends
+    arrival = b.post(0, 0, b.empty(8))
+    departure = a.send(0, 1, torch.zeros(2))
+    b.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        departure.wait()
+    with pytest.raises(RuntimeError, match="closed"):
+        a.send(0, 0, torch.zeros(2)).wait()
+    with pytest.raises(RuntimeError, match="closed"):
+        arrival.wait()
+
+
+def test_what_arrived_before_the_end_is_there(ends: tuple[Neighbour, Neighbour]) -> None:
+    a, b = ends
+    memory, received = buffer_for(b, torch.zeros(1))
+    arrival = b.post(0, 0, memory)
+    b.flush()
+    a.send(0, 0, torch.ones(1)).wait()
+    b.progress()
+    a.close()
+    arrival.wait()
+    assert float(received) == 1.0
+
+
+def test_nothing_comes_in_time() -> None:
+    a, b = (Neighbour(link, 0.05) for link in socket.socketpair())
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.05 s"):
+        b.post(0, 0, b.empty(8)).wait()
+    with pytest.raises(RuntimeError, match="timed out"):
+        a.send(0, 1, torch.zeros(2)).wait()
+
+
+def test_waiting_for_one_neighbour_moves_the_other_along() -> None:
+    """The middle one waits for the right; what it owes the left must not wait with it."""
+    left, middle_left = (Neighbour(link, TIMEOUT_S) for link in socket.socketpair())
+    middle_right, right = (Neighbour(link, TIMEOUT_S) for link in socket.socketpair())
+    middle_left.introduce(middle_right)
+    middle_right.introduce(middle_left)
+    middle_left.send(0, 0, torch.ones(1))
+    wanted = middle_right.post(0, 0, middle_right.empty(4))
+    received: list[float] = []
+
+    def others() -> None:
+        memory, tensor = buffer_for(left, torch.zeros(1))
+        left.post(0, 0, memory).wait()
+        received.append(float(tensor))
+        right.send(0, 0, torch.zeros(1)).wait()
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    wanted.wait()
+    thread.join()
+    assert received == [1.0]
+
+
+class Store(dict[str, bytes]):
+    """The part of a process group's store that is needed; in one thread nobody can wait, so order matters."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+
+def test_ranks_on_other_machines_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    store.set("address of rank 0", '{"machine": "elsewhere", "token": "00"}')
+    assert meet(store, 1, 2, willing=True, timeout_s=1.0) == {}
+    assert store["answer of rank 1"] == b"no"
+    # On this machine, but out of reach, as in another network namespace.
+    store.set("address of rank 0", f'{{"machine": "{machine_id()}", "token": "00"}}')
+    assert meet(store, 1, 2, willing=True, timeout_s=1.0) == {}
+    store.set("address of rank 0", "{}")
+    assert meet(store, 1, 2, willing=True, timeout_s=1.0) == {}
+    assert meet(store, 0, 2, willing=True, timeout_s=1.0) == {}
+
+
+def echo_until_killed(link: socket.socket) -> None:
+    neighbour = Neighbour(link, TIMEOUT_S)
+    memory = neighbour.empty(32)
+    arrivals = [neighbour.post(0, number, memory) for number in range(2)]
+    arrivals[0].wait()
+    neighbour.send(1, 0, memory.view(torch.float32) * 2).wait()
+    arrivals[1].wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_between_two_processes_one_of_which_is_killed() -> None:
+    mine, theirs = socket.socketpair()
+    process = multiprocessing.get_context("spawn").Process(target=echo_until_killed, args=(theirs,))
+    process.start()
+    theirs.close()
+    neighbour = Neighbour(mine, 60.0)
+    sent = torch.arange(8.0)
+    memory, received = buffer_for(neighbour, sent)
+    arrival = neighbour.post(1, 0, memory)
+    neighbour.send(0, 0, sent).wait()
+    arrival.wait()
+    assert torch.equal(received, 2 * sent)
+    lost = neighbour.post(1, 1, memory)
+    neighbour.send(0, 1, sent).wait()
+    with pytest.raises(RuntimeError, match="connection closed"):
+        lost.wait()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL

@@ -7,8 +7,8 @@ nor a cold allocator is measured. Every process returns its own times; the exper
 from __future__ import annotations
 
 import gc
+import statistics
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import psutil
@@ -33,6 +33,7 @@ from pipeline import Pipeline
 from pipeline.clock import conditions
 
 WAIT_S = 0.02  # of a waiting stage, per action
+_waited_s: list[float] = []  # how long the waits of this process really were
 TRANSFORMER: dict[str, Any] = {
     "num_layers": 8, "vocab_size": 64, "d_model": 256, "ffn_dim": 1024, "num_heads": 4, "seq_len": 64,
 }  # fmt: skip
@@ -60,6 +61,7 @@ class Result(NamedTuple):
     times: dict[str, list[float]]
     counts: dict[str, dict[str, Any]]
     actions_s: dict[str, float]  # mean of our latest step, by stage and kind: "0F"
+    wait_s: float  # mean of the real waits, of waiting stages
     conditions: dict[str, str]
     cpu_s: float  # of this process while it measured
     busy_s: float  # of all cores together, this process included, in the same time
@@ -67,18 +69,24 @@ class Result(NamedTuple):
     num_cores: int
 
 
+def _wait() -> None:
+    start_s = time.perf_counter()
+    time.sleep(WAIT_S)
+    _waited_s.append(time.perf_counter() - start_s)
+
+
 class _Wait(torch.autograd.Function):
     """Waits in both directions as a device would compute, without using a core."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
-        time.sleep(WAIT_S)
+        _wait()
         ctx.save_for_backward(value, weight)
         return value * weight
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        time.sleep(WAIT_S)
+        _wait()
         value, weight = ctx.saved_tensors
         return gradient * weight, (gradient * value).sum().reshape(1)
 
@@ -158,17 +166,18 @@ def work(task: Task) -> Result:
         gc.collect()
         dist.barrier()
 
+    _waited_s.clear()
     before = _usage()
     times = measure(
         {arm.name: arm.step for arm in arms}, repeats, task.rounds, task.seed, prepare, time.perf_counter
     )
     cpu_s, busy_s, wall_s = (after - start for after, start in zip(_usage(), before, strict=True))
+    wait_s = statistics.fmean(_waited_s) if _waited_s else 0.0
     subject.clear()
     if verify(subject, arms).keys() != counts.keys():  # still the same after all rounds
         raise RuntimeError("the arms changed while they were measured")
-    return Result(
-        times, counts, _actions_s(pipeline), conditions(), cpu_s, busy_s, wall_s, psutil.cpu_count() or 1
-    )
+    cores = psutil.cpu_count() or 1
+    return Result(times, counts, _actions_s(pipeline), wait_s, conditions(), cpu_s, busy_s, wall_s, cores)
 
 
 def _repeats(arm: Arm) -> int:
@@ -196,6 +205,3 @@ def _actions_s(pipeline: Pipeline) -> dict[str, float]:
         name = f"{event.action.stage}{event.action.kind.value}"
         durations_s.setdefault(name, []).append(event.duration_s)
     return {name: sum(each) / len(each) for name, each in durations_s.items()}
-
-
-Worker = Callable[[Task], Result]

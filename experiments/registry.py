@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 EXPERIMENTS: dict[str, str] = {
     "table1": "experiments.table1",
     "figure2": "experiments.figure2",
+    "engine": "experiments.engine_bench",
 }
 
 

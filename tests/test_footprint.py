@@ -14,6 +14,7 @@ from pipeline.boundary import Boundary, TensorSpec
 from pipeline.footprint import footprint
 from pipeline.profile import Profiler
 from pipeline.schedule import Kind
+from pipeline.story import Received
 
 N, C, SIDE = 4, 8, 8
 NUM_MICROBATCHES = 2
@@ -223,3 +224,19 @@ def test_footprints_of_equal_layers_add_up() -> None:
     assert one.saved_bytes == X  # tanh's result
     assert three.saved_bytes == 3 * X
     assert (three.input_bytes, three.kept_input_bytes, three.output_gradient_bytes) == (X, X, X)
+
+
+def test_one_gradient_for_two_outputs_goes_with_the_last_that_needs_it() -> None:
+    story = Profiler().layer(Call(lambda x: (x.tanh(), x.sigmoid())), image()).first
+
+    def left(*received: Received) -> int:
+        """Bytes of gradients more at the end of the backward pass than at its begin."""
+        return sum(stretch.other for stretch in story.stretches(received))
+
+    one, other = Received(0, X, is_held=False), Received(1, X, is_held=False)
+    held = Received(2, X, is_held=True)
+    # The gradient of the input appears; of those of the outputs two go, or the one that both got, or none.
+    assert left(one, other) == X - 2 * X
+    assert left(one, one) == X - X
+    assert left(held, held) == X
+    assert left(one, held) == X - X

@@ -2,6 +2,10 @@
 
     python -m experiments.first_run
 
+or with as many stages as processes, on one host or several, started by torchrun (docs/running.md):
+
+    torchrun --nproc-per-node 2 -m experiments.first_run
+
 About half a minute on two cores. It shows the engine as a user meets it (five lines in `train`), trains on
 real images (scikit-learn's bundled digits: nothing is downloaded) and fails if the loss does not halve.
 """
@@ -16,7 +20,7 @@ from torch import Tensor, distributed
 
 from models import MODELS, loss_fn
 from pipeline import Pipeline
-from pipeline.launch import launch
+from pipeline.launch import launch, start_process
 
 MODEL = {"num_layers": 3, "num_filters": 16, "num_classes": 10, "image_size": 32, "aux_head": False}
 BATCH_SIZE, NUM_MICROBATCHES, NUM_STAGES = 64, 4, 2
@@ -39,7 +43,10 @@ def train(num_steps: int, seed: int = 0) -> list[float]:
     images, classes = digits()
     model, compute_loss = MODELS["amoebanet-d"](**MODEL), loss_fn("amoebanet-d", **MODEL)
     pipeline = Pipeline(
-        model, num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, group=distributed.group.WORLD
+        model,
+        num_stages=distributed.get_world_size(),
+        num_microbatches=NUM_MICROBATCHES,
+        group=distributed.group.WORLD,
     )
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=LEARNING_RATE, momentum=0.9)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
@@ -59,17 +66,24 @@ def main(arguments: list[str] | None = None) -> int:
     num_steps = parser.parse_args(arguments).steps
     if num_steps < 2:
         parser.error(f"--steps {num_steps}: at least 2 are needed to see the loss fall")
-    per_process = launch(train, NUM_STAGES, num_steps)
-    losses = per_process[0]
+    if distributed.is_torchelastic_launched():
+        with start_process():
+            losses = train(num_steps)
+            num_stages = distributed.get_world_size()
+            if distributed.get_rank() > 0:  # every process knows the loss; one reports it
+                return 0
+    else:
+        per_process, num_stages = launch(train, NUM_STAGES, num_steps), NUM_STAGES
+        losses = per_process[0]
+        if any(each != losses for each in per_process):
+            print("error: the processes disagree about the loss", file=sys.stderr)
+            return 1
     for step in range(0, num_steps, max(1, num_steps // 10)):
         print(f"step {step:4d}  loss {losses[step]:.3f}")
     tail = losses[-max(1, num_steps // 10) :]
     final = sum(tail) / len(tail)
-    print(f"AmoebaNet-D (3, 16), {NUM_STAGES} processes, {NUM_MICROBATCHES} micro-batches: ", end="")
+    print(f"AmoebaNet-D (3, 16), {num_stages} processes, {NUM_MICROBATCHES} micro-batches: ", end="")
     print(f"loss {losses[0]:.3f} -> {final:.3f}")
-    if any(each != losses for each in per_process):
-        print("error: the processes disagree about the loss", file=sys.stderr)
-        return 1
     return 0 if final < losses[0] / 2 else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,32 @@ def test_the_loss_falls_over_two_processes() -> None:
     assert process.returncode == 0, process.stdout + process.stderr
     first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", process.stdout)[0])
     assert last < first / 2
+
+
+def test_two_agents_of_torchrun_form_one_pipeline() -> None:
+    """As on two hosts, here both on this one: docs/running.md."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+        "--rdzv-id", "t", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+    ]  # fmt: skip
+    agents = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(rank), "-m", "experiments.first_run", "--steps", "15"],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        outputs = [agent.communicate(timeout=300)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    reports = [line for output in outputs for line in output.splitlines() if "2 processes" in line]
+    assert len(reports) == 1, "one process reports the loss"
 
 
 def test_digits_are_all_there_in_the_range_of_the_reference() -> None:

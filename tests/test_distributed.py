@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -72,3 +75,24 @@ def test_the_launcher_ends_with_the_first_error() -> None:
         launch(distributed_cases.raise_one, 2, "gpipe")
     left = [process.cmdline() for process in psutil.Process().children(recursive=True)]
     assert not [line for line in left if "spawn_main" in " ".join(line)]
+
+
+def test_two_agents_as_on_two_hosts() -> None:
+    """The command of docs/running.md, once per "host"; between the two the tensors go through the network."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+               "--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", f"localhost:{free_port()}",
+               "docs/distributed_example.py", "--steps", "10", "--network"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    agents = [
+        subprocess.Popen(
+            command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    outputs = [agent.communicate(timeout=120) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    (printed,) = [out for out, _ in outputs if out]
+    losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if line.startswith("step")]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]

@@ -82,7 +82,7 @@ def test_two_agents_as_on_two_hosts() -> None:
     root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                "--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", f"localhost:{free_port()}",
-               "docs/distributed_example.py", "--steps", "10", "--network"]  # fmt: skip
+               "docs/distributed_example.py", "--steps", "50", "--network"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     agents = [
         subprocess.Popen(
@@ -94,5 +94,5 @@ def test_two_agents_as_on_two_hosts() -> None:
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     (printed,) = [out for out, _ in outputs if out]
     losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if line.startswith("step")]
-    assert len(losses) == 2
-    assert losses[1] < losses[0]
+    assert len(losses) == 5
+    assert losses[-1] < 0.7 * losses[0]

@@ -1,10 +1,10 @@
 """Sessions of gpipe-bench. They only shell out, so everything here also works without nox.
 
-    nox -s table1                       reproduce Table 1 (installs once, then runs)
-    nox -s table1 -- --profile smoke    arguments after -- go to the command
-    nox -s tests -- -k partition        ... or to pytest
-    nox -s table1 -- --here             use this interpreter and what it has installed (a GPU container)
-    nox --no-venv -s table1             the same
+nox -s table1                       reproduce Table 1 (installs once, then runs)
+nox -s table1 -- --profile smoke    arguments after -- go to the command
+nox -s tests -- -k partition        ... or to pytest
+nox -s table1 -- --here             use this interpreter and what it has installed (a GPU container)
+nox --no-venv -s table1             the same
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def forwards(num_microbatches: int, remat: str) -> int:
 
 
 def ours(
-    subject: Subject, remat: str, *, group: dist.ProcessGroup | None = None, name: str = "ours"
+    subject: Subject, remat: str, *, group: dist.ProcessGroup | None = None, share_memory: bool = True
 ) -> tuple[Arm, Pipeline]:
     """This engine, one process per stage with a `group`, all stages in this process without."""
     pipeline = Pipeline(
@@ -79,6 +79,7 @@ def ours(
         remat=remat,
         cost=subject.costs,
         group=group,
+        share_memory=share_memory,
     )
     if pipeline.partition != subject.spans:
         raise RuntimeError(
@@ -90,7 +91,7 @@ def ours(
     def step() -> object:
         return pipeline.step(subject.batch, subject.target, subject.loss_fn)
 
-    return Arm(name, step, stages, forwards(count, remat), count), pipeline
+    return Arm("ours", step, stages, forwards(count, remat), count), pipeline
 
 
 class Checkpointed(nn.Module):
@@ -147,12 +148,9 @@ def sequential(subject: Subject, name: str, *, idle: bool = False) -> Arm:
 def bare_stage(subject: Subject, stage: int) -> Arm:
     """One stage's forwards and backwards alone: no engine, no messages, gradients made up."""
     module, count, last = subject.stage(stage), subject.num_microbatches, len(subject.spans) - 1
-    inputs: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
-        for value, target in subject.microbatches:
-            for before in range(stage):
-                value = subject.stage(before)(value)
-            inputs.append((value, target))
+        arriving = nn.Sequential(*(subject.stage(before) for before in range(stage)))(subject.batch)
+        inputs = list(zip(arriving.chunk(count), subject.target.chunk(count), strict=True))
         gradient = torch.ones_like(module(inputs[0][0]))
 
     def step() -> None:

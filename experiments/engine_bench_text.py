@@ -27,6 +27,11 @@ def _transformer(num_microbatches: int, remat: str) -> dict[str, Scalar]:
     return {"part": "transformer", "num_microbatches": num_microbatches, "remat": remat}
 
 
+def _small(transport: str) -> dict[str, Scalar]:
+    return {"part": "small", "transport": transport}
+
+
+_SMALL = "micro-batches of no work, K=2, M=64, "
 _PLAIN = "Transformer, K=2, M=16: "
 _REMAT = "Transformer, K=2, re-materialized: step rate / ScheduleGPipe + checkpoint, "
 _OVERLAP: dict[str, Scalar] = {"part": "overlap", "remat": "never"}
@@ -38,15 +43,21 @@ TARGETS = (
            "share of the ideal", True, 0.97),
     Target("waiting stages, K=4, M=8: share of the ideal step", {**_OVERLAP, "num_stages": 4},
            "share of the ideal", True, 0.95),
+    Target("waiting stages, K=8, M=32: ... of the bare stages' ideal", {**_OVERLAP, "num_stages": 8},
+           "share of the bare ideal", True, 0.97),
+    Target("waiting stages, K=4, M=8: ... of the bare stages' ideal", {**_OVERLAP, "num_stages": 4},
+           "share of the bare ideal", True, 0.95),
     Target(_PLAIN + "speed-up / (M K / (M + K - 1))", _transformer(16, "never"), "efficiency", True, 0.88),
     Target(_PLAIN + "step rate / ScheduleGPipe", _transformer(16, "never"),
            "rate against ScheduleGPipe", True, 1.0),
     Target(_REMAT + "M=1", _transformer(1, "except_last"), "rate against ScheduleGPipe", True, 1.3),
     Target(_REMAT + "M=4", _transformer(4, "except_last"), "rate against ScheduleGPipe", True, 1.12),
     Target(_REMAT + "M=16", _transformer(16, "except_last"), "rate against ScheduleGPipe", True, 1.04),
-    Target("micro-batches of no work, K=2, M=64: engine and transport", {"part": "small"},
-           "per micro-batch", False, 200.0),
-    Target("micro-batches of no work, K=2, M=64: step rate / ScheduleGPipe", {"part": "small"},
+    Target(_SMALL + "gloo: engine and transport", _small("gloo"), "per micro-batch", False, 200.0),
+    Target(_SMALL + "gloo: step rate / ScheduleGPipe", _small("gloo"),
+           "rate against ScheduleGPipe", True, 2.0),
+    Target(_SMALL + "shared memory: engine and transport", _small("memory"), "per micro-batch", False, 200.0),
+    Target(_SMALL + "shared memory: step rate / ScheduleGPipe", _small("memory"),
            "rate against ScheduleGPipe", True, 2.0),
     Target("in one process: engine per action", {**_BARE, "remat": "never"}, "per action", False, 60.0),
     Target("in one process, re-materialized: engine per action", {**_BARE, "remat": "except_last"},
@@ -81,7 +92,9 @@ def _targets(records: Sequence[Record]) -> str:
         quantity = record.quantity(target.quantity) if record is not None else None
         sign = ">=" if target.at_least else "<="
         if quantity is None:
-            why = "not run" if record is None else f"{record.status}: {record.reason}"
+            why = (
+                "not run" if record is None else f"{record.status}: {record.reason or 'without this number'}"
+            )
             lines.append([target.what, f"{sign} {target.bound:g}", "-", why])
             continue
         bound = f"{sign} {show(target.bound, quantity.unit, 3)}"

@@ -25,6 +25,7 @@ from pipeline.arguments import (
     costs_of,
     devices_of,
     named_layers,
+    refuse_split_statistics,
     refuse_split_ties,
     schedule_of,
     stage_of,
@@ -91,6 +92,7 @@ class Pipeline(nn.Module):
         local = range(num_stages) if group is None else [stage_of(group, num_stages)]
         mine = [modules[i] for k in local for i in self._partition[k]]
         self._devices = devices_of(devices, num_stages, mine)
+        refuse_split_statistics(modules, self._partition)
         if group is None:
             refuse_split_ties(modules, self._partition, self._devices, "device")
         else:
@@ -269,7 +271,7 @@ class Pipeline(nn.Module):
             loss = self._transport.finish(loss)
             for stage in self._stages.values():
                 stage.finish()
-        except Exception as error:
+        except BaseException as error:
             for stage in self._stages.values():
                 stage.reset()
             if isinstance(error, ActionError):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.cost import layer_costs
 from pipeline.microbatch import Tree
@@ -86,12 +87,20 @@ def devices_of(
             )
         return (found.pop(),) * num_stages
     if isinstance(devices, str | torch.device):
-        return (torch.device(devices),) * num_stages
+        return (_exact(devices),) * num_stages
     if len(devices) != num_stages:
         raise ValueError(
             f"{len(devices)} devices for {num_stages} stages; give one per stage, or one for all"
         )
-    return tuple(torch.device(device) for device in devices)
+    return tuple(_exact(device) for device in devices)
+
+
+def _exact(device: Device) -> torch.device:
+    """The device with its index, so that it compares equal to the device of a tensor on it."""
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 def refuse_split_ties(
@@ -128,3 +137,18 @@ def stage_of(group: dist.ProcessGroup, num_stages: int) -> int:
             "this process is not in the process group; build the pipeline on the group's ranks only"
         )
     return rank
+
+
+def refuse_split_statistics(layers: Sequence[nn.Module], spans: Sequence[range]) -> None:
+    """One batch normalization in two stages would move its averages once for each."""
+    first: dict[nn.Module, int] = {}
+    for stage, span in enumerate(spans):
+        for index in span:
+            for module in layers[index].modules():
+                tracked = isinstance(module, _BatchNorm) and module.running_mean is not None
+                if tracked and first.setdefault(module, stage) != stage:
+                    raise ValueError(
+                        f"a batch normalization of layer {index} is also in stage {first[module]}, so that "
+                        "its moving "
+                        f"averages would depend on the cut; keep both in one stage"
+                    )

@@ -220,7 +220,7 @@ class PointToPoint:
                 self._wait_sent(queue.popleft())
         return loss
 
-    def abort(self, action: Action | None, error: Exception) -> ActionError:
+    def abort(self, action: Action | None, error: BaseException) -> ActionError:
         if self._failed is None:
             if isinstance(error, PeerError):
                 self._failed = self._blackboard.explain(error)

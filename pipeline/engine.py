@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pipeline.clock import Clock
 from pipeline.errors import ActionError
+from pipeline.replay import SLOTS, replay
 from pipeline.schedule import Action, Kind, Schedule, execution_order, validate
 from pipeline.stage import Stage
 from pipeline.transport import Transport
@@ -36,12 +37,15 @@ class Step(NamedTuple):
 def prepare(schedule: Schedule, stages: Mapping[int, Stage], *, training: bool = True) -> tuple[Step, ...]:
     """The actions that this process takes, in order, with everything looked up that a step needs.
 
-    With one stage that is its row; with several, `schedule.execution_order`. `training=False` leaves the
-    forwards only.
+    With one stage that is its row. Several on one device take turns (`schedule.execution_order`); on devices
+    of their own, which work side by side, they are served in the order in which their actions would start.
+    `training=False` leaves the forwards only.
     """
     validate(schedule)
     (only,) = stages if len(stages) == 1 else (None,)
     actions = schedule.actions[only] if only is not None else execution_order(schedule)
+    if len({stage.device for stage in stages.values()}) > 1:
+        actions = tuple(event.action for event in replay(schedule, SLOTS).events)
     return tuple(
         Step(
             action.kind,

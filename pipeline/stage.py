@@ -138,11 +138,26 @@ class Stage:
             for i, (layer, draws) in enumerate(zip(self.layers, self._draws, strict=True))
         )
         self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers))
+        self._check_parameters()
         trainable = tuple([parameter.requires_grad for parameter in self._parameters])
         if trainable != self._trainable:
             self._trainable = trainable
             self._needs_grad.clear()
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
+
+    def _check_parameters(self) -> None:
+        """Notices a model that was moved or whose parameters were replaced."""
+        first = next((p for layer in self.layers for p in layer.parameters()), None)
+        if first is None:
+            return
+        if first.device != self.device:
+            raise ValueError(
+                f"the parameters of stage {self.index} have moved from {self.device} to {first.device}; "
+                "move the model "
+                f"before the pipeline is built, or pass devices="
+            )
+        if first is not self._parameters[0]:
+            self._parameters = tuple(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
 
     def refresh(self) -> None:
         """Forgets which outputs need a gradient; the next step finds out."""

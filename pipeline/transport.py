@@ -58,7 +58,7 @@ class Transport(Protocol):
     def finish(self, loss: Tensor | None) -> Tensor | None:
         """Ends a training step; the process of the last stage brings the loss, all learn it."""
 
-    def abort(self, action: Action | None, error: Exception) -> ActionError:
+    def abort(self, action: Action | None, error: BaseException) -> ActionError:
         """Ends a step that failed in `action`, everywhere; returns what to raise."""
 
 
@@ -115,7 +115,7 @@ class InProcess:
         assert not self._gradients, "a gradient was sent that no action received"
         return loss
 
-    def abort(self, action: Action | None, error: Exception) -> ActionError:
+    def abort(self, action: Action | None, error: BaseException) -> ActionError:
         self._activations.clear()
         self._gradients.clear()
         return ActionError(action, summary(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from pipeline import Pipeline
 from pipeline.drawing import from_csv
-from pipeline.engine import ActionError
-from pipeline.schedule import REMAT_MODES, SCHEDULES, Action, Kind, execution_order, gpipe
+from pipeline.engine import ActionError, prepare
+from pipeline.replay import SLOTS, replay
+from pipeline.schedule import REMAT_MODES, SCHEDULES, Action, Kind, dependencies, execution_order, gpipe
 from pipeline.transport import InProcess
 
 mse_loss = nn.functional.mse_loss
@@ -39,6 +41,21 @@ def test_actions_are_taken_in_the_schedules_order(schedule: str, remat: str) -> 
     pipeline = Pipeline(seeded(mlp), num_stages=4, num_microbatches=4, schedule=schedule, remat=remat)
     assert observed(pipeline) == list(execution_order(pipeline.schedule))
     assert sorted(e.action for e in pipeline.timeline.events) == sorted(pipeline.schedule)
+
+
+@pytest.mark.parametrize("make", SCHEDULES.values())
+@pytest.mark.parametrize("remat", REMAT_MODES)
+def test_devices_that_work_side_by_side_are_served_as_they_become_free(make, remat: str) -> None:
+    """From one thread, so an action that could start early must not be issued behind one that has to wait."""
+    schedule = make(3, 4, remat=remat)
+    stages = {k: SimpleNamespace(device=torch.device("cuda", k)) for k in range(3)}
+    order = [step.action for step in prepare(schedule, stages)]
+    start_s = {event.action: event.start_s for event in replay(schedule, SLOTS).events}
+    assert [start_s[action] for action in order] == sorted(start_s.values())
+    position = {action: i for i, action in enumerate(order)}
+    assert sorted(order) == sorted(schedule)
+    for action, needs in dependencies(schedule).items():
+        assert all(position[need] < position[action] for need in needs)
 
 
 def test_gradients_arrive_in_reverse_order_of_the_micro_batches() -> None:
@@ -128,6 +145,34 @@ def test_an_exception_names_its_action_and_keeps_its_traceback(kind: Kind, actio
     pipeline.zero_grad()
     pipeline.step(batch, target, mse_loss)
     assert all(torch.equal(a, p.grad) for a, p in zip(again, pipeline.parameters(), strict=True))
+
+
+def test_an_interrupted_step_leaves_nothing_behind() -> None:
+    """Ctrl-C in the middle of a step: the exception passes, and the next step is like any other."""
+    layers = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)))
+    pipeline = Pipeline(layers, num_stages=3, num_microbatches=4)
+    calls = iter(range(1000))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return mse_loss(output, target)
+
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.step(*mlp_batch(8), loss_fn)
+    pipeline.zero_grad()
+    pipeline.step(*mlp_batch(8), loss_fn)
+    other = Pipeline(
+        seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))),
+        num_stages=1,
+        num_microbatches=4,
+    )
+    other.step(*mlp_batch(8), mse_loss)
+    for name, value in other.state_dict().items():
+        assert torch.equal(pipeline.state_dict()[name], value), name
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(pipeline.parameters(), other.parameters(), strict=True)
+    )
 
 
 class State(nn.Module):
@@ -274,6 +319,21 @@ def test_batches_that_do_not_fit() -> None:
         pipeline.step(batch, target, mse_loss)
     with pytest.raises(ValueError, match="no complete step"):
         _ = pipeline.timeline
+
+
+def test_a_model_that_has_moved_is_noticed() -> None:
+    pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=2)
+    pipeline.to("meta")
+    with pytest.raises(ValueError, match="parameters of stage 0 have moved from cpu to meta"):
+        pipeline.step(*mlp_batch(4), mse_loss)
+
+
+def test_one_batch_normalization_in_two_stages_is_refused() -> None:
+    norm = nn.BatchNorm1d(6)
+    layers = [nn.Linear(6, 6), norm, nn.Linear(6, 6), norm]
+    with pytest.raises(ValueError, match="layer 3 is also in stage 0"):
+        Pipeline(layers, num_stages=2, num_microbatches=2, cost=[1] * 4)
+    Pipeline(layers, num_stages=1, num_microbatches=2)
 
 
 @pytest.mark.parametrize("cost", [None, "parameters", "auto", [1.0] * 8])

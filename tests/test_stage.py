@@ -180,6 +180,20 @@ def test_nothing_to_train_is_an_error() -> None:
         pipeline.step(*mlp_batch(4), mse_loss)
 
 
+def test_replaced_parameters_are_the_ones_trained() -> None:
+    """`load_state_dict(assign=True)` puts new parameters in place of those the stage was built with."""
+    layers = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2)
+    state = {name: value.clone().requires_grad_() for name, value in layers.state_dict().items()}
+    pipeline.load_state_dict(state, assign=True)
+    layers[0].requires_grad_(False)
+    pipeline.step(*mlp_batch(4), mse_loss)
+    assert layers[0].weight.grad is None
+    layers[0].requires_grad_(True)
+    pipeline.step(*mlp_batch(4), mse_loss)
+    assert layers[0].weight.grad is not None
+
+
 class Wrong(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"x": x}

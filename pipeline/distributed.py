@@ -22,7 +22,7 @@ from torch import distributed as dist
 from pipeline.agreement import MOST_TENSORS, Agreement, Outline, Receiver
 from pipeline.connection import Buffer, Connection, Form, Work, backend, flat, store_of, unreachable
 from pipeline.errors import ActionError, PeerError, summary
-from pipeline.failure import Blackboard
+from pipeline.failure import Blackboard, Lookout
 from pipeline.introduction import meet
 from pipeline.microbatch import Message, sizes
 from pipeline.neighbour import Arrival, Departure
@@ -77,6 +77,8 @@ class PointToPoint:
         )
         self._blackboard = Blackboard(store, group)
         self._failed: ActionError | None = None
+        self._noticed = False  # a failure elsewhere, by the lookout
+        self._lookout = Lookout(self._blackboard, self._notice) if cuda else None
         self._agreements: list[Agreement] = []
         self._numbers: dict[Hashable, int] = {}  # of the agreements, by signature, on the first rank
         self._agreement = Agreement(())
@@ -119,6 +121,8 @@ class PointToPoint:
             raise RuntimeError(
                 f"this pipeline has failed before ({self._failed}); build a new one on every rank"
             )
+        if self._noticed:
+            raise PeerError(None, self.rank, "another rank has failed", timed_out=False)
         if plan is not None:
             number = self._numbers.setdefault(signature, len(self._numbers))
             header = torch.tensor([number, plan.examples, int(plan.training)])
@@ -209,6 +213,12 @@ class PointToPoint:
             self._output_gradients.release(microbatch)
             self._post_loss()
 
+    def _notice(self) -> None:
+        """Another rank has failed: releases the GPU from waiting for it. The next step raises."""
+        self._noticed = True
+        for connection in (self._activations, self._gradients):
+            connection.cut()
+
     def finish(self, loss: Tensor | None) -> Tensor | None:
         """The loss follows the gradients towards the first stage. When this returns all sends are gone, so
         that the process may exit.
@@ -222,6 +232,8 @@ class PointToPoint:
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         if self._failed is None:
+            if self._lookout is not None:
+                self._lookout.stop()
             if isinstance(error, PeerError):
                 self._failed = self._blackboard.explain(error)
             else:

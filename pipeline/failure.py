@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import distributed as dist
@@ -44,6 +47,13 @@ class Blackboard:
         except RuntimeError:  # the store is gone
             return error
 
+    def has_failure(self) -> bool:
+        """Whether any rank has written a failure."""
+        try:
+            return bool(self._store.check(["failure"]))
+        except RuntimeError:  # the store is gone, and what held it
+            return True
+
     def explain(self, error: PeerError) -> ActionError:
         """What happened, as far as anybody knows, when a peer cannot be reached."""
         found: dict[str, Any] = {
@@ -66,6 +76,35 @@ class Blackboard:
             if not self._store_is_launchers and error.peer != self._store_rank:
                 return ActionError(None, "the process that held the store disappeared", self._store_rank)
         return self.report(_read(json.dumps(found)))
+
+
+class Lookout:
+    """Looks at the blackboard from a thread and calls `on_failure` once, when there is something on it.
+
+    On CPUs a rank waits for its neighbours' connections, which break when they fail. A GPU waits without its
+    host knowing, so on GPUs somebody has to look.
+    """
+
+    def __init__(
+        self, blackboard: Blackboard, on_failure: Callable[[], None], interval_s: float = 0.5
+    ) -> None:
+        self._blackboard, self._interval_s = blackboard, interval_s
+        self._on_failure = weakref.WeakMethod(on_failure)  # the thread must not keep a pipeline alive
+        self._over = threading.Event()
+        threading.Thread(target=self._look, name="pipeline lookout", daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _look(self) -> None:
+        while not self._over.wait(self._interval_s):
+            on_failure = self._on_failure()
+            if on_failure is None:
+                return
+            if self._blackboard.has_failure():
+                on_failure()
+                return
+            del on_failure
 
 
 def _read(text: bytes | str) -> ActionError:

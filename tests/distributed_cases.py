@@ -7,6 +7,7 @@ count.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import tempfile
 import threading
@@ -25,6 +26,7 @@ import models
 from models.drop_path import set_drop_path
 from pipeline import Pipeline, checkpoint, introduction
 from pipeline.errors import ActionError
+from pipeline.failure import Lookout
 from pipeline.schedule import REMAT_MODES, SCHEDULES, gpipe
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
@@ -489,6 +491,53 @@ def through_memory_and_the_network() -> None:
             fails_everywhere(action, ZeroDivisionError("broken"), "ZeroDivisionError: broken", ranks)
 
 
+def a_failure_that_only_the_blackboard_tells() -> None:
+    """What a GPU's host relies on, because its waits are the device's: here with the CPU's connections left
+    open.
+    """
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(mlp))
+    pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+    transport = pipeline._transport
+    noticed = threading.Event()
+    Lookout(transport._blackboard, noticed.set, interval_s=0.01)
+    dist.barrier()
+    assert not noticed.is_set()
+    if ranks.rank == 2:
+        transport._blackboard.report(ActionError(None, "told", 2))
+    assert noticed.wait(TIMEOUT_S)
+    transport._notice()
+    with raises(ActionError, "a step on rank 2 failed: told"):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+
+
+def on_gpus() -> list[float]:
+    """A step over NCCL; differences to the plain model, and the timeline's makespan."""
+    ranks = Ranks()
+    device = torch.device("cuda", ranks.rank)
+    batch, target = everything_batch(9)
+    model = seeded(everything)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # a GPU's generator draws other numbers
+    other = copy.deepcopy(model)
+    plain = plain_step(model, batch, target, cross_entropy, 4)
+    pipeline = ranks.pipeline(other, devices=device, remat="except_last")
+    for _ in range(2):
+        pipeline.zero_grad()
+        loss = pipeline.step(
+            tuple(t.to(device) for t in batch) if ranks.is_first else None,
+            target.to(device) if ranks.is_last else None,
+            cross_entropy,
+        )
+    found = [abs(float(loss) - float(plain.loss))]
+    for name, parameter in pipeline.named_parameters():
+        found.append(float((parameter.grad.cpu() - plain.gradients[name]).abs().max()))
+    assert pipeline.gather_timeline().makespan_s > 0
+    pipeline.clip_grad_norm_(1.0)
+    return found
+
+
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
@@ -515,6 +564,7 @@ CASES: dict[str, Callable[[], None]] = {
         shapes_that_change_unannounced,
         through_the_network,
         through_memory_and_the_network,
+        a_failure_that_only_the_blackboard_tells,
     )
 }
 

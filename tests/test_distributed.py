@@ -14,6 +14,7 @@ from pathlib import Path
 import distributed_cases
 import psutil
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from pipeline.launch import launch
@@ -32,6 +33,14 @@ def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[str | None,
 def test_case(case: str, outcomes: list[dict[str, tuple[str | None, float]]]) -> None:
     traces = [f"rank {rank}: {of_rank[case][0]}" for rank, of_rank in enumerate(outcomes) if of_rank[case][0]]
     assert not traces, "\n".join(traces)
+
+
+@pytest.mark.gpu
+def test_stages_on_gpus_of_their_own() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each stage")
+    for differences in launch(distributed_cases.on_gpus, min(torch.cuda.device_count(), 4)):
+        assert max(differences) < 1e-10
 
 
 def free_port() -> int:

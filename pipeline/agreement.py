@@ -19,6 +19,8 @@ from pipeline.ring import Ring
 
 # Tensors of a message have tags of their own: micro-batch * MOST_TENSORS + position.
 MOST_TENSORS = 64
+# Messages on their way, in one direction, whose memory does not matter.
+SMALL_BYTES = 2**18
 
 
 class Outline(NamedTuple):
@@ -27,6 +29,10 @@ class Outline(NamedTuple):
     forms: tuple[Form | None, ...]
     structure: Structure = None
     needs_grad: tuple[bool, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(form.num_bytes for form in self.forms if form is not None)
 
 
 class Agreement:
@@ -42,11 +48,24 @@ class Agreement:
 
 
 class Receiver:
-    """One direction of receiving: posts receives in the order of need, each into its slot of the ring."""
+    """One direction of receiving: posts receives in the order of need, each into its slot of the ring.
 
-    def __init__(self, connection: Connection, source: int, ring: Ring, device: torch.device) -> None:
-        self._connection, self._source, self._ring, self._device = connection, source, ring, device
-        self._slots: list[tuple[Outline, tuple[Buffer | None, ...]] | None] = [None] * ring.num_slots
+    `small` is the ring to use where all of its buffers together take no more than `SMALL_BYTES`.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        source: int,
+        ring: Ring,
+        device: torch.device,
+        *,
+        small: Ring | None = None,
+    ) -> None:
+        self._connection, self._source, self._device = connection, source, device
+        self._tight, self._small = ring, small or ring
+        self._ring = ring
+        self._slots: list[tuple[Outline, tuple[Buffer | None, ...]] | None] = [None] * self._small.num_slots
         self._posted: dict[int, tuple[tuple[Buffer | None, ...], list[Work]]] = {}
         self._unposted: deque[int] = deque()  # have a slot, but perhaps no known outline yet
         self._outlines: dict[int, Outline] = {}
@@ -59,9 +78,21 @@ class Receiver:
         self._outlines, self._lengths, self._training = outlines, lengths, training
         self._posted.clear()
         self.num_unposted = len(lengths)
+        self._choose_ring()
         # Without a backward nothing is kept, and two receives ahead are enough.
         self._unposted = deque(self._ring.initial if training else range(min(2, len(lengths))))
         self.post()
+
+    def _choose_ring(self) -> None:
+        known = all(length in self._outlines for length in self._lengths)
+        largest = max((outline.num_bytes for outline in self._outlines.values()), default=0)
+        ring = self._small if known and largest * self._small.num_slots <= SMALL_BYTES else self._tight
+        if ring is not self._ring:
+            for position in range(ring.num_slots, len(self._slots)):
+                kept, self._slots[position] = self._slots[position], None
+                if kept is not None:
+                    self._give_back(kept[1])
+            self._ring = ring
 
     def post(self) -> None:
         """Posts every receive that has a slot, as far as the outlines are known."""

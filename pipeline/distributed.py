@@ -1,11 +1,11 @@
 """How tensors move between processes: point-to-point, one process per stage.
 
-Receives are posted ahead (`ring`), sends are not waited for until a second later message leaves by the same
-way, and activations and gradients have connections of their own each, so that neither queues behind the
-other. Which shapes travel the ranks learn from the first real micro-batch (`agreement`): the model is never
-run on made-up data, which would move its batch-normalization averages and need memory of its own. The first
-rank numbers the kinds of steps it meets (shapes, dtypes, training or not) and tells the number before each
-step, so the other ranks need not see the batch.
+Receives are posted ahead (`ring`), sends are not waited for until later messages that take memory have left
+by the same way, and activations and gradients have connections of their own each, so that neither queues
+behind the other. Which shapes travel the ranks learn from the first real micro-batch (`agreement`): the model
+is never run on made-up data, which would move its batch-normalization averages and need memory of its own.
+The first rank numbers the kinds of steps it meets (shapes, dtypes, training or not) and tells the number
+before each step, so the other ranks need not see the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from pipeline.agreement import MOST_TENSORS, Agreement, Outline, Receiver
+from pipeline.agreement import MOST_TENSORS, SMALL_BYTES, Agreement, Outline, Receiver
 from pipeline.connection import Buffer, Connection, Form, Work, backend, flat, store_of, unreachable
 from pipeline.errors import ActionError, PeerError, summary
 from pipeline.failure import Blackboard, Lookout
@@ -31,8 +31,9 @@ from pipeline.schedule import Action, Kind, Schedule
 from pipeline.stage import Gradients
 from pipeline.transport import Plan
 
-# Sends on the way, per direction. With one, a late receiver would hold up the sender at once; more would only
-# keep more outputs alive, since the receiver has posted its receives already.
+# Sends on the way, per direction, that may be more than `SMALL_BYTES` together. With one, a late receiver
+# would hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its
+# receives already.
 SENDS_ON_THE_WAY = 2
 _OUTLINE_TAG, _HEADER_TAG, _LOSS_TAG = 0, 2**28, 2**29
 _HEADER = Form((3,), (1,), torch.int64)  # number of the agreement, examples, training or not
@@ -42,6 +43,10 @@ class _Sending(NamedTuple):
     works: list[Work]
     tensors: list[Tensor]  # kept until they are gone
     action: Action  # what receives them
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class PointToPoint:
@@ -104,7 +109,8 @@ class PointToPoint:
             self._post_header()
         if self.rank + 1 < self.num_stages:
             ring = gradient_ring(schedule, self.rank)
-            self._output_gradients = Receiver(self._gradients, self.rank + 1, ring, device)
+            small = gradient_ring(schedule, self.rank, small=True)
+            self._output_gradients = Receiver(self._gradients, self.rank + 1, ring, device, small=small)
 
     def _backend(self, store: Any, name: str, *, cuda: bool, timeout_s: float) -> Any:
         return backend(store, self.rank, self.num_stages, name=name, cuda=cuda, timeout_s=timeout_s)
@@ -259,7 +265,7 @@ class PointToPoint:
             if tensor.numel()
         ]
         queue.append(_Sending(works, tensors, target))
-        if self._patient and len(queue) > SENDS_ON_THE_WAY:
+        if self._patient and len(queue) > SENDS_ON_THE_WAY and len(queue) * queue[0].num_bytes > SMALL_BYTES:
             self._wait_sent(queue.popleft())
 
     def _flatten(self, tensors: Sequence[Tensor | None], outline: Outline, what: str) -> list[Tensor]:

@@ -7,6 +7,7 @@ script calls `start_process` itself.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,6 +34,7 @@ def launch(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

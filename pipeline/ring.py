@@ -3,7 +3,9 @@
 A receive that is posted only when its tensor is needed puts the whole transfer on the critical path: gloo
 moves no byte before, and NCCL's stream first waits for the computation. Posting everything at once would need
 a buffer for every micro-batch in both directions. A ring posts the first receives at the beginning of the
-step and each further one when a buffer becomes free. Only the standard library is imported.
+step and each further one when a buffer becomes free. Where messages are small, memory is not what counts:
+every receive that is posted while the stage computes interrupts the sender, so all are posted at once. Only
+the standard library is imported.
 
 1F1B, stage 1 of 3, M = 5, activations, with as many buffers as the stage before has micro-batches in flight
 (3):
@@ -47,17 +49,17 @@ def activation_ring(schedule: Schedule, stage: int) -> Ring:
     return _ring(order, _ends(schedule, stage), schedule.in_flight(stage - 1))
 
 
-def gradient_ring(schedule: Schedule, stage: int) -> Ring:
+def gradient_ring(schedule: Schedule, stage: int, *, small: bool = False) -> Ring:
     """Receives of the gradients of a stage's outputs. A buffer is free when its backward is done.
 
     One buffer where a recomputation separates two backwards, which hides the transfer; two where nothing
-    does.
+    does; one for every micro-batch in flight where messages are small.
     """
     row = schedule.actions[stage]
     order = [action.microbatch for action in row if action.kind in (Kind.B, Kind.I)]
     ahead = 2 if schedule.remat == "never" else 1
     halved = any(action.kind is Kind.W for action in row)
-    slots = schedule.in_flight(stage) if halved else min(ahead, schedule.in_flight(stage))
+    slots = schedule.in_flight(stage) if halved or small else min(ahead, schedule.in_flight(stage))
     return _ring(order, _ends(schedule, stage), slots)
 
 

@@ -24,7 +24,7 @@ from torch import distributed as dist
 
 import models
 from models.drop_path import set_drop_path
-from pipeline import Pipeline, checkpoint, introduction
+from pipeline import Pipeline, agreement, checkpoint, distributed, introduction
 from pipeline.errors import ActionError
 from pipeline.failure import Lookout
 from pipeline.schedule import REMAT_MODES, SCHEDULES, gpipe
@@ -480,6 +480,43 @@ def through_the_network() -> None:
         fails_everywhere(action, ZeroDivisionError("broken"), "ZeroDivisionError: broken", ranks)
 
 
+def messages_that_take_memory() -> None:
+    """Few buffers and few sends on the way: for all messages, and for the larger of several mini-batches."""
+    gradients = gradient_bytes_of(mini_batches_of_changing_shapes)
+    assert min(gradients) < max(gradients)
+    for small_bytes in (0, (min(gradients) + max(gradients)) // 2 * 4):
+        with (
+            mock.patch.object(agreement, "SMALL_BYTES", small_bytes),
+            mock.patch.object(distributed, "SMALL_BYTES", small_bytes),
+        ):
+            for share_memory in (True, False):
+                mini_batches_of_changing_shapes(Ranks(share_memory=share_memory))
+            transparency()
+
+
+def gradient_bytes_of(case: Callable[[], None]) -> set[int]:
+    """The sizes of the messages that carry gradients to this rank or from it."""
+    found: set[int] = set()
+    send, take = distributed.PointToPoint.send_gradient, agreement.Receiver.take
+
+    def spy_on_send(self, stage, microbatch, gradients):
+        found.add(sum(g.nbytes for g in gradients if g is not None))
+        send(self, stage, microbatch, gradients)
+
+    def spy_on_take(self, microbatch):
+        tensors = take(self, microbatch)
+        if self._source > dist.get_rank():
+            found.add(sum(t.nbytes for t in tensors if t is not None))
+        return tensors
+
+    with (
+        mock.patch.object(distributed.PointToPoint, "send_gradient", spy_on_send),
+        mock.patch.object(agreement.Receiver, "take", spy_on_take),
+    ):
+        case()
+    return found
+
+
 def through_memory_and_the_network() -> None:
     """Ranks 0 and 1 share memory and so do 2 and 3; between 1 and 2 is a network, as with two hosts."""
     ranks = Ranks(share_memory=True)
@@ -563,6 +600,7 @@ CASES: dict[str, Callable[[], None]] = {
         a_rank_that_does_not_answer,
         shapes_that_change_unannounced,
         through_the_network,
+        messages_that_take_memory,
         through_memory_and_the_network,
         a_failure_that_only_the_blackboard_tells,
     )

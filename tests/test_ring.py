@@ -36,6 +36,14 @@ def test_gradients_have_one_buffer_where_a_recomputation_hides_the_transfer(
     assert ring.order == (3, 2, 1, 0)
 
 
+@pytest.mark.parametrize("remat", ["never", "always"])
+def test_small_gradients_are_all_posted_at_once(remat: str) -> None:
+    ring = gradient_ring(gpipe(3, 4, remat=remat), 1, small=True)
+    assert ring.num_slots == 4
+    assert ring.initial == (3, 2, 1, 0)
+    assert ring.following == (None,) * 4
+
+
 @settings(deadline=None)
 @given(schedule=schedules(), data=st.data())
 def test_no_buffer_is_used_twice_at_a_time(schedule: Schedule, data: st.DataObject) -> None:
@@ -49,7 +57,8 @@ def test_no_buffer_is_used_twice_at_a_time(schedule: Schedule, data: st.DataObje
         rings.append((activation_ring(schedule, stage), (Kind.F,)))
         assert rings[-1][0].num_slots <= schedule.in_flight(stage - 1)
     if stage < schedule.num_stages - 1:
-        rings.append((gradient_ring(schedule, stage), (Kind.B,)))
+        small = data.draw(st.booleans())
+        rings.append((gradient_ring(schedule, stage, small=small), (Kind.B,)))
         assert rings[-1][0].num_slots <= schedule.in_flight(stage)
     for ring, needing in rings:
         assert list(ring.order) == [a.microbatch for a in row if a.kind in needing]

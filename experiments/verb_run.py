@@ -142,7 +142,11 @@ def _engine(asked: str | None, experiment: Experiment) -> str | None:
             f"unknown engine {asked!r}{suggestion(asked, experiment.engines)}; "
             f"known: {', '.join(experiment.engines)}, or your own as module:attribute"
         )
-    return asked
+    if asked in experiment.engines:
+        return asked
+    from experiments.engines import pinned
+
+    return pinned(asked)
 
 
 def _only(texts: list[str]) -> dict[str, tuple[str, ...]]:

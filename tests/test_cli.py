@@ -411,14 +411,20 @@ def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, ca
         "unknown engine 'plane' (did you mean 'plain'?); known: ours, plain, or your own"
         in capsys.readouterr().err
     )
+    assert main([*common, "--engine", "no_such_module:Engine"]) == 2
+    assert "no module 'no_such_module' in" in capsys.readouterr().err
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "engine_of_a_user.py").write_text("class Engine: pass\n")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     for engine, stored in [
         ([], "ours"),
         (["--engine", "plain"], "plain"),
-        (["--engine", "my.module:Engine"],) * 2,
+        (["--engine", "engine_of_a_user:Engine"], "engine_of_a_user:Engine@8ef51f99"),
     ]:
         assert main([*common, *engine]) == 0
         options = json.loads(capsys.readouterr().out)["options"]
-        assert options["engine"] == (stored if isinstance(stored, str) else "my.module:Engine")
+        assert options["engine"] == stored
 
 
 def test_a_mistake_of_an_experiment_is_not_taken_for_bad_usage(fake, tmp_path, monkeypatch):

@@ -7,16 +7,16 @@ because a benchmark that forgot its micro-batches or its re-materialization has 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils.checkpoint import checkpoint
 
+from experiments.engine_checks import check_count, counting, gradient_error, gradients_of
+from experiments.engines import Engine, Setup
+from experiments.engines_known import Ours, TorchGPipe, Torchgpipe
 from pipeline import Pipeline
 
 
@@ -33,10 +33,18 @@ class Subject(NamedTuple):
     def stage(self, index: int) -> nn.Sequential:
         return nn.Sequential(*(self.layers[i] for i in self.spans[index]))
 
-    @property
-    def costs(self) -> list[float]:
-        """Costs by which the pipeline cuts as `spans` does."""
-        return [1 / len(span) for span in self.spans for _ in span]
+    def setup(self, remat: str, group: dist.ProcessGroup | None = None) -> Setup:
+        """What an engine is built from, on the CPU."""
+        return Setup(self.layers, self.spans, self.num_microbatches, remat, torch.device("cpu"), group)
+
+    def parameters(self, stages: Sequence[int]) -> dict[str, nn.Parameter]:
+        """The parameters of some stages, named by layer index: "3.weight"."""
+        return {
+            f"{index}.{name}": parameter
+            for stage in stages
+            for index in self.spans[stage]
+            for name, parameter in self.layers[index].named_parameters()
+        }
 
     @property
     def microbatches(self) -> list[tuple[Tensor, Tensor]]:
@@ -68,68 +76,30 @@ def forwards(num_microbatches: int, remat: str) -> int:
     return {"never": 1, "always": 2, "except_last": 2}[remat] * num_microbatches - (remat == "except_last")
 
 
+def engine_arm(name: str, engine: Engine, subject: Subject, setup: Setup, num_forwards: int) -> Arm:
+    """An engine under test as an arm."""
+
+    def step() -> object:
+        return engine.step(subject.batch, subject.target, subject.loss_fn)
+
+    return Arm(name, step, setup.local_stages, num_forwards, setup.num_microbatches)
+
+
 def ours(
     subject: Subject, remat: str, *, group: dist.ProcessGroup | None = None, share_memory: bool = True
 ) -> tuple[Arm, Pipeline]:
     """This engine, one process per stage with a `group`, all stages in this process without."""
-    pipeline = Pipeline(
-        subject.layers,
-        num_stages=len(subject.spans),
-        num_microbatches=subject.num_microbatches,
-        remat=remat,
-        cost=subject.costs,
-        group=group,
-        share_memory=share_memory,
-    )
-    if pipeline.partition != subject.spans:
-        raise RuntimeError(
-            f"the pipeline is cut into {pipeline.partition}, the other arms into {subject.spans}"
-        )
-    count = subject.num_microbatches
-    stages = tuple(stage.index for stage in pipeline.stages)
-
-    def step() -> object:
-        return pipeline.step(subject.batch, subject.target, subject.loss_fn)
-
-    return Arm("ours", step, stages, forwards(count, remat), count), pipeline
-
-
-class Checkpointed(nn.Module):
-    """A stage that is recomputed inside its backward, as one does with torch's own engine."""
-
-    def __init__(self, stage: nn.Module) -> None:
-        super().__init__()
-        self.stage = stage
-
-    def forward(self, value: Tensor) -> Any:
-        return checkpoint(self.stage, value, use_reentrant=False)
+    setup = subject.setup(remat, group)
+    engine = Ours(setup, share_memory=share_memory)
+    count = forwards(subject.num_microbatches, remat)
+    return engine_arm("ours", engine, subject, setup, count), engine.pipeline
 
 
 def schedule_gpipe(subject: Subject, remat: str, group: dist.ProcessGroup) -> Arm:
     """torch.distributed.pipelining.ScheduleGPipe, with every stage checkpointed unless `remat` is never."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    rank, num_stages, count = dist.get_rank(group), len(subject.spans), subject.num_microbatches
-    module: nn.Module = subject.stage(rank)
-    if remat != "never":
-        module = Checkpointed(module)
-    stage = PipelineStage(module, rank, num_stages, torch.device("cpu"), group=group)
-    last = rank == num_stages - 1
-    schedule = ScheduleGPipe(stage, count, loss_fn=subject.loss_fn)
-    # It keeps and concatenates all outputs unless told not to, which older versions cannot be.
-    options: dict[str, Any] = (
-        {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
-    )
-
-    def step() -> object:
-        inputs = (subject.batch,) if rank == 0 else ()
-        if last:
-            return schedule.step(*inputs, target=subject.target, losses=[], **options)
-        return schedule.step(*inputs, **options)
-
-    return Arm(
-        "ScheduleGPipe", step, (rank,), forwards(count, "never" if remat == "never" else "always"), count
-    )
+    setup = subject.setup(remat, group)
+    count = forwards(subject.num_microbatches, "never" if remat == "never" else "always")
+    return engine_arm("ScheduleGPipe", TorchGPipe(setup), subject, setup, count)
 
 
 def sequential(subject: Subject, name: str, *, idle: bool = False) -> Arm:
@@ -187,59 +157,9 @@ def bare_model(subject: Subject, remat: str) -> Arm:
 
 def torchgpipe(subject: Subject, remat: str) -> Arm:
     """torchgpipe in this process, a worker thread per stage, all on the CPU. Needs the package."""
-    from torchgpipe import GPipe
-
-    count, num_stages = subject.num_microbatches, len(subject.spans)
-    model = GPipe(
-        nn.Sequential(*subject.layers),
-        balance=[len(span) for span in subject.spans],
-        devices=["cpu"] * num_stages,
-        chunks=count,
-        checkpoint=remat,
-    )
-
-    def step() -> None:
-        subject.loss_fn(model(subject.batch), subject.target).backward()  # type: ignore[no-untyped-call]
-
-    return Arm("torchgpipe", step, tuple(range(num_stages)), forwards(count, remat), count)
-
-
-class Count(NamedTuple):
-    """What one stage really did in a step."""
-
-    rows: tuple[int, ...]  # examples of each forward
-    backwards: int
-
-
-@contextmanager
-def counting(subject: Subject, stages: Sequence[int]) -> Iterator[Callable[[], dict[int, Count]]]:
-    """Counts the forwards of each stage's first layer and the gradients that come back to its outputs."""
-    rows: dict[int, list[int]] = {stage: [] for stage in stages}
-    backwards = dict.fromkeys(stages, 0)
-    hooks = []
-    for stage in stages:
-        layer = subject.layers[subject.spans[stage].start]
-
-        def backward(gradient: Tensor, stage: int = stage) -> None:
-            backwards[stage] += 1
-
-        def forward(
-            module: nn.Module,
-            inputs: tuple[Tensor, ...],
-            output: Tensor,
-            stage: int = stage,
-            backward: Callable[[Tensor], None] = backward,
-        ) -> None:
-            rows[stage].append(len(inputs[0]))
-            if output.requires_grad:
-                output.register_hook(backward)  # type: ignore[no-untyped-call]
-
-        hooks.append(layer.register_forward_hook(forward))
-    try:
-        yield lambda: {stage: Count(tuple(rows[stage]), backwards[stage]) for stage in stages}
-    finally:
-        for hook in hooks:
-            hook.remove()
+    setup = subject.setup(remat)
+    count = forwards(subject.num_microbatches, remat)
+    return engine_arm("torchgpipe", Torchgpipe(setup), subject, setup, count)
 
 
 def verify(subject: Subject, arms: Sequence[Arm]) -> dict[str, dict[str, Any]]:
@@ -249,40 +169,23 @@ def verify(subject: Subject, arms: Sequence[Arm]) -> dict[str, dict[str, Any]]:
     size, or where the gradients differ by more than rounding.
     """
     size = len(subject.batch) // subject.num_microbatches
-    wanted: dict[int, list[Tensor]] = {}
+    wanted: dict[str, Tensor] = {}
     report: dict[str, dict[str, Any]] = {}
     for arm in arms:
         if arm.step is None:
             continue
         arm.step()  # agrees on shapes, where an engine does that
         subject.clear()
-        with counting(subject, arm.stages) as counted:
+        with counting({stage: subject.layers[subject.spans[stage].start] for stage in arm.stages}) as counted:
             arm.step()
-        counts = counted()
-        for stage, count in counts.items():
-            if count != Count((size,) * arm.forwards, arm.backwards):
-                raise RuntimeError(
-                    f"{arm.name}: stage {stage} ran {count.backwards} backwards and {len(count.rows)} "
-                    f"forwards of {sorted(set(count.rows))} examples; it should be {arm.backwards} and "
-                    f"{arm.forwards} of {size}"
-                )
+        for stage, count in counted().items():
+            check_count(arm.name, stage, count, [[size] * arm.forwards], arm.backwards)
         report[arm.name] = {"forwards": arm.forwards, "backwards": arm.backwards, "examples": size}
         if arm.whole:
-            report[arm.name]["gradient error"] = _difference(subject, arm, wanted)
+            found = gradients_of(subject.parameters(arm.stages), arm.name)
+            for name, gradient in found.items():
+                wanted.setdefault(name, gradient)
+            expected = {name: wanted[name] for name in found}
+            report[arm.name]["gradient error"] = gradient_error(found, expected, arm.name)
         subject.clear()
     return report
-
-
-def _difference(subject: Subject, arm: Arm, wanted: dict[int, list[Tensor]]) -> float:
-    largest = 0.0
-    for stage in arm.stages:
-        parameters = [p for i in subject.spans[stage] for p in subject.layers[i].parameters()]
-        gradients = [p.grad.clone() for p in parameters if p.grad is not None]
-        if len(gradients) != len(parameters):
-            raise RuntimeError(f"{arm.name} left parameters of stage {stage} without a gradient")
-        for found, expected in zip(gradients, wanted.setdefault(stage, gradients), strict=True):
-            scale = float(expected.abs().max()) or 1.0
-            largest = max(largest, float((found - expected).abs().max()) / scale)
-    if not largest < 1e-3:
-        raise RuntimeError(f"the gradients of {arm.name} differ by {largest:.1e} from those of the first arm")
-    return largest

@@ -20,7 +20,6 @@ from experiments.engine_bench_arms import (
     Subject,
     bare_model,
     bare_stage,
-    counting,
     forwards,
     ours,
     sequential,
@@ -37,6 +36,7 @@ from experiments.engine_bench_rounds import (
 )
 from experiments.engine_bench_text import TARGETS, Target, tables, verdict
 from experiments.engine_bench_work import Result, Task
+from experiments.engine_checks import counting
 from harness.experiment import RunOptions
 from harness.record import SCHEMA, Quantity, Record
 from harness.stats import from_samples
@@ -160,7 +160,7 @@ def test_wrong_gradients_are_refused() -> None:
         for layer in subject.layers:
             layer.weight.grad.mul_(1.01)
 
-    with pytest.raises(RuntimeError, match="the gradients of wrong differ by"):
+    with pytest.raises(RuntimeError, match=r"the gradients of wrong are wrong: 0\.weight differs by"):
         verify(subject, [arm, arm._replace(name="wrong", step=twice)])
 
 
@@ -173,10 +173,10 @@ def test_the_bare_stages_together_are_the_model() -> None:
 
 def test_counting_leaves_no_hooks_behind() -> None:
     subject = tiny()
-    with counting(subject, (0, 1)) as counted:
+    with counting({0: subject.layers[0], 1: subject.layers[2]}) as counted:
         sequential(subject, "sequential").step()  # type: ignore[misc]
     assert [count.backwards for count in counted().values()] == [4, 4]
-    assert not any(layer._forward_hooks for layer in subject.layers)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in subject.layers)
 
 
 def test_torchgpipe_is_counted_alike() -> None:

@@ -51,8 +51,12 @@ class Comparison:
     location: str
 
 
-def compare(ours: Sequence[Ours], paper: Sequence[PaperCell] | None = None) -> list[Comparison]:
+def compare(
+    ours: Sequence[Ours], paper: Sequence[PaperCell] | None = None, tolerance: float = 1.0
+) -> list[Comparison]:
     """The rows of every table that `ours` touches, in the paper's order, then our other cells.
+
+    `tolerance` multiplies the width of every band (see `harness.verdict.band`).
 
     Raises ValueError where a cell is given twice or its unit can't be converted to the paper's.
     """
@@ -72,7 +76,10 @@ def compare(ours: Sequence[Ours], paper: Sequence[PaperCell] | None = None) -> l
     order = {table: place for place, table in enumerate(dict.fromkeys(key[0] for key in keys))}
     return [
         _row(
-            published.get(key), peers.get(key), mine.get(key) or Ours(table=key[0], row=key[1], column=key[2])
+            published.get(key),
+            peers.get(key),
+            mine.get(key) or Ours(table=key[0], row=key[1], column=key[2]),
+            tolerance,
         )
         for key in sorted(keys, key=lambda key: order[key[0]])
     ]
@@ -91,8 +98,8 @@ def numbered_footnotes(comparisons: Sequence[Comparison]) -> dict[str, int]:
     return {note: number for number, note in enumerate(notes, start=1)}
 
 
-def _row(cell: PaperCell | None, peer: PaperCell | None, ours: Ours) -> Comparison:
-    judgement = judge(cell, ours)
+def _row(cell: PaperCell | None, peer: PaperCell | None, ours: Ours, tolerance: float) -> Comparison:
+    judgement = judge(cell, ours, tolerance)
     quantity = ours.quantity or Quantity(name=ours.row, value=None, unit="", provenance="measured")
     unit = cell.unit if cell is not None else quantity.unit
 

@@ -34,8 +34,11 @@ class Judgement:
     band_high: float | None = None
 
 
-def judge(cell: PaperCell | None, ours: Ours) -> Judgement:
-    """The verdict on one cell. Raises ValueError where the two numbers have units of different kinds."""
+def judge(cell: PaperCell | None, ours: Ours, tolerance: float = 1.0) -> Judgement:
+    """The verdict on one cell. Raises ValueError where the two numbers have units of different kinds.
+
+    `tolerance` widens or narrows the whole band, to see what a verdict owes to its width.
+    """
     quantity = ours.quantity
     if quantity is None or quantity.value is None:
         return _without_number(ours)
@@ -46,25 +49,29 @@ def judge(cell: PaperCell | None, ours: Ours) -> Judgement:
         return Judgement("not comparable", cell.erratum)
     if ours.not_comparable:
         return Judgement("not comparable", ours.not_comparable)
-    band_low, band_high = band(cell, quantity, ours.gap)
+    band_low, band_high = band(cell, quantity, ours.gap, tolerance)
     reason, verdict = _place(cell, ours, value, band_low, band_high)
     return Judgement(verdict, reason, band_low, band_high)
 
 
-def band(cell: PaperCell, quantity: Quantity, gap: float) -> tuple[float, float]:
+def band(cell: PaperCell, quantity: Quantity, gap: float, tolerance: float = 1.0) -> tuple[float, float]:
     """Where our value may lie to count as reproduced, in the cell's unit.
 
     Rounding and gap surround the paper's number; our interval is added on the side it reaches out to,
-    which is the same as asking whether the two intervals meet.
+    which is the same as asking whether the two intervals meet. `tolerance` times the width is allowed on
+    either side; anything but 1 is for showing how much a verdict depends on it. Raises ValueError for a
+    tolerance that is not a positive number.
     """
+    if not (math.isfinite(tolerance) and tolerance > 0):
+        raise ValueError(f"tolerance is {tolerance}; it multiplies the width of a band, such as 0.5 or 2")
     reach = cell.target_rounding + gap * abs(cell.target)
     below = above = 0.0
     if quantity.value is not None and quantity.low is not None and quantity.high is not None:
         value = convert(quantity.value, quantity.unit, cell.unit)
         below = convert(quantity.high, quantity.unit, cell.unit) - value
         above = value - convert(quantity.low, quantity.unit, cell.unit)
-    low = -math.inf if cell.bound == "at most" else cell.target - reach - below
-    high = math.inf if cell.bound == "at least" else cell.target + reach + above
+    low = -math.inf if cell.bound == "at most" else cell.target - tolerance * (reach + below)
+    high = math.inf if cell.bound == "at least" else cell.target + tolerance * (reach + above)
     return low, high
 
 

@@ -201,3 +201,22 @@ def test_a_cell_the_paper_does_not_have_is_not_comparable():
 def test_a_printed_form_that_is_no_number_is_refused(printed):
     with pytest.raises(ValueError, match="printed form"):
         parse_printed(printed, "parameters")
+
+
+def test_the_tolerance_scales_the_whole_band():
+    cell, number = paper("3.5x"), ours(3.62, low=3.6, high=3.65)
+    low, high = band(cell, number.quantity, gap=0.02)
+    for tolerance in (0.5, 2.0):
+        narrow, wide = band(cell, number.quantity, gap=0.02, tolerance=tolerance)
+        assert (3.5 - narrow, wide - 3.5) == pytest.approx(
+            (tolerance * (3.5 - low), tolerance * (high - 3.5))
+        )
+    gap = {"gap": 0.02, "gap_reason": "read off a figure"}
+    verdicts = [judge(cell, ours(3.65, better=None, **gap), scale).verdict for scale in (0.5, 1, 2)]
+    assert verdicts == ["deviates", "deviates", "reproduced"]
+
+
+@pytest.mark.parametrize("tolerance", [0, -1, float("nan"), float("inf")])
+def test_a_tolerance_without_a_width_is_refused(tolerance):
+    with pytest.raises(ValueError, match="multiplies the width of a band"):
+        judge(paper("3.5x"), ours(3.5), tolerance)

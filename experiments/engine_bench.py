@@ -17,7 +17,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from experiments.engine_bench_rounds import Times, against_itself, differences, ratios, slowest
 from experiments.engine_bench_text import tables
@@ -37,6 +37,19 @@ ROUNDS: dict[str, dict[str, int]] = {
 }
 REMATS = ("never", "except_last")
 START_S = 5.0  # until all processes are up
+
+
+class Usage(Protocol):
+    """What a process says about its machine: seconds it used, that all cores used, and by the clock."""
+
+    @property
+    def cpu_s(self) -> float: ...
+    @property
+    def busy_s(self) -> float: ...
+    @property
+    def wall_s(self) -> float: ...
+    @property
+    def num_cores(self) -> int: ...
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -94,7 +107,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         key.get("against", ""),
         key.get("transport", "memory"),
     )
-    with _without_gpu():
+    with without_gpu():
         found: list[Result] = launch(work, 1 if task.part == "in process" else task.num_stages, task)
     return outcome(task, found)
 
@@ -102,25 +115,13 @@ def run(case: Case, options: RunOptions) -> Outcome:
 def outcome(task: Task, found: Sequence[Result]) -> Outcome:
     """What the processes of a case found, as numbers."""
     times = slowest([result.times for result in found])
-    used_s = sum(result.cpu_s for result in found)
     first = found[0]
-    others = max(0.0, first.busy_s - used_s) / (first.wall_s * first.num_cores)
     quantities = [
         from_samples(f"step of {arm}", [1e3 * sample for sample in samples], "ms", higher_is_better=False)
         for arm, samples in times.items()
     ]
     quantities += NUMBERS[task.part](task, times)
-    quantities.append(
-        from_samples(
-            "control", against_itself(times, "ours"), "ratio", note="our first sample of a round / second"
-        )
-    )
-    quantities.append(
-        Quantity(
-            name="used by others", value=others, unit="ratio", provenance="measured", higher_is_better=False,
-            note="share of the machine's cores that other programs used meanwhile",
-        )
-    )  # fmt: skip
+    quantities += conditions_of(found, times)
     details = {
         "rounds": task.rounds,
         "arms": first.counts,
@@ -130,6 +131,21 @@ def outcome(task: Task, found: Sequence[Result]) -> Outcome:
         "cpu_s": [result.cpu_s for result in found],
     }
     return Outcome(tuple(quantities), details)
+
+
+def conditions_of(found: Sequence[Usage], times: Times) -> list[Quantity]:
+    """What the numbers of a case can be trusted for: our arm against itself, and what else ran meanwhile."""
+    first = found[0]
+    others = max(0.0, first.busy_s - sum(each.cpu_s for each in found)) / (first.wall_s * first.num_cores)
+    return [
+        from_samples(
+            "control", against_itself(times, "ours"), "ratio", note="our first sample of a round / second"
+        ),
+        Quantity(
+            name="used by others", value=others, unit="ratio", provenance="measured", higher_is_better=False,
+            note="share of the machine's cores that other programs used meanwhile",
+        ),
+    ]  # fmt: skip
 
 
 def _overlap(task: Task, times: Times) -> list[Quantity]:
@@ -216,7 +232,7 @@ def _rate(other: str, times: Times) -> Quantity:
 
 
 @contextmanager
-def _without_gpu() -> Iterator[None]:
+def without_gpu() -> Iterator[None]:
     """The processes measure the host's side, and there may be more of them than GPUs."""
     name = "CUDA_VISIBLE_DEVICES"
     before = os.environ.get(name)

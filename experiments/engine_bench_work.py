@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import psutil
@@ -147,7 +148,7 @@ def work(task: Task) -> Result:
     subject = subject_of(task)
     arms, pipeline = arms_of(task, subject)
     counts = verify(subject, arms)
-    repeats = {arm.name: _repeats(arm) for arm in arms}
+    repeats = {arm.name: repeats_of(arm.step) for arm in arms}
     gc.collect()
     gc.freeze()  # what lives from here on, so that collecting between samples is quick
 
@@ -156,38 +157,39 @@ def work(task: Task) -> Result:
         gc.collect()
         dist.barrier()
 
-    before = _usage()
+    before = usage()
     times = measure(
         {arm.name: arm.step for arm in arms}, repeats, task.rounds, task.seed, prepare, time.perf_counter
     )
-    cpu_s, busy_s, wall_s = (after - start for after, start in zip(_usage(), before, strict=True))
+    cpu_s, busy_s, wall_s = (after - start for after, start in zip(usage(), before, strict=True))
     subject.clear()
     if verify(subject, arms).keys() != counts.keys():  # still the same after all rounds
         raise RuntimeError("the arms changed while they were measured")
     cores = psutil.cpu_count() or 1
-    return Result(times, counts, _actions_s(pipeline), conditions(), cpu_s, busy_s, wall_s, cores)
+    return Result(times, counts, actions_s(pipeline), conditions(), cpu_s, busy_s, wall_s, cores)
 
 
-def _repeats(arm: Arm) -> int:
+def repeats_of(step: Callable[[], object] | None) -> int:
     """Steps per sample, the same in every process: as many as the slowest needs to fill `SAMPLE_S`."""
     dist.barrier()
     start_s = time.perf_counter()
-    if arm.step is not None:
+    if step is not None:
         for _ in range(2):
-            arm.step()
+            step()
     step_s = torch.tensor([(time.perf_counter() - start_s) / 2], dtype=torch.float64)
     dist.all_reduce(step_s, dist.ReduceOp.MAX)
     return max(1, round(SAMPLE_S / float(step_s)))
 
 
-def _usage() -> tuple[float, float, float]:
+def usage() -> tuple[float, float, float]:
     """Seconds used so far: by this process, by everything on the machine, by the clock on the wall."""
     cores = psutil.cpu_times()
     busy_s = sum(cores) - cores.idle - getattr(cores, "iowait", 0.0) - getattr(cores, "guest", 0.0)
     return time.process_time(), busy_s, time.perf_counter()
 
 
-def _actions_s(pipeline: Pipeline) -> dict[str, float]:
+def actions_s(pipeline: Pipeline) -> dict[str, float]:
+    """Mean of each stage's actions in the latest step: {"0F": seconds}."""
     durations_s: dict[str, list[float]] = {}
     for event in pipeline.timeline.events:
         name = f"{event.action.stage}{event.action.kind.value}"

@@ -109,10 +109,9 @@ def reference(setup: Setup, batch: Any, target: Any, loss_fn: LossFn) -> dict[st
     micro-batch by micro-batch. All layers must be on the setup's device. Clears `.grad`.
     """
     _clear(setup)
-    total, value = num_examples(batch), torch.zeros(())
-    count = setup.num_microbatches
+    total, count = num_examples(batch), setup.num_microbatches
     for inputs, wanted in zip(split(batch, count), split(target, count), strict=True):
-        value = inputs
+        value: Any = inputs
         for layer in setup.layers:
             value = layer(value)
         (loss_fn(value, wanted) * (num_examples(inputs) / total)).backward()  # type: ignore[no-untyped-call]

@@ -29,6 +29,7 @@ EXPERIMENTS = {
     "table1": "Table 1: maximum model size",
     "figure2": "Figure 2 and the formulas: schedules, bubbles, memory, traffic",
     "engine": "The engine's own cost, measured side by side",
+    "peers": "Other engines beside ours, in one interleaved run",
 }
 
 

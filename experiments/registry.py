@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 EXPERIMENTS: dict[str, str] = {
     "table1": "experiments.table1",
+    "table2": "experiments.table2",
     "figure2": "experiments.figure2",
     "engine": "experiments.engine_bench",
+    "peers": "experiments.peers",
 }
 
 

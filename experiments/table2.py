@@ -1,0 +1,125 @@
+"""Table 2: normalised throughput of AmoebaNet-D (18, 256) and Transformer-48 over K and M.
+
+Expected: throughput grows with M until the bubble is gone, and with K almost linearly for the Transformer,
+whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even. About five minutes on two
+laptop cores:
+
+    python -m experiments run table2
+
+Every action is measured in whole steps, with all stages in one process, and laid out on K devices
+(`replayed`); where there are as many devices as stages the step is also run on them (`measured`), and the
+difference is the replay's error. One table at a fixed mini-batch, so that only K and M differ, and one with
+the mini-batch fitted to a memory cap, as the paper did; they are not mixed. All cells of a model take turns
+in one run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from experiments.engines import ENGINES
+from experiments.speed_models import SUBJECTS, Size, Subject
+from experiments.step_results import devices, measure, results
+from experiments.table2_cells import cells
+from experiments.table2_figures import figures
+from experiments.table2_text import tables
+from harness.experiment import Case, Experiment, Outcome, RunOptions
+
+if TYPE_CHECKING:
+    from experiments.step_timing import Configuration
+
+STAGES = (2, 4, 8)
+MICROBATCHES = (1, 4, 32)
+SMOKE_STAGES = (2, 4)
+SMOKE_MICROBATCHES = (1, 4)
+ROUNDS = {"smoke": 1, "short": 2, "full": 4}
+ESTIMATE_S = {"smoke": (7.0, 7.0), "short": (95.0, 60.0), "full": (150.0, 150.0)}
+BATCHES = ("fixed", "fitted")
+FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted; the step is laid out with M
+
+
+def cases(options: RunOptions) -> list[Case]:
+    return [
+        Case({"model": name, "batch": batch}, ESTIMATE_S[options.profile][BATCHES.index(batch)])
+        for batch in BATCHES
+        for name in SUBJECTS
+    ]
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    from experiments.step_timing import Task
+
+    subject = SUBJECTS[str(case.key["model"])]
+    size = subject.sizes[options.profile]
+    plan, facts = _plan(subject, size, str(case.key["batch"]), options)
+    task = Task(
+        subject.model,
+        size.options,
+        tuple(configuration for configuration, _ in plan),
+        ROUNDS[options.profile],
+        options.engine or "ours",
+        options.device,
+    )
+    found = measure(task)
+    quantities, details = results(plan, found, options.device)
+    return Outcome(
+        tuple(quantities),
+        {
+            "title": subject.title, "scale": size.scale, "model": subject.model, "options": size.options,
+            "engine": task.engine, "rounds": task.rounds, **facts, **details,
+        },
+    )  # fmt: skip
+
+
+def _plan(
+    subject: Subject, size: Size, batch: str, options: RunOptions
+) -> tuple[list[tuple[Configuration, tuple[int, ...]]], dict[str, Any]]:
+    """What is run, and the numbers of micro-batches each is laid out with."""
+    from experiments.step_timing import Configuration
+
+    smoke = options.profile == "smoke"
+    stages, counts = (SMOKE_STAGES, SMOKE_MICROBATCHES) if smoke else (STAGES, MICROBATCHES)
+    num_devices = devices(options.device)
+    if batch == "fixed":
+        return [
+            (Configuration(k, m, size.batch_size, runs_for_real=k == num_devices), (m,))
+            for k in stages
+            for m in counts
+        ], {"batch_size": size.batch_size}
+    from experiments.fitted_batch import fitted_microbatch
+
+    fitted: dict[tuple[int, int], list[int]] = {}
+    peaks: dict[str, int] = {}
+    for k in stages:
+        for m in counts:
+            examples, peak = fitted_microbatch(subject.model, size.options, k, m, size.cap_bytes)
+            fitted.setdefault((k, examples), []).append(m)
+            peaks[f"K={k} M={m}"] = peak
+    plan = [
+        (Configuration(k, FITTED_MICROBATCHES, FITTED_MICROBATCHES * examples), tuple(ms))
+        for (k, examples), ms in fitted.items()
+    ]
+    return plan, {"cap_bytes": size.cap_bytes, "modelled_peak_bytes": peaks}
+
+
+EXPERIMENT = Experiment(
+    name="table2",
+    title="Table 2: normalised throughput over K and M",
+    source="arXiv v5, Table 2",
+    describe=(
+        "AmoebaNet-D (18, 256) and Transformer-48 on 2, 4 and 8 stages with 1, 4 and 32 micro-batches: "
+        "actions measured in one process and laid out on K devices, beside real steps on K = 2."
+    ),
+    profiles={
+        "smoke": "tiny models, K up to 4, M up to 4",
+        "short": "models scaled to two cores, with the paper's numbers of layers",
+        "full": "the paper's models, for GPUs",
+    },
+    cases=cases,
+    run=run,
+    cells=cells,
+    tables=tables,
+    figures=figures,
+    options=("device", "engine"),
+    engines=tuple(ENGINES),
+)

@@ -38,11 +38,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "amoebanet": (
         "amoebanet-d",
         {
-            "num_layers": 6, "num_filters": 32, "image_size": 64, "num_classes": 10, "dropout": 0.0,
+            "num_layers": 3, "num_filters": 64, "image_size": 64, "num_classes": 10, "dropout": 0.0,
             "aux_head": False,
         },
-        2,
-        "AmoebaNet-D (6, 32), 64 x 64 pixels, 2 images per micro-batch",
+        4,
+        "AmoebaNet-D (3, 64), 64 x 64 pixels, 4 images per micro-batch",
     ),
     "transformer": (
         "transformer-lm",

@@ -1,0 +1,337 @@
+"""Engines under test: naming one, what a setup refuses, and that every engine does what it is asked to."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from experiments.engine_checks import (
+    Count,
+    check_count,
+    expected_rows,
+    gradient_error,
+    named_parameters,
+    reference,
+    verify,
+)
+from experiments.engines import ENGINES, Engine, Setup, pinned, resolve
+from models import MODELS, example_batch, loss_fn
+from pipeline.launch import launch
+from pipeline.timeline import Timeline
+
+DOCS = Path(__file__).parents[1] / "docs"
+EXAMPLE = "own_engine_example:FillDrain"
+AMOEBANET: dict[str, Any] = {
+    "num_layers": 3, "num_filters": 8, "image_size": 32, "num_classes": 10, "dropout": 0.0, "aux_head": False,
+}  # fmt: skip
+CPU = torch.device("cpu")
+mse = nn.functional.mse_loss
+
+
+def setup_of(num_microbatches: int = 4, remat: str = "never", **more: Any) -> Setup:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4).double() for _ in range(5)]
+    return Setup(layers, (range(0, 2), range(2, 5)), num_microbatches, remat, CPU, **more)
+
+
+def data(size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (size, 4)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Writes a module into the working directory, as a user would; it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    names = []
+
+    def write(name: str, text: str) -> None:
+        names.append(name)
+        (tmp_path / f"{name}.py").write_text(text)
+
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def docs_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(DOCS)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_known_engines_resolve_and_keep_their_names(name: str) -> None:
+    assert callable(resolve(name))
+    assert pinned(name) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "torch-gpip",
+            r"unknown engine 'torch-gpip' \(did you mean 'torch-gpipe'\?\); known: ours, .* or your",
+        ),
+        ("", "unknown engine ''"),
+        ("no_such_thing:Engine", "no module 'no_such_thing' in .*; start from the folder"),
+        ("my-engine.py:Engine", "is not module:attribute; write mine:MyEngine"),
+        ("experiments.engines:", "is not module:attribute"),
+        ("experiments.nothing:Engine", r"no module 'experiments.nothing'"),
+        ("experiments.engines_known:Torchgpip", r"no attribute 'Torchgpip' \(did you mean 'Torchgpipe'\?\)"),
+        (
+            "experiments.engines:ENGINES",
+            "ENGINES is of type dict and can't be called; name a class or function",
+        ),
+    ],
+)
+def test_a_name_that_leads_nowhere_says_what_to_do(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(name)
+
+
+def test_a_module_that_cannot_be_imported_is_told_apart_from_one_that_is_not_there(user_module) -> None:
+    user_module("lacks_a_package", "import no_such_package\n")
+    with pytest.raises(
+        ValueError, match="importing lacks_a_package needs 'no_such_package', which is missing"
+    ):
+        resolve("lacks_a_package:Engine")
+    user_module("fails_on_import", "1 / 0\n")
+    with pytest.raises(ValueError, match="failed with ZeroDivisionError: division by zero; `python -c"):
+        resolve("fails_on_import:Engine")
+
+
+def test_the_users_engine_is_found_in_the_working_directory_and_pinned_to_its_content(user_module) -> None:
+    user_module("users_own", "class Outer:\n    class Engine: pass\n")
+    assert resolve("users_own:Outer.Engine").__name__ == "Engine"
+    first = pinned("users_own:Outer.Engine")
+    assert first.startswith("users_own:Outer.Engine@")
+    assert resolve(first) is resolve("users_own:Outer.Engine")
+    user_module("users_own", "class Outer:\n    class Engine: changed = True\n")
+    assert pinned("users_own:Outer.Engine") != first
+
+
+def test_names_are_looked_up_without_loading_torch() -> None:
+    tree = ast.parse((DOCS.parent / "experiments" / "engines.py").read_text())
+    imported = {
+        alias.name.split(".")[0]
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in ([ast.alias(node.module or "")] if isinstance(node, ast.ImportFrom) else node.names)
+    }
+    assert "experiments" in imported
+    assert "torch" not in imported
+
+
+# Setups
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partition": (range(0, 2), range(3, 5))}, "does not cut 5 layers into stages; give consecutive"),
+        ({"partition": (range(0, 0), range(0, 5))}, "none empty"),
+        ({"num_microbatches": 0}, "num_microbatches is 0; it must be at least 1"),
+        ({"remat": "sometimes"}, "unknown remat 'sometimes'; use one of never, except_last, always"),
+    ],
+)
+def test_a_setup_refuses_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(setup_of(), **changes)
+
+
+def test_without_a_group_all_stages_are_here() -> None:
+    setup = setup_of()
+    assert (setup.num_stages, setup.local_stages) == (2, (0, 1))
+    assert setup.local_layers == tuple(setup.layers)
+    assert setup.stage_layers(1) == tuple(setup.layers[2:])
+    assert list(named_parameters(setup))[:3] == ["0.weight", "0.bias", "1.weight"]
+
+
+# What engines do, in this process
+
+
+def in_process(name: str) -> Any:
+    if name == "torchgpipe":
+        pytest.importorskip("torchgpipe", reason="the optional extra `peers` is not installed")
+    return resolve(name)
+
+
+@pytest.mark.parametrize("name", ["ours", "torchgpipe"])
+@pytest.mark.parametrize("remat", ["never", "except_last", "always"])
+def test_engines_in_one_process_do_what_the_setup_says(name: str, remat: str) -> None:
+    setup = setup_of(remat=remat)
+    engine = in_process(name)(setup)
+    found = verify(name, engine, setup, *data(), mse)
+    forwards = {"never": 4, "except_last": 7, "always": 8}[remat]
+    assert (found["forwards"], found["backwards"], found["examples"]) == (forwards, 4, 2)
+    assert found["gradient error"] < 1e-12
+    assert all(parameter.grad is None for parameter in named_parameters(setup).values())
+    loss = engine.step(*data(), mse)
+    assert float(loss) == pytest.approx(mse(nn.Sequential(*setup.layers)(data()[0]), data()[1]).item())
+
+
+def test_our_engine_keeps_a_timeline_and_takes_uneven_micro_batches() -> None:
+    setup = setup_of(num_microbatches=3, remat="always")
+    engine = in_process("ours")(setup)
+    assert verify("ours", engine, setup, *data(), mse)["examples"] == 3
+    assert isinstance(engine.timeline, Timeline)
+    assert len(engine.timeline.events) == 2 * 3 * 3
+
+
+@pytest.mark.parametrize("name", ["torch-gpipe", "torch-1f1b"])
+def test_torchs_engines_say_that_they_need_processes(name: str) -> None:
+    with pytest.raises(ValueError, match="runs one process per stage and there is no process group"):
+        resolve(name)(setup_of())
+
+
+def test_torchgpipe_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = in_process("torchgpipe")(setup_of(num_microbatches=3))
+    with pytest.raises(ValueError, match="8 examples with torch.chunk, which need not give M=3"):
+        engine.step(*data(), mse)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"not installed: pip install gpipe-bench\[peers\]"):
+        resolve("torchgpipe")(setup_of())
+
+
+# ... and in processes
+
+
+def _check_all(names: tuple[str, ...]) -> dict[str, Any]:
+    """In a process of two: what every engine did, and what it refused."""
+    torch.manual_seed(0)
+    layers = list(MODELS["amoebanet-d"](**AMOEBANET))  # tuples cross the boundary
+    batch, target = example_batch("amoebanet-d", 8, **AMOEBANET)
+    loss = loss_fn("amoebanet-d", **AMOEBANET)
+    base = Setup(layers, (range(0, 4), range(4, len(layers))), 4, "never", CPU, dist.group.WORLD)
+    found: dict[str, Any] = {}
+    for remat in ("never", "except_last"):
+        setup = replace(base, remat=remat)
+        expected = reference(setup, batch, target, loss)
+        for name in names:
+            engine = resolve(name)(setup)
+            found[f"{name} {remat}"] = verify(name, engine, setup, batch, target, loss, expected)
+    refusals: dict[str, Callable[[], Any]] = {
+        "torchgpipe": lambda: resolve("torchgpipe")(base),
+        "torch-1f1b, M < K": lambda: resolve("torch-1f1b")(replace(base, num_microbatches=1)),
+        "torch-gpipe, M does not divide N": lambda: resolve("torch-gpipe")(base).step(
+            batch[:7], target[:7], loss
+        ),
+        "three stages": lambda: replace(base, partition=(range(0, 1), range(1, 2), range(2, len(layers)))),
+    }
+    for what, refused in refusals.items():
+        with pytest.raises(ValueError) as error:  # noqa: PT011  # the messages are checked outside
+            refused()
+        found[what] = str(error.value)
+    return found
+
+
+@pytest.mark.usefixtures("docs_folder")
+def test_engines_in_processes_do_what_the_setup_says() -> None:
+    names = ("ours", "torch-gpipe", "torch-1f1b", EXAMPLE)
+    for found in launch(_check_all, 2, names):
+        for name in names:
+            plain, again = found[f"{name} never"], found[f"{name} except_last"]
+            assert (plain["forwards"], plain["backwards"], plain["examples"]) == (4, 4, 2)
+            assert again["forwards"] == (8 if name.startswith("torch") else 7)
+            assert max(plain["gradient error"], again["gradient error"]) < 1e-4
+        assert "M=1 with K=2; raise M or use torch-gpipe" in found["torch-1f1b, M < K"]
+        assert "7 examples do not divide into M=4" in found["torch-gpipe, M does not divide N"]
+        assert "2 processes but the partition 3 stages" in found["three stages"]
+        assert "cannot use a process group" in found["torchgpipe"] or "not installed" in found["torchgpipe"]
+
+
+# Engines that do something else
+
+
+class Plain:
+    """The plain model, with what is wrong about it."""
+
+    def __init__(self, setup: Setup, wrong: str) -> None:
+        self.setup, self.wrong = setup, wrong
+
+    def step(self, batch: Any, target: Any, loss_fn: Any) -> Tensor:
+        model = nn.Sequential(*self.setup.layers)
+        count = 1 if self.wrong == "one chunk" else self.setup.num_microbatches
+        for inputs, wanted in zip(batch.chunk(count), target.chunk(count), strict=True):
+            (loss_fn(model(inputs), wanted) / (1 if self.wrong == "sum" else count)).backward()
+        if self.wrong == "no gradient":
+            self.setup.layers[3].bias.grad = None
+        if self.wrong == "one parameter":
+            self.setup.layers[3].bias.grad.mul_(1 + 1e-6)
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remat", "message"),
+    [
+        (
+            "one chunk",
+            "never",
+            r"stage 0 ran 1 backwards and 1 forwards of \[8\] examples; it should be 4 and 4 of 2",
+        ),
+        ("no recomputation", "always", "ran 4 backwards and 4 forwards .* it should be 4 and 8 of 2"),
+        ("no recomputation", "except_last", "it should be 4 and 7 or 8 of 2"),
+        ("sum", "never", r"gradients of plain are wrong: 0\.weight differs by 3\.0"),
+        ("one parameter", "never", r"gradients of plain are wrong: 3\.bias differs by 1\.0e-06"),
+        ("no gradient", "never", r"plain left 1 of 10 parameters without a gradient, such as 3\.bias"),
+    ],
+)
+def test_an_engine_that_does_something_else_is_found_out(wrong: str, remat: str, message: str) -> None:
+    setup = setup_of(remat=remat)
+    engine: Engine = Plain(setup, wrong)
+    with pytest.raises(RuntimeError, match=message):
+        verify("plain", engine, setup, *data(), mse)
+
+
+def test_a_right_engine_passes_for_plain() -> None:
+    setup = setup_of()
+    assert verify("plain", Plain(setup, ""), setup, *data(), mse)["forwards"] == 4
+
+
+def test_the_rows_of_micro_batches_are_counted_in_any_order() -> None:
+    assert expected_rows([3, 3, 2], "except_last") == [[3, 3, 2, 3, 3], [3, 3, 2, 3, 3, 2]]
+    check_count("it", 0, Count((2, 3, 3), 3), expected_rows([3, 3, 2], "never"), 3)
+    with pytest.raises(RuntimeError, match="stage 0 ran 3 backwards"):
+        check_count("it", 0, Count((2, 2, 3), 3), expected_rows([3, 3, 2], "never"), 3)
+
+
+def test_a_parameter_whose_gradient_vanishes_is_compared_with_the_others() -> None:
+    """Rounding is all that some gradients are made of, such as that of a bias before a normalization."""
+    expected = {"a": torch.tensor([1.0]), "b": torch.tensor([1e-9])}
+    assert gradient_error({"a": torch.tensor([1.0]), "b": torch.tensor([-1e-9])}, expected, "it") < 1e-5
+    with pytest.raises(RuntimeError, match="b differs by"):
+        gradient_error({"a": torch.tensor([1.0]), "b": torch.tensor([1e-5])}, expected, "it")
+    with pytest.raises(RuntimeError, match="a differs by nan"):
+        gradient_error({"a": torch.tensor([float("nan")]), "b": torch.tensor([0.0])}, expected, "it")
+
+
+# The example of the documentation
+
+
+@pytest.mark.usefixtures("docs_folder")
+def test_the_documented_engine_works_in_one_process() -> None:
+    for remat, forwards in {"never": 4, "except_last": 7, "always": 8}.items():
+        setup = setup_of(remat=remat)
+        engine = resolve(EXAMPLE)(setup)
+        assert verify("example", engine, setup, *data(), mse)["forwards"] == forwards
+    with pytest.raises(ValueError, match="7 examples do not divide into 4"):
+        engine.step(*data(7), mse)
+
+
+def test_the_documentation_shows_the_example_as_it_is() -> None:
+    assert (DOCS / "own_engine_example.py").read_text().rstrip() in (DOCS / "own-engine.md").read_text()

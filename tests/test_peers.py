@@ -1,0 +1,174 @@
+"""Engines side by side: what is run, computed and said. No test depends on how fast anything was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.engines import ENGINES
+from experiments.peers import ALWAYS, EXPERIMENT, MODELS, ROUNDS, engines_of, outcome
+from experiments.peers_text import TARGETS, tables
+from experiments.peers_work import Result, Task
+from harness.experiment import RunOptions
+from harness.record import SCHEMA, Record
+
+ROOT = Path(__file__).parents[1]
+USERS = "mine:Engine@01234567"
+
+
+def test_every_case_has_a_target_and_known_engines() -> None:
+    assert set(TARGETS) == set(ROUNDS)
+    for where, remat, _ in ROUNDS:
+        arms = engines_of(where, remat, None)
+        assert {engine for engine, _ in arms.values()} <= set(ENGINES)
+        assert arms["ours"] == ("ours", remat)
+        assert engines_of(where, remat, "all") == arms
+    assert TARGETS["processes", "except_last", 4] == 1.12
+    assert TARGETS["processes", "except_last", 16] == 1.04
+
+
+def test_the_users_engine_joins_every_case() -> None:
+    for where, remat, _ in ROUNDS:
+        arms = engines_of(where, remat, USERS)
+        assert arms.pop("mine:Engine") == (USERS, remat)
+        assert arms == engines_of(where, remat, "all")
+
+
+def test_recomputing_as_much_as_the_peers_is_a_row_of_its_own() -> None:
+    assert engines_of("processes", "except_last", None)[ALWAYS] == ("ours", "always")
+    assert ALWAYS not in engines_of("processes", "never", None)
+
+
+def test_the_profiles_take_the_time_they_should() -> None:
+    seconds = {
+        profile: sum(case.estimate_s for case in EXPERIMENT.cases(RunOptions(profile=profile)))
+        for profile in EXPERIMENT.profiles
+    }
+    assert seconds["smoke"] <= 40
+    assert seconds["short"] <= 270
+    assert seconds["full"] > seconds["short"]
+    for profile in ("short", "full"):
+        keys = [case.key for case in EXPERIMENT.cases(RunOptions(profile=profile))]
+        assert len(keys) == len(MODELS) * len(ROUNDS)
+    smoke = [case.key for case in EXPERIMENT.cases(RunOptions(profile="smoke"))]
+    assert {key["where"] for key in smoke} == {"processes", "one process"}
+    assert {key["model"] for key in smoke} == set(MODELS)
+
+
+# Numbers and the table
+
+
+def task(where: str = "processes", extra: str | None = None) -> Task:
+    engines = engines_of(where, "except_last", extra)
+    return Task("transformer-lm", {}, 2, 2, 4, engines, where == "one process", 2, 0)
+
+
+def result(times: dict[str, list[float]], refused: dict[str, str] | None = None) -> Result:
+    checks = {name: {"forwards": 7} for name in times}
+    return Result(
+        times, checks, refused or {}, (range(0, 3), range(3, 8)), {"0F": 0.008, "1B": 0.006},
+        {"pinned_cores": "0", "threads": "1"}, 1.0, 3.0, 2.0, 2,
+    )  # fmt: skip
+
+
+TIMES = {
+    "ours": [0.2, 0.2, 0.2, 0.2],
+    "torch-gpipe": [0.3, 0.3, 0.3, 0.3],
+    "torch-1f1b": [0.21, 0.21, 0.21, 0.21],
+    ALWAYS: [0.22, 0.22, 0.22, 0.22],
+}
+
+
+def record(found: Any, case: dict[str, Any], **more: Any) -> Record:
+    return Record(
+        schema=SCHEMA, experiment="peers", profile="short", case=case, environment={}, command="",
+        started_at="", duration_s=0.0,
+        **{
+            "status": found.status, "reason": found.reason, "quantities": found.quantities,
+            "details": found.details, **more,
+        },
+    )  # fmt: skip
+
+
+CASE = {"model": "transformer", "where": "processes", "remat": "except_last", "num_microbatches": 4}
+
+
+def test_speeds_are_ratios_of_the_same_round_over_the_slowest_process() -> None:
+    fast = {name: [0.1] * 4 for name in TIMES}
+    found = outcome(task(), [result(fast), result(TIMES)])
+    numbers = {quantity.name: quantity for quantity in found.quantities}
+    assert numbers["step of torch-gpipe"].samples == (300.0,) * 4
+    assert numbers["ours against torch-gpipe"].samples == pytest.approx((1.5, 1.5))
+    assert numbers["ours against torch-1f1b"].value == pytest.approx(1.05)
+    assert numbers["shortest action"].value == pytest.approx(6.0)
+    assert {quantity.provenance for quantity in numbers.values()} == {"measured"}
+    assert found.details["partition"] == [[0, 3], [3, 8]]
+    assert found.details["engines"][ALWAYS] == {"engine": "ours", "remat": "always"}
+    assert [set(checks) for checks in found.details["checks"]] == [set(TIMES)] * 2
+
+
+def lines_of(text: str) -> dict[str, str]:
+    return {line.split("  ")[0]: line for line in text.splitlines()}
+
+
+def test_the_table_shows_what_holds_and_what_does_not() -> None:
+    text = tables([record(outcome(task(), [result(TIMES), result(TIMES)]), CASE)], [])
+    lines = lines_of(text)
+    assert "transformer, one process per stage, re-materialized (except_last), M = 4" in lines
+    assert lines["torch-gpipe"].endswith("1.500 [1.500, 1.500]      >= 1.12   yes")
+    assert lines["torch-1f1b"].endswith(">= 1.12   NO")
+    assert ">=" not in lines[ALWAYS]
+    assert MODELS["transformer"][3] in text
+    assert MODELS["amoebanet"][3] not in text
+
+
+def test_an_engine_that_cannot_run_a_case_is_there_with_its_reason() -> None:
+    refused = {"mine:Engine": "needs a process group", "torchgpipe": "torchgpipe is not installed"}
+    found = outcome(task("one process", USERS), [result({"ours": [0.2] * 4}, refused)])
+    text = tables([record(found, {**CASE, "where": "one process"})], [])
+    lines = lines_of(text)
+    assert lines["mine:Engine"].endswith("skipped: needs a process group")
+    assert lines["torchgpipe"].endswith("skipped: torchgpipe is not installed")
+
+
+def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    case = next(c for c in EXPERIMENT.cases(RunOptions()) if c.key["where"] == "one process")
+    found = EXPERIMENT.run(case, RunOptions(engine="all"))
+    assert (found.status, found.quantities) == ("skipped", ())
+    text = tables([record(found, dict(case.key))], [])
+    assert "skipped: torchgpipe is not installed: pip install gpipe-bench[peers]" in text
+    assert tables([], []) == "Engines side by side: nothing on record"
+    assert EXPERIMENT.cells([]) == []
+
+
+# For real, as little as possible
+
+
+@pytest.mark.slow
+def test_smoke_sets_the_documented_engine_beside_the_others(tmp_path: Path) -> None:
+    """One case over processes; the others run the same code."""
+    command = [sys.executable, "-m", "experiments", "run", "peers", "--profile", "smoke"]
+    command += ["--only", "where=processes", "--only", "model=transformer", "--results", str(tmp_path)]
+    command += ["--engine", "own_engine_example:FillDrain"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=ROOT / "docs", env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = [json.loads(line) for line in (tmp_path / "peers.jsonl").read_text().splitlines()]
+    names = ["ours", "torch-gpipe", "torch-1f1b", ALWAYS, "own_engine_example:FillDrain"]
+    assert list(found["details"]["engines"]) == names
+    assert found["options"]["engine"].startswith("own_engine_example:FillDrain@")
+    numbers = {quantity["name"]: quantity for quantity in found["quantities"]}
+    assert len(numbers["ours against own_engine_example:FillDrain"]["samples"]) == found["details"]["rounds"]
+    for checks in found["details"]["checks"]:
+        assert [checks[name]["forwards"] for name in names] == [7, 8, 8, 8, 7]
+        assert {checks[name]["backwards"] for name in names} == {4}
+        assert {checks[name]["examples"] for name in names} == {2}
+    assert "own_engine_example:FillDrain" in lines_of(done.stdout)

@@ -69,6 +69,12 @@ for _name, _title in EXPERIMENTS.items():
     experiment_session(_name, _title)
 
 
+@nox.session(venv_backend="none", tags=["paper"], default=False)
+def report(session: nox.Session) -> None:
+    """Every number of the paper beside ours: one HTML page and a markdown file, from records alone."""
+    run_python(session, "-m", "experiments", "report")
+
+
 @nox.session(venv_backend="none", tags=["ci"])
 def tests(session: nox.Session) -> None:
     """The test suite."""

@@ -54,6 +54,8 @@ def _verb(name: str) -> Callable[[argparse.Namespace], int]:
         from experiments.doctor import run
     elif name == "compare":
         from experiments.verb_compare import run
+    elif name == "report":
+        from experiments.verb_report import run
     elif name == "size":
         from experiments.verb_size import run
     else:
@@ -110,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("name", metavar="NAME", help="an experiment, see list")
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
     verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
+
+    verb = _add(verbs, "report", "every number of the paper beside ours, as one HTML page and markdown")
+    verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")
+    verb.add_argument("--no-figures", action="store_true", help="numbers and timelines only")
 
     verb = _add(verbs, "size", "the largest model for your accelerators, or where to cut one you have")
     verb.add_argument("model", metavar="MODEL", help="transformer-lm or amoebanet-d, with Table 1's options")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments import cli
+from experiments.figure_files import draw
 from experiments.output import lines_only, print_line
 from experiments.registry import load, suggestion
 from experiments.selection import merge, select_records
@@ -75,8 +76,7 @@ def _figures(experiment: Experiment, records: list[Record], folder: Path, show: 
     if experiment.figures is None or not records:
         return []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return experiment.figures(records, folder)
+        return draw(experiment, records, folder)
     except OSError as error:  # the numbers are worth showing without the pictures
         show.warn(f"can't write figures to {folder}: {error.strerror or error}")
         return []

@@ -1,0 +1,184 @@
+"""`report`: the scorecard of everything on record, as one HTML page and one markdown file.
+
+Reads records and draws; needs neither torch nor a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from experiments import cli
+from experiments.output import print_line
+from experiments.report_figures import Picture, pictures_of
+from experiments.report_gantt import charts_of
+from experiments.report_records import Source, answers, folders, load_all, sources
+from experiments.report_tables import table_infos
+from experiments.show import comparisons_of, text_of
+from harness.experiment import Experiment
+from harness.machines import SideBySide, side_by_side
+from harness.paper import load_paper
+from harness.report import ExperimentView, Machine, Page, environment_facts, html, markdown
+from harness.report_page import table_views, totals
+from harness.report_summary import summary
+
+HTML, MARKDOWN = "report.html", "report.md"
+COMMAND = "nox -s report"
+TIMELINES = re.compile("schedules|gantt|timeline")
+"""In the name of a figure: a drawing of timelines, which the page has as charts to point at."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb."""
+    page = build(arguments.results, figures=not (arguments.no_figures or arguments.json))
+    for warning in page.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if arguments.json:
+        for table in page.tables:
+            for row in (*table.rows, *table.settings):
+                machine = row.answer.machine if row.answer is not None and row.answer.answers else None
+                line = {**msgspec.to_builtins(row.comparison), "kind": row.kind, "machine": machine,
+                        "at_half": row.narrow, "at_twice": row.wide}  # fmt: skip
+                print_line(msgspec.json.encode(line))
+        return cli.DONE
+    folder = arguments.output or arguments.results
+    print(f"{page.counts}\n")
+    for name, text in ((HTML, html(page)), (MARKDOWN, markdown(page))):
+        write(folder / name, text)
+        print(f"report: {_short(folder / name)}")
+    return cli.DONE
+
+
+def build(results: Path, *, figures: bool = True) -> Page:
+    """The whole report as data, from the records in `results` and the committed reference records."""
+    experiments, warnings = load_all()
+    places = folders(results)
+    paper = load_paper()
+    found: dict[str, list[Source]] = {}
+    for experiment in experiments:
+        found[experiment.name], problems = sources(experiment, places)
+        warnings += [str(problem) for problem in problems]
+    chosen: dict[tuple[str, str, str], object] = {}
+    given = []
+    for experiment in experiments:
+        for answer in answers(experiment, found[experiment.name]):
+            key = (answer.ours.table, answer.ours.row, answer.ours.column)
+            if chosen.setdefault(key, answer) is answer:  # a cell belongs to the first that reports it
+                given.append(answer)
+    with_records = {name for name, groups in found.items() if groups}
+    tables = table_views(given, paper, table_infos(with_records))
+    shown = {name: _shown(groups) for name, groups in found.items()}
+    pictures: list[Picture] = []
+    if figures:
+        drawing = [s for e in experiments if e.figures is not None for s in shown[e.name][:1]]
+        pictures, failed = pictures_of(drawing)
+        warnings += failed
+    narrow, counts, wide = totals(tables)
+    return Page(
+        tables=tables,
+        narrow=narrow,
+        counts=counts,
+        wide=wide,
+        summary=summary(tables, paper),
+        experiments=tuple(
+            _view(experiment, shown[experiment.name], pictures)
+            for experiment in experiments
+            if shown[experiment.name]
+        ),
+        machines=tuple(_machine(name, folder, found, own=n == 0) for n, (name, folder) in enumerate(places)),
+        side=_side(experiments, shown),
+        warnings=tuple(warnings),
+        command=COMMAND,
+    )
+
+
+def write(path: Path, text: str) -> None:
+    """Replaces the file as a whole, so that a reader never sees half a page. Raises ValueError if it can't."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise ValueError(
+            f"can't write {path}: {error.strerror or error}; choose another folder with --output"
+        ) from error
+
+
+def _shown(groups: Sequence[Source]) -> list[Source]:
+    """One group for each machine, the one its numbers are taken from."""
+    return list({source.machine: source for source in reversed(groups)}.values())[::-1]
+
+
+def _view(experiment: Experiment, groups: Sequence[Source], pictures: Sequence[Picture]) -> ExperimentView:
+    first = groups[0]
+    charts = charts_of([first])
+    comparisons = comparisons_of(experiment, first.records)
+    return ExperimentView(
+        name=experiment.name,
+        title=experiment.title,
+        source=experiment.source,
+        describe=experiment.describe,
+        runs=tuple(
+            (source.machine, source.profile, experiment.profiles.get(source.profile, ""), _statuses(source))
+            for source in groups
+        ),
+        text=text_of(experiment, first.records, comparisons),
+        pictures=tuple(
+            picture
+            for picture in pictures
+            if picture.experiment == experiment.name and not (charts and TIMELINES.search(picture.name))
+        ),
+        charts=tuple(chart for chart in charts if chart.boxes),
+        traces=tuple(chart for chart in charts if not chart.boxes),
+    )
+
+
+def _statuses(source: Source) -> str:
+    counts = Counter(record.status for record in source.records)
+    return ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.items())
+
+
+def _machine(name: str, folder: Path, found: dict[str, list[Source]], *, own: bool) -> Machine:
+    records = [r for groups in found.values() for s in groups if s.folder == folder for r in s.records]
+    return Machine(
+        name=name,
+        own=own,
+        place=_short(folder),
+        records=len(records),
+        facts=environment_facts([record.environment for record in records]),
+    )
+
+
+def _side(experiments: Sequence[Experiment], shown: dict[str, list[Source]]) -> SideBySide | None:
+    """All experiments that at least two machines have records of, in one table."""
+    compared: dict[str, list] = {}  # type: ignore[type-arg]
+    environments: dict[str, list] = {}  # type: ignore[type-arg]
+    for experiment in experiments:
+        if len(shown[experiment.name]) < 2:
+            continue
+        for source in shown[experiment.name]:
+            compared.setdefault(source.machine, []).extend(comparisons_of(experiment, source.records))
+            environments.setdefault(source.machine, []).extend(r.environment for r in source.records)
+    return side_by_side(compared, environments) if len(compared) > 1 else None
+
+
+def _short(path: Path) -> str:
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -112,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("name", metavar="NAME", help="an experiment, see list")
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
     verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
+    verb.add_argument(
+        "--machines", nargs="+", metavar="MACHINE",
+        help="several machines in one table: names under results/reference, local, or folders of records",
+    )  # fmt: skip
 
     verb = _add(verbs, "report", "every number of the paper beside ours, as one HTML page and markdown")
     verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")

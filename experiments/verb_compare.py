@@ -19,6 +19,10 @@ from harness.tables import markdown_table
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb."""
     experiment = load(arguments.name)
+    if arguments.machines:
+        from experiments.compare_machines import run as run_machines
+
+        return run_machines(arguments, experiment)
     store = Store(arguments.results)
     loaded = store.load(experiment.name)
     for problem in loaded.problems:

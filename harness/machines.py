@@ -134,7 +134,7 @@ def _differences(
             " | ".join(dict.fromkeys(value_text(each.get(name)) for each in environments.get(machine, ())))
             for machine in machines
         )
-        if len(set(texts)) > 1 or any(" | " in text for text in texts):
+        if len(set(texts)) > 1:
             found[name] = texts
     return found
 

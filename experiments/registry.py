@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 EXPERIMENTS: dict[str, str] = {
     "table1": "experiments.table1",
     "table2": "experiments.table2",
+    "table4": "experiments.table4",
     "figure2": "experiments.figure2",
+    "figure3": "experiments.figure3",
     "engine": "experiments.engine_bench",
     "peers": "experiments.peers",
 }

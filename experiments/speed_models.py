@@ -75,7 +75,7 @@ SUBJECTS: dict[str, Subject] = {
             ),
             "short": Size(
                 _transformer(48, 128, 8, 64, 2000), 32, 140 * _MIB,
-                "width / 16, 64 instead of 1024 tokens, 2,000 instead of 32,000 words",
+                "width / 16, 64 tokens, 2,000 words",
             ),
             "full": Size(
                 _transformer(48, 2048, 32, 512, 32_000), 32, 16 * _GIB, "512 instead of 1024 tokens",
@@ -83,4 +83,28 @@ SUBJECTS: dict[str, Subject] = {
         },
     ),
 }  # fmt: skip
-"""Table 2's models by the column group of results/paper.csv."""
+"""Table 2's models, named as in results/paper.csv."""
+
+V1_SUBJECTS: dict[str, Subject] = {
+    "resnet101": Subject(
+        "ResNet-101",
+        "resnet101",
+        {
+            "smoke": Size({"image_size": 64, "num_classes": 10}, 4, 0, "64 x 64 pixels, 10 classes"),
+            "short": Size({"image_size": 64, "num_classes": 100}, 32, 0, "64 x 64 pixels, 100 classes"),
+            "full": Size({"image_size": 224, "num_classes": 1000}, 128, 0),
+        },
+    ),
+    "amoebanet": Subject(
+        "AmoebaNet-D (4, 512)",  # v1 counts the cells of one stack of three: L = 12 in v5's words
+        "amoebanet-d",
+        {
+            "smoke": Size(
+                _amoebanet(6, 16, 32, 10, aux_head=False), 8, 0, "6 cells, 16 filters, 32 x 32 pixels"
+            ),
+            "short": Size(_amoebanet(12, 128, 80, 100), 32, 0, "filters / 4, 80 x 80 pixels, 100 classes"),
+            "full": Size(_amoebanet(12, 512, 224, 1001), 128, 0),
+        },
+    ),
+}
+"""The models of v1's figures 3 and 4."""

@@ -51,6 +51,7 @@ def results(
     """Numbers and details of all cells; ratios are within a round, to the first cell (smallest K and M)."""
     link = link_of(found, device)
     throughput: dict[str, list[float]] = {}  # examples per second, by cell and round
+    bound: dict[str, list[float]] = {}
     real: dict[str, list[float]] = {}
     quantities: list[Quantity] = []
     details: dict[str, Any] = {}
@@ -58,27 +59,33 @@ def results(
         steps = [each.steps[index] for each in found]
         rounds = per_round(steps)
         for count in counts:
-            name = f"K={configuration.num_stages} M={count}"
+            name = configuration.label or f"K={configuration.num_stages} M={count}"
             examples = count * configuration.microbatch_size
             if configuration.num_microbatches == count:
                 examples = configuration.batch_size
-            facts: dict[str, Any] = {"batch_size": examples, "counts": steps[0].counts, "why": steps[0].why}
+            facts: dict[str, Any] = {
+                "num_stages": configuration.num_stages,
+                "num_microbatches": count,
+                "batch_size": examples,
+                "counts": steps[0].counts,
+                "why": steps[0].why,
+            }
             if rounds:
                 laid_out = [lay_out(timed, link, num_microbatches=count).makespan_s for timed in rounds]
+                even = [balanced(timed, count).makespan_s for timed in rounds]
                 throughput[name] = [examples / step_s for step_s in laid_out]
+                bound[name] = [examples / step_s for step_s in even]
                 timed = joined(rounds)
                 step = lay_out(timed, link, num_microbatches=count)
-                bound_s = balanced(timed, count).makespan_s
                 facts |= {
-                    "actions": timed.to_data(), "spread": timed.spread(), "bound_step_ms": 1e3 * bound_s,
+                    "actions": timed.to_data(),
+                    "spread": timed.spread(),
                     "timeline": step.to_data() if len(step.events) <= MOST_DRAWN else None,
-                }  # fmt: skip
+                }
+                shares = [bound_s / step_s for bound_s, step_s in zip(even, laid_out, strict=True)]
                 quantities += [
                     _replayed(f"step {name}", [1e3 * step_s for step_s in laid_out], "ms", False),
-                    _replayed(
-                        f"share of the balanced step {name}", [bound_s / step.makespan_s], "ratio", True
-                    ),
-                    _replayed(f"bound throughput {name}", [examples / bound_s], "samples/s", True),
+                    _replayed(f"share of the balanced step {name}", shares, "ratio", True),
                 ]
             if steps[0].real_s:
                 real_s = [max(samples) for samples in zip(*(each.real_s for each in steps), strict=True)]
@@ -97,8 +104,9 @@ def results(
                 timelines = [each.real_timeline for each in steps if each.real_timeline is not None]
                 facts["real_busy_share"] = busy_share(timelines)
             details[name] = facts
-    quantities += normalised("throughput", throughput, "replayed")
-    quantities += normalised("real throughput", real, "measured")
+    quantities += normalised("throughput", throughput, throughput, "replayed")
+    quantities += normalised("bound throughput", bound, throughput, "replayed")
+    quantities += normalised("real throughput", real, real, "measured")
     shared = {
         "cells": details,
         "link": {"name": link.name, "source": link.source, "latency_s": link.latency_s,
@@ -148,11 +156,13 @@ def busy_share(timelines: Sequence[Any]) -> list[float]:
     return shares
 
 
-def normalised(name: str, throughput: dict[str, list[float]], provenance: Any) -> list[Quantity]:
-    """Examples per second, and relative to the first cell, round by round."""
+def normalised(
+    name: str, throughput: dict[str, list[float]], base: dict[str, list[float]], provenance: Any
+) -> list[Quantity]:
+    """Examples per second, and relative to the first cell of `base`, round by round."""
     if not throughput:
         return []
-    first = next(iter(throughput.values()))
+    first = next(iter(base.values()))
     found = []
     for cell, samples in throughput.items():
         ratios = [ours / theirs for ours, theirs in zip(samples, first, strict=True)]

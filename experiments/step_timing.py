@@ -44,6 +44,7 @@ class Configuration(NamedTuple):
     remat: str = "always"
     runs_for_real: bool = False
     schedule: str = "gpipe"
+    label: str = ""  # what results call it, instead of K and M
 
     @property
     def microbatch_size(self) -> int:

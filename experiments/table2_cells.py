@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from experiments.step_text import SMOKE
 from harness.experiment import Ours
 from harness.record import Quantity, Record
 
 TABLES = {"amoebanet": "table2-amoebanet", "transformer": "table2-transformer"}
 JUDGED = "fitted"  # the mini-batch as the paper chose it
-SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."
 
 
 def find(records: Sequence[Record], model: str, batch: str) -> Record | None:

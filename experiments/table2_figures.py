@@ -37,11 +37,10 @@ def _throughput(found: dict[str, Record], batch: str, path: Path) -> Path:
     for axes, (model, record) in zip(every, found.items(), strict=True):
         stages = sorted({k for k, _ in cell_names(record)})
         counts = sorted({m for _, m in cell_names(record)})
-        base = _value(record, f"throughput K={stages[0]} M={counts[0]}")
         colors = seaborn.color_palette("viridis", len(stages))
         for color, k in zip(colors, stages, strict=True):
             ours = [_value(record, f"normalised throughput K={k} M={m}") for m in counts]
-            limit = [_ratio(_value(record, f"bound throughput K={k} M={m}"), base) for m in counts]
+            limit = [_value(record, f"normalised bound throughput K={k} M={m}") for m in counts]
             paper = [printed.get((TABLES[model], f"M={m}", f"K={k}")) for m in counts]
             ran = [_value(record, f"normalised real throughput K={k} M={m}") for m in counts]
             _line(axes, counts, ours, color=color, marker="o", label=f"K = {k}")
@@ -130,7 +129,3 @@ def _line(axes: Any, x: Sequence[float], y: Sequence[float | None], **style: Any
 def _value(record: Record, name: str) -> float | None:
     quantity = record.quantity(name)
     return None if quantity is None else quantity.value
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return None if value is None or not base else value / base

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+from experiments.step_text import grid, interval, percent, published, replay_errors
 from experiments.table2_cells import TABLES, cell_names, find
 from harness.compare import Comparison
-from harness.paper import PaperCell, load_paper
-from harness.record import Quantity, Record
+from harness.record import Record
 from harness.tables import text_table
 from pipeline.partition import RULES
 
@@ -34,22 +32,15 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _grid(lines: list[list[Any]], headers: list[str]) -> str:
-    from tabulate import tabulate
-
-    align = ["left"] + ["right"] * (len(headers) - 1)
-    return str(tabulate(lines, headers, colalign=align, disable_numparse=True))
-
-
 def grid_of(record: Record, model: str, batch: str, verdicts: Mapping[tuple[str, str, str], str]) -> str:
     """One model's cells: paper, torchgpipe as published, ours, bound, verdict where it is judged."""
     details = record.details
-    published = _published(TABLES[model])
+    known = published(TABLES[model])
     lines = []
     for num_stages, count in cell_names(record):
         name = f"K={num_stages} M={count}"
-        paper = published.get(("paper", f"M={count}", f"K={num_stages}"))
-        peer = published.get(("torchgpipe", f"M={count}", f"K={num_stages}"))
+        paper = known.get(("paper", f"M={count}", f"K={num_stages}"))
+        peer = known.get(("torchgpipe", f"M={count}", f"K={num_stages}"))
         ran = record.quantity(f"normalised real throughput {name}")
         facts = details["cells"][name]
         lines.append(
@@ -59,7 +50,7 @@ def grid_of(record: Record, model: str, batch: str, verdicts: Mapping[tuple[str,
                 "-" if peer is None else peer.printed,
                 interval(record.quantity(f"normalised throughput {name}"), facts["why"]),
                 "-" if ran is None else interval(ran),
-                bound(record, name),
+                interval(record.quantity(f"normalised bound throughput {name}")),
                 percent(record.quantity(f"share of the balanced step {name}")),
                 f"{facts['batch_size']}",
                 verdicts.get((TABLES[model], f"M={count}", f"K={num_stages}"), "-")
@@ -91,75 +82,9 @@ def grid_of(record: Record, model: str, batch: str, verdicts: Mapping[tuple[str,
     ]
     notes = ""
     if any(line[1].endswith("*") for line in lines):
-        erratum = next(c.erratum for c in published.values() if not c.comparable)
+        erratum = next(c.erratum for c in known.values() if not c.comparable)
         notes = f"\n  * {erratum}"
-    return f"{title}\n\n{_grid(lines, headers)}{notes}"
-
-
-def _published(table: str) -> dict[tuple[str, str, str], PaperCell]:
-    return {
-        (cell.source, cell.row, cell.column): cell
-        for cell in load_paper()
-        if cell.table == table and cell.kind == "result"
-    }
-
-
-def interval(quantity: Quantity | None, why: str = "") -> str:
-    """`3.21 [3.15, 3.30]`, or why there is none."""
-    if quantity is None or quantity.value is None:
-        return f"not run: {why}" if why else "not run"
-    if quantity.low is None or quantity.high is None or quantity.low == quantity.high:
-        return f"{quantity.value:.2f}"
-    return f"{quantity.value:.2f} [{quantity.low:.2f}, {quantity.high:.2f}]"
-
-
-def percent(quantity: Quantity | None) -> str:
-    return "-" if quantity is None or quantity.value is None else f"{100 * quantity.value:.0f} %"
-
-
-def bound(record: Record, name: str) -> str:
-    """The bound's throughput, relative to the replayed first cell."""
-    first = next(iter(record.details["cells"]))
-    base = record.quantity(f"throughput {first}")
-    limit = record.quantity(f"bound throughput {name}")
-    if base is None or limit is None or not base.value or limit.value is None:
-        return "-"
-    return f"{limit.value / base.value:.2f}"
-
-
-def replay_errors(records: Sequence[Record]) -> str:
-    """How far the laid-out steps are from the same steps run on as many devices."""
-    lines, errors = [], []
-    for record, name in _cells(records):
-        error, ran = record.quantity(f"replay error {name}"), record.quantity(f"real step {name}")
-        laid_out = record.quantity(f"step {name}")
-        if error is None or error.value is None or ran is None or laid_out is None:
-            continue
-        assert ran.value is not None
-        assert laid_out.value is not None
-        errors.append(abs(error.value))
-        lines.append(
-            [
-                record.details["title"], name, f"{laid_out.value:.1f}", f"{ran.value:.1f}",
-                f"{100 * error.value:+.1f} %",
-                f"{100 * record.details['cells'][name].get('spread', 0.0):.0f} %",
-            ]
-        )  # fmt: skip
-    if not lines:
-        return ""
-    title = (
-        f"Replay against measurement: median absolute error {100 * median(errors):.1f} % over {len(lines)} "
-        "cells\n  spread: interquartile range of an action's samples, median over stages and kinds"
-    )
-    headers = ["", "cell", "replayed (ms)", "measured (ms)", "error", "spread"]
-    return f"{title}\n\n{_grid(lines, headers)}"
-
-
-def _cells(records: Sequence[Record]) -> Iterator[tuple[Record, str]]:
-    for record in records:
-        if record.status == "done" and "cells" in record.details:
-            for name in record.details["cells"]:
-                yield record, name
+    return f"{title}\n\n{grid(lines, headers)}{notes}"
 
 
 def partition_rules(records: Sequence[Record]) -> str:
@@ -191,4 +116,4 @@ def partition_rules(records: Sequence[Record]) -> str:
         "layers)\n  bottleneck: ours, exact; variance: the paper's rule; cumulative: the published library's "
         "heuristic"
     )
-    return f"{title}\n\n{_grid(lines, ['', 'cell', *RULES])}"
+    return f"{title}\n\n{grid(lines, ['', 'cell', *RULES])}"

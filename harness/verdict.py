@@ -101,7 +101,8 @@ def _place(cell: PaperCell, ours: Ours, value: float, low: float, high: float) -
         parts.append(f"{show(value, cell.unit)} is within the band, {_pair(low, high, cell.unit)} ({why})")
         return "; ".join(parts), "reproduced"
     edge, side = (low, "below") if value < low else (high, "above")
-    away = f"{100 * abs(value - edge) / abs(edge):.2g} % {side}" if edge else side
+    share = 100 * abs(value - edge) / abs(edge) if edge else math.inf
+    away = f"{share:.2g} % {side}" if share < 99.5 else f"{share:.0f} % {side}" if edge else side
     parts.append(f"{show(value, cell.unit)} is {away} the band, {_pair(low, high, cell.unit)} ({why})")
     better = quantity.higher_is_better is not None and quantity.higher_is_better == (value > high)
     if better:

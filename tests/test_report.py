@@ -1,0 +1,382 @@
+"""The report: every published number is on it, as the records have it, and nothing is invented or fetched."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import re
+import subprocess
+import sys
+import urllib.parse
+from base64 import b64decode
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from fake_experiment import EXPERIMENT as FAKE
+from hypothesis import given
+from hypothesis import strategies as st
+from records import quantity, record
+
+from experiments import cli, registry, report_records, verb_report
+from experiments.figure_files import draw, drawn
+from experiments.report_gantt import charts_of, timelines
+from experiments.report_records import REFERENCE, Source, answers, folders, sources
+from experiments.report_tables import TABLES, table_infos
+from harness.compare import compare
+from harness.experiment import Ours
+from harness.paper import load_paper
+from harness.report import html, markdown
+from harness.report_chart import Box, Chart, within
+from harness.report_page import Answer, Counts, TableInfo, table_views
+from harness.store import Store
+from harness.verdict import VERDICTS
+from pipeline.replay import SLOTS, replay
+from pipeline.schedule import gpipe
+from pipeline.timeline import Timeline
+
+ROOT = Path(__file__).resolve().parents[1]
+MACHINE = REFERENCE / "cpu-2-cores"
+INFO = {"t": TableInfo(title="T", short="T", about="", missing="nobody ran it")}
+
+
+class Parsed(HTMLParser):
+    """What the tests need of a page: rows by key with their numbers, addresses, identifiers, text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: dict[str, list[str]] = {}
+        self.peers: list[str] = []
+        self.values: dict[str, str] = {}
+        self.addresses: list[tuple[str, str]] = []
+        self.ids: list[str] = []
+        self.targets: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self._key = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.tags[tag] += 1
+        if "id" in found:
+            self.ids.append(found["id"])
+        for name in ("src", "href", "action", "data", "poster", "srcset"):
+            if name in found and not (name == "href" and tag == "a"):
+                self.addresses.append((tag, found[name]))
+        if tag == "a" and found.get("href", "").startswith("#"):
+            self.targets.append(found["href"][1:])
+        if tag == "tr":
+            self._key = found.get("data-key", "")
+            if self._key:
+                self.rows.setdefault(self._key, [])
+            if "data-peer" in found:
+                self.peers.append(found["data-peer"])
+        if tag == "data" and self._key:
+            self.values[self._key] = found["value"]
+
+    def handle_data(self, data):
+        if self._key and data.strip():
+            self.rows[self._key].append(data.strip())
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The report of a fresh clone: reference records and nothing else."""
+    return verb_report.build(tmp_path_factory.mktemp("empty"), figures=False)
+
+
+@pytest.fixture(scope="module")
+def parsed(page):
+    return Parsed(html(page))
+
+
+def key_of(cell):
+    return f"{cell.table}|{cell.row}|{cell.column}"
+
+
+def test_every_published_number_is_on_the_page_once(parsed):
+    paper = load_paper()
+    published = {key_of(cell) for cell in paper if cell.source == "paper"}
+    assert published <= parsed.rows.keys()
+    assert Counter(parsed.peers) == Counter(key_of(cell) for cell in paper if cell.source != "paper")
+
+
+def test_numbers_and_verdicts_are_those_of_compare(page, parsed):
+    experiment = registry.load("table1")
+    found = compare(experiment.cells(Store(MACHINE).load("table1").records))
+    assert any(cell.ours is not None for cell in found)
+    for cell in found:
+        texts = parsed.rows[key_of(cell)]
+        assert cell.verdict in texts, cell
+        if cell.ours is not None:
+            assert float(parsed.values[key_of(cell)]) == cell.ours
+        if cell.printed:
+            assert any(text.startswith(cell.printed) for text in texts)
+
+
+def test_each_row_has_a_verdict_with_a_reason(page):
+    for table in page.tables:
+        for row in (*table.rows, *table.settings):
+            assert row.comparison.verdict in VERDICTS
+            assert row.reason, (table.name, row.comparison.row)
+
+
+def test_totals_are_those_of_the_rows_under_every_tolerance(page):
+    paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
+    for tolerance, counts in ((0.5, page.narrow), (1.0, page.counts), (2.0, page.wide)):
+        recount: Counter[str] = Counter()
+        for table in page.tables:
+            ours = [row.answer.ours for row in table.rows if row.answer is not None]
+            judged = {(c.table, c.row, c.column): c.verdict for c in compare(ours, None, tolerance)}
+            for row in table.rows:
+                key = (table.name, row.comparison.row, row.comparison.column)
+                if key in paper and paper[key].kind != "setting":
+                    recount[judged.get(key, "not run")] += 1
+        assert dict(recount) == {verdict: n for verdict, n in counts.by_verdict.items() if n}
+    assert page.counts.total == sum(cell.kind != "setting" for cell in paper.values()), (
+        "each result, claim and formula counts once"
+    )
+
+
+def test_a_table_that_is_not_run_says_why(page):
+    for table in page.tables:
+        reasons = {row.reason for row in table.rows if row.comparison.verdict == "not run"}
+        for reason in reasons:
+            assert reason not in ("", "there is no record of this case"), table.name
+    infos = table_infos(with_records={"table1"})
+    assert "nox -s figure2" in infos["formulas"].missing
+    assert "do not report" in infos["claims"].missing
+    assert {cell.table for cell in load_paper()} == set(TABLES)
+
+
+def test_the_page_holds_all_it_needs(page, parsed):
+    assert all(address.startswith(("data:", "#")) for _, address in parsed.addresses), (
+        "nothing is fetched from anywhere"
+    )
+    assert "@import" not in html(page)
+    assert "url(http" not in html(page)
+    assert len(set(parsed.ids)) == len(parsed.ids)
+    assert set(parsed.targets) <= set(parsed.ids)
+    assert parsed.tags["h1"] == parsed.tags["main"] == 1
+
+
+def test_the_same_records_give_the_same_bytes(page, tmp_path):
+    again = verb_report.build(tmp_path / "results-that-do-not-exist", figures=False)
+    first, second = markdown(page), markdown(again)
+    own = page.machines[0].name
+    assert first.replace(own, "X") == second.replace(again.machines[0].name, "X")
+
+
+def test_markdown_has_the_same_verdicts(page):
+    text = markdown(page)
+    assert str(page.counts) in text
+    for table in page.tables:
+        assert f"### {table.info.title}" in text
+        for row in table.rows:
+            assert row.comparison.verdict in text
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(lines) >= sum(len(t.rows) + len(t.settings) + len(t.others) for t in page.tables)
+    assert not re.search(r"\{\{|\{%", text)
+
+
+def test_no_torch_and_quick_from_the_command_line(tmp_path):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from experiments.cli import main\n"
+        f"sys.exit(main(['report', '--results', {str(tmp_path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    written = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "reproduced" in done.stdout
+    assert "<img" in written, "the reference figures are inlined"
+    assert (tmp_path / "report.md").stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".report")] == []
+
+
+def test_json_has_a_line_for_each_cell(tmp_path, capsys):
+    assert cli.main(["report", "--results", str(tmp_path), "--json"]) == cli.DONE
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    published = {cell.key for cell in load_paper() if cell.source == "paper"}
+    assert {(line["table"], line["row"], line["column"]) for line in lines} >= published
+    assert {line["machine"] for line in lines} == {None, "cpu-2-cores"}
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert cli.main(["report", "--output", str(tmp_path / "file"), "--no-figures"]) == cli.BAD_USAGE
+    assert "choose another folder with --output" in capsys.readouterr().err
+
+
+def fake(step, value, **changes):
+    changes = {"options": {"device": "cpu", "engine": None, "seed": 0}, **changes}
+    number = quantity(value, name="parameters", unit="parameters", provenance="modelled")
+    return record(step, quantities=(number,), **changes)
+
+
+def put(folder, *records):
+    for each in records:
+        Store(folder).append(each)
+    return folder
+
+
+def chosen(*places):
+    found, problems = sources(FAKE, [(place.name, place) for place in places])
+    return {a.ours.column: a for a in answers(FAKE, found)}, problems
+
+
+def test_own_records_come_first_and_references_fill_in(tmp_path):
+    own = put(tmp_path / "own", fake(1, 82_000_000), fake(2, None, status="failed", reason="broke"))
+    reference = put(tmp_path / "reference", fake(1, 81_000_000), fake(2, 318_000_000), fake(3, 542_000_000))
+    found, _ = chosen(own, reference)
+    assert {column: (a.machine, a.ours.quantity.value) for column, a in found.items()} == {
+        "naive-1": ("own", 82_000_000),
+        "pipeline-1": ("reference", 318_000_000),
+        "pipeline-2": ("reference", 542_000_000),
+    }
+    assert found["naive-1"].record == Store(own).load("fake").records[0]
+
+
+def test_a_smoke_run_counts_only_where_there_is_nothing_else(tmp_path):
+    own = put(tmp_path / "own", fake(1, 1, profile="smoke"), fake(2, 2, profile="smoke"))
+    reference = put(tmp_path / "reference", fake(1, 82_000_000))
+    found, _ = chosen(own, reference)
+    assert [(found[c].machine, found[c].profile) for c in ("naive-1", "pipeline-1")] == [
+        ("reference", "short"),
+        ("own", "smoke"),
+    ]
+
+
+def test_records_of_another_revision_or_engine_are_not_mixed_in(tmp_path):
+    experiment = dataclasses.replace(FAKE, engines=("ours", "peer"))
+    old = fake(1, 1, revision=FAKE.revision + 1)
+    peer = fake(1, 2, options={"device": "cpu", "engine": "peer", "seed": 0})
+    ours = fake(1, 3, options={"device": "cpu", "engine": "ours", "seed": 0})
+    found, _ = sources(experiment, [("own", put(tmp_path / "own", old, ours, peer))])
+    assert [[r.quantities[0].value for r in source.records] for source in found] == [[3], [2]]
+
+
+def test_damaged_lines_are_named_and_the_rest_is_used(tmp_path):
+    own = put(tmp_path / "own", fake(1, 82_000_000), fake(2, 318_000_000))
+    path = Store(own).path("fake")
+    path.write_bytes(path.read_bytes().replace(b"82000000", b"82000001"))
+    found, problems = chosen(own)
+    assert list(found) == ["pipeline-1"]
+    assert [problem.line for problem in problems] == [1]
+
+
+def test_the_results_folder_is_not_its_own_reference(tmp_path):
+    assert [name for name, _ in folders(MACHINE)].count("cpu-2-cores") == 1
+    assert [name for name, _ in folders(tmp_path / "mine", tmp_path / "nowhere")] == ["mine"]
+
+
+def test_text_of_records_cannot_become_markup(tmp_path, monkeypatch):
+    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
+    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
+    evil = '"><script>alert(1)</script>|'
+    environment = {"cpu_model": evil}
+    put(tmp_path / "own", fake(1, 82_000_000, command=evil, environment=environment))
+    put(tmp_path / "own", fake(2, None, status="failed", reason=evil))
+    text = html(verb_report.build(tmp_path / "own", figures=False))
+    assert "alert(1)" in text
+    assert "<script>alert" not in text
+    assert Parsed(text).tags["script"] == 1
+    assert f"| {evil} |" not in markdown(verb_report.build(tmp_path / "own", figures=False))
+
+
+def test_two_answers_for_a_cell_are_refused():
+    ours = Ours(table="t", row="r", column="c", quantity=quantity(1))
+    answer = Answer(ours=ours, machine="m", profile="short", command="x")
+    with pytest.raises(ValueError, match="two answers"):
+        table_views([answer, answer], [], INFO)
+    (view,) = table_views([answer], [], INFO)
+    assert [(row.kind, row.counted) for row in view.rows] == [("ours", False)]
+    assert str(view.counts) == "0 of 0 reproduced"
+
+
+def test_counts_in_words():
+    counts = Counts.of(["reproduced", "deviates", "reproduced", "not run"])
+    assert str(counts) == "2 of 4 reproduced, 1 deviates, 1 not run"
+
+
+def chart_source(details):
+    return Source("fake", "m", Path(), "short", (record(1, details=details),), True)
+
+
+def test_timelines_are_found_wherever_records_keep_them():
+    timeline = replay(gpipe(2, 3, "always"), SLOTS)
+    data = timeline.to_data()
+    details = {"timeline": data, "all": [{"measured": data}, 3], "other": {"events": []}}
+    assert [path for path, _ in timelines(details)] == [("timeline",), ("all", "0", "measured")]
+    charts = charts_of([chart_source(details)])
+    assert [chart.title for chart in charts] == ["step=1", "step=1, all, 0, measured"]
+    assert len({chart.name for chart in charts}) == 2
+
+
+def test_a_chart_says_what_each_action_is_and_carries_the_same_trace():
+    timeline = replay(gpipe(2, 2, "always"), {kind: slots * 1e-3 for kind, slots in SLOTS.items()})
+    (chart,) = charts_of([chart_source({"timeline": timeline.to_data()})])
+    titles = [box.title for box in chart.boxes]
+    assert titles[0] == "0F0: forward, stage 0, micro-batch 0, 1 ms, from 0 ms"
+    assert len(titles) == len(timeline.events)
+    assert [(box.lane, box.start) for box in chart.boxes] == sorted(
+        (box.lane, box.start) for box in chart.boxes
+    )
+    content = gzip.decompress(b64decode(urllib.parse.unquote(chart.trace).partition(",")[2]))
+    assert json.loads(content) == json.loads(json.dumps(timeline.to_chrome()))
+    assert chart.trace == charts_of([chart_source({"timeline": timeline.to_data()})])[0].trace
+
+
+@given(st.floats(1e-6, 1e6), st.integers(1, 8))
+def test_axes_are_round_and_inside(span, parts):
+    boxes = tuple(
+        Box(lane=0, start=n * span / parts, length=span / parts, kind="F", text=str(n), title="")
+        for n in range(parts)
+    )
+    chart = Chart(name="c", title="", facts="", machine="", lanes=("0",), boxes=boxes, span=span)
+    places = [float(place.rstrip("%")) for place, _ in chart.ticks]
+    assert 3 <= len(places) <= 8
+    assert places[0] == 0
+    assert places[-1] <= 100.001
+    assert sum(float(box.width.rstrip("%")) for box in chart.drawn) == pytest.approx(100, abs=0.01)
+
+
+def test_an_empty_timeline_is_an_empty_chart():
+    (chart,) = charts_of([chart_source({"timeline": Timeline((), 2).to_data()})])
+    assert (chart.boxes, chart.ticks) == ((), [])
+
+
+def test_too_many_boxes_leave_traces():
+    box = Box(lane=0, start=0, length=1, kind="F", text="", title="")
+    charts = [Chart(name=str(n), title="", facts="", machine="", boxes=(box,) * n) for n in (3, 5, 2)]
+    assert within(charts, 5) == [True, False, True]
+
+
+def test_figures_are_kept_only_for_the_records_they_show(tmp_path):
+    records = [fake(1, 1), fake(2, 2)]
+    paths = draw(FAKE, records, tmp_path)
+    assert drawn("fake", records[::-1], tmp_path) == paths
+    assert drawn("fake", records[:1], tmp_path) is None
+    assert drawn("fake", [fake(1, 1), fake(2, 3)], tmp_path) is None
+    paths[0].unlink()
+    assert drawn("fake", records, tmp_path) is None
+    (tmp_path / "fake.json").write_text("[]")
+    assert drawn("fake", records, tmp_path) is None
+
+
+@pytest.mark.parametrize("machine", sorted(path.name for path in REFERENCE.iterdir() if path.is_dir()))
+def test_the_reference_figures_show_the_reference_records(machine):
+    for name in registry.EXPERIMENTS:
+        experiment = registry.load(name)
+        found, _ = sources(experiment, [(machine, REFERENCE / machine)])
+        if (
+            found
+            and experiment.figures is not None
+            and (REFERENCE / machine / "figures" / f"{name}.json").exists()
+        ):
+            shown = drawn(name, found[0].records, found[0].folder / "figures")
+            assert shown, f"the figures of {name} on {machine} are of other records; draw them again"

@@ -58,6 +58,8 @@ def _verb(name: str) -> Callable[[argparse.Namespace], int]:
         from experiments.verb_report import run
     elif name == "size":
         from experiments.verb_size import run
+    elif name == "guard":
+        from experiments.verb_guard import run
     else:
         from experiments.verb_run import run
     return run
@@ -120,6 +122,30 @@ def _parser() -> argparse.ArgumentParser:
     verb = _add(verbs, "report", "every number of the paper beside ours, as one HTML page and markdown")
     verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")
     verb.add_argument("--no-figures", action="store_true", help="numbers and timelines only")
+
+    verb = _add(verbs, "guard", "exact counters against the committed ones; speed against another revision")
+    verb.add_argument(
+        "--base", metavar="REF", help="time the working tree against where it left this revision"
+    )
+    verb.add_argument(
+        "--update",
+        action="store_true",
+        help="write the committed counters anew; the reason goes into the commit",
+    )
+    verb.add_argument(
+        "--only", action="append", default=[], metavar="BENCHMARK", help="time only this one; may be repeated"
+    )
+    verb.add_argument(
+        "--removed",
+        action="append",
+        default=[],
+        metavar="BENCHMARK",
+        help="a benchmark of the base that is gone on purpose",
+    )
+    verb.add_argument(
+        "--budget-s", type=float, default=165.0, metavar="S", help="time for all rounds; default: %(default)g"
+    )
+    verb.add_argument("--history", type=Path, metavar="DIR", help="also write files for trend tools there")
 
     verb = _add(verbs, "size", "the largest model for your accelerators, or where to cut one you have")
     verb.add_argument("model", metavar="MODEL", help="transformer-lm or amoebanet-d, with Table 1's options")

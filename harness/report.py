@@ -24,6 +24,7 @@ from harness.verdict import VERDICTS
 
 if TYPE_CHECKING:
     import jinja2
+    from markupsafe import Markup
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 MARKS = {"reproduced": "✓", "exceeds": "▲", "deviates": "≠", "not comparable": "◇", "not run": "○"}
@@ -184,7 +185,7 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
     )
     environment.filters.update(
         ours=ours_text, interval=interval_text, paper=paper_text, plot=plot, ratio=ratio_text, cell=cell_text,
-        slug=lambda text: text.replace(" ", "-"), pipes=_pipes, breakable=_breakable,
+        slug=lambda text: text.replace(" ", "-"), pipes=_pipes, breakable=_breakable, ticks=_ticks,
     )  # fmt: skip
     environment.globals.update(
         verdicts=VERDICTS, marks=MARKS, meanings=MEANINGS, show=show, side_table=side_table,
@@ -196,6 +197,18 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
 def _pipes(text: str) -> str:
     """Text for a cell of a markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _ticks(text: str) -> Markup:
+    """Text whose commands in backticks become code; everything else of it is escaped."""
+    from markupsafe import Markup, escape
+
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # a lone backtick is just that
+        return Markup(escape(text))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if n % 2 else escape(part) for n, part in enumerate(parts)
+    )
 
 
 def _breakable(text: str) -> str:

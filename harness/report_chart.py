@@ -24,7 +24,7 @@ _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """One action on a lane. `title` says all about it, `text` is what fits inside; times in the chart's unit."""
+    """One action on a lane, in the chart's unit of time. `title` says all, `text` is what fits inside."""
 
     lane: int
     start: float

@@ -126,6 +126,11 @@ class TableView:
         return [(label, [row for row in self.rows if row.comparison.row == label]) for label in labels]
 
     @property
+    def flat(self) -> bool:
+        """Whether each label has one row, so that a heading above every row would only take room."""
+        return len({row.comparison.row for row in self.rows}) == len(self.rows)
+
+    @property
     def machines(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(machine for _, machine, _ in self.commands))
 

@@ -28,7 +28,7 @@ class Summary:
     holds: tuple[Finding, ...] = ()
     differs: tuple[Finding, ...] = ()
     undecided: tuple[Finding, ...] = ()
-    errata: tuple[tuple[str, str, str], ...] = ()  # table, cells, erratum
+    errata: tuple[tuple[str, str, str, str], ...] = ()  # table, its short name, cells, erratum
 
 
 def summary(tables: Sequence[TableView], paper: Sequence[PaperCell]) -> Summary:
@@ -57,7 +57,8 @@ def summary(tables: Sequence[TableView], paper: Sequence[PaperCell]) -> Summary:
     for cell in paper:
         if cell.erratum:
             errata.setdefault((cell.table, cell.erratum), []).append(f"{cell.row}, {cell.column}")
-    listed = tuple((table, _places(cells), text) for (table, text), cells in errata.items())
+    short = {table.name: table.info.short for table in tables}
+    listed = tuple((table, short[table], _places(cells), text) for (table, text), cells in errata.items())
     return Summary(
         holds=tuple(found["holds"]),
         differs=tuple(found["differs"]),

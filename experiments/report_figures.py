@@ -35,16 +35,44 @@ CAPTIONS: tuple[tuple[str, str, str], ...] = (
         "Gantt charts of the schedules; the same timelines are interactive charts in this report.",
     ),
     (
+        r"table2-throughput-(\w+)",
+        "Table 2: throughput over the number of micro-batches, {0} batch",
+        "Lines over M for each K: ours, the bound of balanced stages and the paper's points, relative to "
+        "K=2, M=1; every number stands in the table above.",
+    ),
+    (
+        r"table2-efficiency",
+        "Table 2: throughput per device as a share of what balanced stages allow",
+        "A grid of stages by micro-batches with the efficiency of each; it grows with M and falls with K.",
+    ),
+    (
+        r"table3-.*",
+        "Table 3: throughput over the bandwidth of the link",
+        "Curves of throughput over bandwidth on a logarithmic axis, with the point where communication stops "
+        "being hidden.",
+    ),
+    (
+        r"table4-breakdown",
+        "Where the time of a step goes, by model and number of stages",
+        "Stacked bars that add up to 100 percent: computation, recomputation, bubble, load imbalance, "
+        "communication, setup and weight update.",
+    ),
+    (
+        r"figure3.*",
+        "Figure 3 of the first version: speed-up over the number of partitions",
+        "Ours beside the paper's and torchgpipe's speed-ups for each number of partitions.",
+    ),
+    (
         r"figure2-bubble",
         "Idle share of the device time over the number of micro-batches",
-        "For each K the idle share falls as M grows; replayed marks lie on the lines of the closed form, and at "
-        "M = 4K it is below 20 percent.",
+        "For each K the idle share falls as M grows; replayed marks lie on the lines of the closed form, and "
+        "at M = 4K it is below 20 percent.",
     ),
     (
         r"figure2-memory",
         "Activation memory by the paper's formula and by the memory model",
-        "Stacked bars of boundary inputs, saved activations and transients per number of stages, formula beside "
-        "memory model.",
+        "Stacked bars of boundary inputs, saved activations and transients per number of stages, formula "
+        "beside memory model.",
     ),
     (
         r"figure2-traffic",

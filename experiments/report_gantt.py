@@ -55,7 +55,7 @@ def timelines(
 
 def _chart(source: Source, record: Record, where: Sequence[str], timeline: Timeline) -> Chart:
     unit, scale = _unit(record, timeline)
-    words = [word for word in where if word not in ("timeline", "timelines")]
+    words = [word for word in where if word not in ("timeline", "timelines", "cells")]
     boxes = [
         Box(
             lane=event.action.stage,
@@ -93,6 +93,7 @@ def _chart(source: Source, record: Record, where: Sequence[str], timeline: Timel
         timeline.provenance,
         f"{_time(timeline.makespan_s * scale, unit)}",
         f"{timeline.bubble:.1%} idle",
+        *([str(record.details["scale"])] if record.details.get("scale") else []),
         *(f"{key.replace('_', ' ')}: {value}" for key, value in timeline.conditions.items()),
     ]
     title = ", ".join([_title(record), *words])
@@ -129,8 +130,12 @@ def _time(value: float, unit: str) -> str:
 
 
 def _title(record: Record) -> str:
-    """`GPipe without re-materialization, M=4`, or the case in words."""
+    """`GPipe without re-materialization, M=4`, the record's own title, or the case in words."""
     variant = VARIANTS.get(str(record.case.get("schedule", "")))
     if record.experiment == "figure2" and variant is not None:
         return f"{variant.title}, M={record.case['num_microbatches']}"
-    return record.label
+    title = record.details.get("title")
+    if not isinstance(title, str):
+        return record.label
+    rest = [f"{key} {value}" for key, value in record.case.items() if key not in ("model", "part")]
+    return ", ".join([title, *rest])

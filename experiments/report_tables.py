@@ -127,8 +127,8 @@ TABLES: dict[str, TableInfo] = {
         short="Translation, sizes",
         about="Parameters of the Transformers T(L, H, A) of section 5.",
         missing=(
-            "no number of embedding tables (shared, two or three) gives all five printed counts, so that none "
-            "is claimed; ours are listed by `python -m experiments list --models`"
+            "no number of embedding tables (shared, two or three) gives all five printed counts, so that "
+            "none is claimed; ours are listed by `python -m experiments list --models`"
         ),
     ),
     "nmt-batch": TableInfo(

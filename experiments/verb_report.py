@@ -32,7 +32,7 @@ from harness.report_summary import summary
 
 HTML, MARKDOWN = "report.html", "report.md"
 COMMAND = "nox -s report"
-TIMELINES = re.compile("schedules|gantt|timeline")
+TIMELINES = re.compile(r"schedules|gantt|timeline|-step-|^table4-\w+-\d+$")
 """In the name of a figure: a drawing of timelines, which the page has as charts to point at."""
 
 
@@ -101,7 +101,7 @@ def build(results: Path, *, figures: bool = True) -> Page:
 
 
 def write(path: Path, text: str) -> None:
-    """Replaces the file as a whole, so that a reader never sees half a page. Raises ValueError if it can't."""
+    """Replaces the file as a whole: a reader never sees half a page. Raises ValueError if it can't."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

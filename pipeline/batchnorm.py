@@ -12,6 +12,8 @@ away. The modules themselves, and so the keys of `state_dict`, are unchanged.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 
 class _Meter:
-    """Mean and sum of squared deviations of one module's inputs, over the micro-batches seen so far."""
+    """Mean and sum of squared deviations of one module's inputs, over the micro-batches seen so far.
+
+    The tensors are views of the `_Block` that holds those of all modules.
+    """
 
     __slots__ = ("count", "mean", "module", "new_count", "owner", "scratch_mean", "scratch_var", "squares")
 
@@ -31,23 +36,17 @@ class _Meter:
         self.new_count = 0  # values per channel whose statistics are in the scratch buffers
         self.scratch_mean = self.scratch_var = self.mean = self.squares = torch.empty(0, device="meta")
 
-    def fit(self) -> None:
-        """Makes buffers like the module's averages, which may have moved or changed their precision."""
+    @property
+    def fits(self) -> bool:
+        """False at first, and when the averages have moved or changed their precision."""
         average = self.module._buffers["running_mean"]
         assert average is not None
-        scratch = self.scratch_mean
-        if scratch.dtype != average.dtype or scratch.device != average.device:
-            wide = torch.promote_types(average.dtype, torch.float32)
-            self.scratch_mean, self.scratch_var = torch.zeros_like(average), torch.zeros_like(average)
-            self.mean, self.squares = (
-                torch.zeros_like(average, dtype=wide),
-                torch.zeros_like(average, dtype=wide),
-            )
+        return self.scratch_mean.dtype == average.dtype and self.scratch_mean.device == average.device
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The module's own forward, with scratch buffers in place of its moving averages."""
         if self.new_count:  # the same module a second time in one forward
-            self.owner.fold([self])
+            self.owner.fold()
         module = self.module
         buffers, attributes = module._buffers, module.__dict__
         kept = (
@@ -68,6 +67,87 @@ class _Meter:
         return output
 
 
+class _Block:
+    """The statistics of modules of one precision on one device, end to end, so that an operation on all of
+    them is one operation: there are a hundred modules in an AmoebaNet, with a few values each.
+    """
+
+    def __init__(self, meters: list[_Meter], dtype: torch.dtype, device: torch.device) -> None:
+        self.meters = meters
+        self.sizes = [meter.module.num_features for meter in meters]
+        wide = torch.promote_types(dtype, torch.float32)
+        size = sum(self.sizes)
+        self.scratch_mean, self.scratch_var = torch.zeros(2, size, dtype=dtype, device=device)
+        self.mean, self.squares = torch.zeros(2, size, dtype=wide, device=device)
+        for name in ("scratch_mean", "scratch_var", "mean", "squares"):
+            for meter, part in zip(meters, getattr(self, name).split(self.sizes), strict=True):
+                setattr(meter, name, part)
+
+    def fold(self) -> None:
+        """Merges the scratch statistics into the totals. Those of modules that saw nothing count 0."""
+        new_counts = [meter.new_count for meter in self.meters]
+        wide = self.mean.dtype
+        # The graph has saved the scratch buffers, so they are not overwritten here.
+        new_squares = self.scratch_var.to(wide, copy=True)
+        self.weigh(new_squares, [float(max(count - 1, 0)) for count in new_counts])
+        self.merge(self.scratch_mean.to(wide), new_squares, new_counts)
+        for meter in self.meters:
+            meter.new_count = 0
+
+    def merge(self, new_mean: Tensor, new_squares: Tensor, new_counts: list[int]) -> None:
+        """Merges mean and sum of squared deviations of another sample, without cancellation (Chan et al.
+        1979).
+        """
+        counts = [meter.count for meter in self.meters]
+        totals = [max(a + b, 1) for a, b in zip(counts, new_counts, strict=True)]
+        delta = new_mean - self.mean
+        self.squares.add_(new_squares)
+        shift = delta * delta
+        self.weigh(shift, [a * b / n for a, b, n in zip(counts, new_counts, totals, strict=True)])
+        self.squares.add_(shift)
+        self.weigh(delta, [b / n for b, n in zip(new_counts, totals, strict=True)])
+        self.mean.add_(delta)
+        for meter, new_count in zip(self.meters, new_counts, strict=True):
+            meter.count += new_count
+
+    def commit(self) -> None:
+        """Moves the modules' averages by what has been seen."""
+        meters, seen = self.meters, [meter for meter in self.meters if meter.count]
+        counters = [m.module.num_batches_tracked for m in seen if m.module.num_batches_tracked is not None]
+        if counters:
+            torch._foreach_add_(counters, 1)
+        # An unbiased variance, as torch keeps it; of a single value there is none, so it stays 0.
+        self.weigh(self.squares, [1.0 / max(m.count - 1, 1) for m in meters])
+        by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        for meter in seen:
+            averages, values = by_factor.setdefault(_update_factor(meter.module), ([], []))
+            for name, value in (("running_mean", meter.mean), ("running_var", meter.squares)):
+                average = meter.module._buffers[name]
+                assert average is not None
+                averages.append(average)
+                values.append(value.to(average.dtype))
+        for factor, (averages, values) in by_factor.items():
+            torch._foreach_lerp_(averages, values, factor)
+
+    def forget(self) -> None:
+        for meter in self.meters:
+            meter.count = meter.new_count = 0
+        for tensor in (self.mean, self.squares, self.scratch_mean, self.scratch_var):
+            tensor.zero_()
+
+    def weigh(self, values: Tensor, weights: list[float]) -> None:
+        """Multiplies each module's part of `values` by its weight, in place. Neighbours mostly share one."""
+        runs = [
+            (weight, list(run))
+            for weight, run in groupby(zip(weights, self.sizes, strict=True), itemgetter(0))
+        ]
+        if len(runs) == 1:
+            values.mul_(weights[0])
+        else:
+            parts = values.split([sum(size for _, size in run) for _, run in runs])
+            torch._foreach_mul_(parts, [weight for weight, _ in runs])
+
+
 class Statistics:
     """The batch-normalization modules of one stage and what they saw in the current mini-batch.
 
@@ -81,6 +161,7 @@ class Statistics:
             _refuse_unsupported(module)
         tracked = [m for m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self._meters = [_Meter(module, self) for module in tracked]
+        self._blocks: list[_Block] = []
         self._group = group
         self.recording = False
 
@@ -89,8 +170,14 @@ class Statistics:
 
     def begin(self) -> None:
         """Prepares a step."""
+        if all(meter.fits for meter in self._meters):
+            return
+        kinds: dict[tuple[torch.dtype, torch.device], list[_Meter]] = {}
         for meter in self._meters:
-            meter.fit()
+            average = meter.module._buffers["running_mean"]
+            assert average is not None
+            kinds.setdefault((average.dtype, average.device), []).append(meter)
+        self._blocks = [_Block(meters, *kind) for kind, meters in kinds.items()]
 
     def redirect(self, *, recording: bool) -> None:
         """From here to `release` the modules leave their moving averages alone; `recording` keeps the
@@ -106,100 +193,45 @@ class Statistics:
         for meter in self._meters:
             meter.module.__dict__.pop("forward", None)
         if self.recording:
-            self.fold([meter for meter in self._meters if meter.new_count])
+            self.fold()
 
     @torch.no_grad()
-    def fold(self, meters: list[_Meter]) -> None:
-        """Merges the scratch statistics into the totals (Chan et al. 1979), for all modules at once."""
-        first = [meter for meter in meters if not meter.count]
-        later = [meter for meter in meters if meter.count]
-        if first:
-            torch._foreach_copy_([m.mean for m in first], [m.scratch_mean for m in first])
-            torch._foreach_copy_([m.squares for m in first], [m.scratch_var for m in first])
-            torch._foreach_mul_([m.squares for m in first], [float(m.new_count - 1) for m in first])
-        if later:
-            _merge(
-                [m.mean for m in later],
-                [m.squares for m in later],
-                [m.count for m in later],
-                [m.scratch_mean.to(m.mean.dtype) for m in later],
-                torch._foreach_mul(
-                    [m.scratch_var.to(m.squares.dtype) for m in later],
-                    [float(m.new_count - 1) for m in later],
-                ),
-                [m.new_count for m in later],
-            )
-        for meter in meters:
-            meter.count += meter.new_count
-            meter.new_count = 0
+    def fold(self) -> None:
+        """Merges the scratch statistics into the totals."""
+        for block in self._blocks:
+            if any(meter.new_count for meter in block.meters):
+                block.fold()
 
     @torch.no_grad()
     def commit(self) -> None:
         """Moves the averages once, by the statistics of the whole mini-batch, and starts the next one."""
         if self._group is not None:
             self._gather_replicas(self._group)
-        meters = [meter for meter in self._meters if meter.count]
-        if not meters:
-            return
-        counters = [m.module.num_batches_tracked for m in meters if m.module.num_batches_tracked is not None]
-        if counters:
-            torch._foreach_add_(counters, 1)
-        factors = [_update_factor(meter.module) for meter in meters]
-        # An unbiased variance, as torch keeps it; of a single value there is none, so it stays 0.
-        torch._foreach_mul_([m.squares for m in meters], [1.0 / max(m.count - 1, 1) for m in meters])
-        for name, statistic in (("running_mean", "mean"), ("running_var", "squares")):
-            averages = [getattr(m.module, name) for m in meters]
-            seen = [getattr(m, statistic).to(getattr(m.module, name).dtype) for m in meters]
-            torch._foreach_mul_(averages, [1.0 - factor for factor in factors])
-            torch._foreach_add_(averages, torch._foreach_mul(seen, factors))
-        self.forget()
+        for block in self._blocks:
+            if any(meter.count for meter in block.meters):
+                block.commit()
+                block.forget()
 
+    @torch.no_grad()
     def forget(self) -> None:
         """Drops what the current mini-batch has recorded, as after an error."""
-        for meter in self._meters:
-            meter.count = meter.new_count = 0
+        for block in self._blocks:
+            block.forget()
 
     def _gather_replicas(self, group: dist.ProcessGroup) -> None:
         """Merges the statistics of all replicas in the order of their ranks: all get the same bits."""
-        if not self._meters:
-            return
-        counts = self._meters[0].mean.new_tensor([m.count for m in self._meters], dtype=torch.float64)
-        sums = [t.double() for m in self._meters for t in (m.mean, m.squares)]
-        mine = torch.cat([counts, *sums])
-        replicas = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(replicas, mine, group=group)
-        lengths = [len(counts), *(len(t) for t in sums)]
-        parts = [list(replica.split(lengths)) for replica in replicas]
-        means, squares, total = parts[0][1::2], parts[0][2::2], [int(c) for c in parts[0][0]]
-        for replica in parts[1:]:
-            new = [int(c) for c in replica[0]]
-            _merge(means, squares, total, replica[1::2], replica[2::2], new)
-            total = [a + b for a, b in zip(total, new, strict=True)]
-        for meter, mean, square, count in zip(self._meters, means, squares, total, strict=True):
-            meter.mean.copy_(mean)
-            meter.squares.copy_(square)
-            meter.count = count
-
-
-def _merge(
-    means: list[Tensor],
-    squares: list[Tensor],
-    counts: list[int],
-    new_means: list[Tensor],
-    new_squares: Iterable[Tensor],
-    new_counts: list[int],
-) -> None:
-    """Merges means and sums of squared deviations of two samples into the first, in place, without
-    cancellation.
-    """
-    totals = [max(a + b, 1) for a, b in zip(counts, new_counts, strict=True)]
-    deltas = torch._foreach_sub(new_means, means)
-    torch._foreach_add_(squares, list(new_squares))
-    shift = torch._foreach_mul(deltas, deltas)
-    torch._foreach_mul_(shift, [a * b / n for a, b, n in zip(counts, new_counts, totals, strict=True)])
-    torch._foreach_add_(squares, shift)
-    torch._foreach_mul_(deltas, [b / n for b, n in zip(new_counts, totals, strict=True)])
-    torch._foreach_add_(means, deltas)
+        for block in self._blocks:
+            counts = torch.tensor(
+                [meter.count for meter in block.meters], dtype=torch.float64, device=block.mean.device
+            )
+            mine = torch.cat([counts, block.mean.double(), block.squares.double()])
+            replicas = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(replicas, mine, group=group)
+            block.forget()
+            lengths = [len(counts), len(block.mean), len(block.squares)]
+            for replica in replicas:
+                found, mean, squares = replica.split(lengths)
+                block.merge(mean, squares, [int(count) for count in found.tolist()])
 
 
 def _update_factor(module: _BatchNorm) -> float:

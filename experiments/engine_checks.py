@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.engines import Engine, LossFn, Setup
-from pipeline.microbatch import num_examples, split
+from pipeline.microbatch import num_examples, split, tensors_of
 
 TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-9,
@@ -54,10 +54,11 @@ def counting(first_layers: Mapping[int, nn.Module]) -> Iterator[Callable[[], dic
             rows[stage].append(num_examples(inputs[0]))
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            for tensor in output if isinstance(output, tuple) else (output,):
-                if tensor.requires_grad:
-                    tensor.register_hook(count)
-                    return
+            # What a layer hands on unchanged may need a gradient also where there is no graph.
+            given = {id(tensor) for tensor in tensors_of(inputs[0])}
+            own = [t for t in tensors_of(output) if t.is_floating_point() and id(t) not in given]
+            if own and own[0].requires_grad:
+                own[0].register_hook(count)  # type: ignore[no-untyped-call]
 
         hooks.extend([layer.register_forward_pre_hook(before), layer.register_forward_hook(after)])
 

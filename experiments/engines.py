@@ -153,6 +153,17 @@ def resolve(name: str) -> EngineFactory:
     return factory
 
 
+def build(name: str, setup: Setup) -> Engine:
+    """A running engine. ValueError where the name leads nowhere, and for what the engine can't do."""
+    engine = resolve(name)(setup)
+    if not callable(getattr(engine, "step", None)):
+        raise ValueError(
+            f"engine {name!r} returned {type(engine).__name__}, which has no method step(batch, target, "
+            "loss_fn); return an object that has one"
+        )
+    return engine
+
+
 def pinned(name: str) -> str:
     """`mine:Engine@3f2a91bc`: the user's engine with a digest of its file, so that results of an edited
     engine are not taken for the new one's. A known name stays as it is. ValueError as of `resolve`.

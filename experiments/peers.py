@@ -101,7 +101,7 @@ def engines_of(where: str, remat: str, extra: str | None) -> dict[str, tuple[str
 
 def run(case: Case, options: RunOptions) -> Outcome:
     from experiments.peers_work import Task, work
-    from pipeline.launch import launch
+    from experiments.processes import run_processes
 
     key: dict[str, Any] = case.key
     model, model_options, microbatch_size, _ = MODELS[key["model"]]
@@ -117,7 +117,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         ROUNDS[key["where"], key["remat"], key["num_microbatches"]][options.profile], SEED,
     )  # fmt: skip
     with without_gpu():
-        found: list[Result] = launch(work, 1 if in_process else NUM_STAGES, task)
+        found: list[Result] = run_processes(work, 1 if in_process else NUM_STAGES, task)
     return outcome(task, found)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from experiments.engine_bench_rounds import measure
 from experiments.engine_bench_work import actions_s, repeats_of, usage
 from experiments.engine_checks import reference, verify
-from experiments.engines import Engine, Setup, resolve
+from experiments.engines import Engine, Setup, build
 from experiments.engines_known import Ours
 from models import MODELS, example_batch, loss_fn
 from pipeline import Pipeline
@@ -76,7 +76,7 @@ def work(task: Task) -> Result:
     for name, (engine, remat) in task.engines.items():
         setup = Setup(layers, spans, task.num_microbatches, remat, torch.device("cpu"), group)
         try:
-            engines[name], reason = resolve(engine)(setup), ""
+            engines[name], reason = build(engine, setup), ""
         except ValueError as error:
             reason = str(error)
         reason = _first_of_all(reason)

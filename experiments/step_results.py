@@ -48,7 +48,11 @@ def measure(task: Any) -> list[Found]:
 def results(
     plan: Sequence[tuple[Configuration, tuple[int, ...]]], found: Sequence[Found], device: str
 ) -> tuple[list[Quantity], dict[str, Any]]:
-    """Numbers and details of all cells; ratios are within a round, to the first cell (smallest K and M)."""
+    """Numbers and details of all cells; ratios are within a round, to the first cell.
+
+    `plan` has each configuration and the numbers of micro-batches its step is laid out with, the wanted one
+    first; a real step is held against the one with as many as really ran.
+    """
     link = link_of(found, device)
     throughput: dict[str, list[float]] = {}  # examples per second, by cell and round
     bound: dict[str, list[float]] = {}
@@ -59,7 +63,7 @@ def results(
         steps = [each.steps[index] for each in found]
         rounds = per_round(steps)
         for count in counts:
-            name = configuration.label or f"K={configuration.num_stages} M={count}"
+            name = _name(configuration, count, counts)
             examples = count * configuration.microbatch_size
             if configuration.num_microbatches == count:
                 examples = configuration.batch_size
@@ -87,7 +91,7 @@ def results(
                     _replayed(f"step {name}", [1e3 * step_s for step_s in laid_out], "ms", False),
                     _replayed(f"share of the balanced step {name}", shares, "ratio", True),
                 ]
-            if steps[0].real_s:
+            if steps[0].real_s and count == configuration.num_microbatches:
                 real_s = [max(samples) for samples in zip(*(each.real_s for each in steps), strict=True)]
                 real[name] = [configuration.batch_size / step_s for step_s in real_s]
                 quantities.append(
@@ -118,6 +122,12 @@ def results(
         "used_by_others": max(each.busy_share for each in found),
     }  # fmt: skip
     return quantities, shared
+
+
+def _name(configuration: Configuration, count: int, counts: Sequence[int]) -> str:
+    if not configuration.label:
+        return f"K={configuration.num_stages} M={count}"
+    return configuration.label if count == counts[0] else f"{configuration.label} M={count}"
 
 
 def per_round(steps: Sequence[Steps]) -> list[TimedActions]:

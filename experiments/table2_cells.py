@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from experiments.step_text import SMOKE
+from experiments.step_text import GAP, GAP_REASON, SMOKE
 from harness.experiment import Ours
 from harness.record import Quantity, Record
 
@@ -51,6 +51,8 @@ def _of_model(records: Sequence[Record], model: str) -> Iterator[Ours]:
             column=f"K={num_stages}",
             quantity=best(record, "normalised throughput", num_stages, num_microbatches),
             not_comparable=SMOKE if record.profile == "smoke" else "",
+            gap=GAP,
+            gap_reason=GAP_REASON,
             note=_note(record),
         )
 

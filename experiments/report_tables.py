@@ -7,6 +7,7 @@ thousand TPU hours.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from experiments.registry import EXPERIMENTS
 from harness.report_page import TableInfo
@@ -147,18 +148,22 @@ TABLES: dict[str, TableInfo] = {
 """By the name of paper.csv, in the order of the page. An experiment's name may be one that is not there."""
 
 
-def table_infos(with_records: set[str]) -> dict[str, TableInfo]:
-    """The tables with their reason for cells that no record answers, given who has records."""
-    return {
-        name: dataclasses.replace(info, missing=_why(info, with_records)) for name, info in TABLES.items()
-    }
+def table_infos(profiles: Mapping[str, set[str]]) -> dict[str, TableInfo]:
+    """The tables with their reason for cells that no record answers.
+
+    `profiles` are those that each experiment has records of.
+    """
+    return {name: dataclasses.replace(info, missing=_why(info, profiles)) for name, info in TABLES.items()}
 
 
-def _why(info: TableInfo, with_records: set[str]) -> str:
+def _why(info: TableInfo, profiles: Mapping[str, set[str]]) -> str:
     if info.missing:
         return info.missing
     if info.experiment not in EXPERIMENTS:
         return f"no experiment of this version reports it ({info.experiment} is not there)"
-    if info.experiment not in with_records:
+    on_record = profiles.get(info.experiment)
+    if not on_record:
         return f"there is no record yet; `nox -s {info.experiment}` makes one"
+    if on_record == {"smoke"}:
+        return f"only a smoke run is on record; `nox -s {info.experiment}` makes this number"
     return f"the records of {info.experiment} do not report this number"

@@ -73,8 +73,8 @@ def build(results: Path, *, figures: bool = True) -> Page:
             key = (answer.ours.table, answer.ours.row, answer.ours.column)
             if chosen.setdefault(key, answer) is answer:  # a cell belongs to the first that reports it
                 given.append(answer)
-    with_records = {name for name, groups in found.items() if groups}
-    tables = table_views(given, paper, table_infos(with_records))
+    profiles = {name: {source.profile for source in groups} for name, groups in found.items()}
+    tables = table_views(given, paper, table_infos(profiles))
     shown = {name: _shown(groups) for name, groups in found.items()}
     pictures: list[Picture] = []
     if figures:

@@ -145,7 +145,8 @@ def test_a_table_that_is_not_run_says_why(page):
         reasons = {row.reason for row in table.rows if row.comparison.verdict == "not run"}
         for reason in reasons:
             assert reason not in ("", "there is no record of this case"), table.name
-    infos = table_infos(with_records={"table1"})
+    infos = table_infos({"table1": {"short"}, "table2": {"smoke"}})
+    assert "only a smoke run" in infos["table2-amoebanet"].missing
     assert "nox -s figure2" in infos["formulas"].missing
     assert "do not report" in infos["claims"].missing
     assert {cell.table for cell in load_paper()} == set(TABLES)

@@ -1,0 +1,142 @@
+"""Several machines in one table: the same cells side by side, and what the machines differ in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from records import quantity, record
+
+from experiments import cli, registry
+from experiments.compare_machines import comparable, machine_folders
+from experiments.report_records import REFERENCE
+from harness.compare import compare
+from harness.experiment import Experiment, Ours
+from harness.machines import side_by_side, side_table
+from harness.store import Store
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
+
+
+def put(folder, values, **changes):
+    for step, value in values.items():
+        number = quantity(value, name="parameters", unit="parameters", provenance="modelled")
+        Store(folder).append(record(step, quantities=(number,), **changes))
+    return folder
+
+
+@pytest.fixture
+def machines(tmp_path):
+    laptop = put(tmp_path / "laptop", {1: 82e6, 2: 318e6}, environment={"cpu_model": "A", "python": "3.12"})
+    server = put(tmp_path / "server", {1: 41e6, 3: 542e6}, environment={"cpu_model": "B", "python": "3.12"})
+    return laptop, server
+
+
+def test_one_table_with_a_column_for_each(machines, capsys):
+    assert cli.main(["compare", "fake", "--machines", *map(str, machines)]) == cli.DONE
+    text = capsys.readouterr().out
+    lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("parameters")}
+    assert "82M modelled, reproduced" in lines["naive-1"]
+    assert "41M modelled, deviates" in lines["naive-1"]
+    assert lines["naive-1"].rstrip().endswith("x0.5")
+    assert "not run" in lines["pipeline-1"]
+    assert lines["pipeline-1"].rstrip().endswith("-"), "no ratio without two numbers"
+    assert "542M modelled" in lines["pipeline-2"]
+    assert "pipeline-4" not in lines, "a row that no machine has says nothing here"
+
+
+def test_only_the_fields_that_differ_are_listed(machines, capsys):
+    assert cli.main(["compare", "fake", "--machines", *map(str, machines)]) == cli.DONE
+    listed = capsys.readouterr().out.partition("the machines differ in")[2]
+    assert "cpu_model" in listed
+    assert "python" not in listed
+
+
+def test_equal_environments_say_so(machines, tmp_path):
+    twin = put(tmp_path / "twin", {1: 1e6}, environment={"cpu_model": "A", "python": "3.12"})
+    records = {path.name: Store(path).load("fake").records for path in (machines[0], twin)}
+    experiment = registry.load("fake")
+    side = side_by_side(
+        {name: comparable(experiment, found) for name, found in records.items()},
+        {name: [each.environment for each in found] for name, found in records.items()},
+    )
+    assert side.differences == {}
+    assert "equal in every field" in side_table(side)
+    assert side.rows[0].ratios == (1.0, pytest.approx(1 / 82))
+
+
+def test_json_and_markdown(machines, capsys):
+    assert cli.main(["compare", "fake", "--json", "--machines", *map(str, machines)]) == cli.DONE
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    first = next(line for line in lines if line["column"] == "naive-1")
+    assert {name: cell["ours"] for name, cell in first["machines"].items()} == {
+        "laptop": 82e6,
+        "server": 41e6,
+    }
+    assert first["ratio_to_first"] == {"laptop": 1.0, "server": 0.5}
+    assert first["differences"] == {"cpu_model": ["A", "B"]}
+    assert cli.main(["compare", "fake", "--markdown", "--machines", *map(str, machines)]) == cli.DONE
+    assert "| laptop" in capsys.readouterr().out
+
+
+def test_a_reference_machine_goes_by_its_name(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    assert machine_folders(["cpu-2-cores", "local"], mine) == {
+        "cpu-2-cores": REFERENCE / "cpu-2-cores",
+        "local": mine,
+    }
+
+
+def test_folders_of_one_name_keep_their_paths(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "results").mkdir(parents=True)
+    first, second = (str(tmp_path / name / "results") for name in ("a", "b"))
+    assert list(machine_folders([first, second], tmp_path)) == ["results", second]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["cpu-2-cores", "h2O"], "unknown machine 'h2O'; there are: cpu-2-cores"),
+        (["cpu-2-core", "local"], "did you mean 'cpu-2-cores'"),
+        (["cpu-2-cores"], "takes at least two, got cpu-2-cores"),
+        (["cpu-2-cores", "cpu-2-cores"], "given twice"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(names, message, capsys):
+    assert cli.main(["compare", "table1", "--machines", *names]) == cli.BAD_USAGE
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_machine_without_such_records_says_what_it_has(machines, tmp_path, capsys):
+    put(tmp_path / "other", {1: 1.0}, experiment="else")
+    names = [str(machines[0]), str(tmp_path / "other")]
+    assert cli.main(["compare", "fake", "--machines", *names]) == cli.BAD_USAGE
+    assert "machine 'other' has no records of fake; it has: else" in capsys.readouterr().err
+
+
+def test_profiles_that_differ_are_a_warning(machines, tmp_path, capsys):
+    full = put(tmp_path / "full", {1: 82e6}, profile="full")
+    assert cli.main(["compare", "fake", "--machines", str(machines[0]), str(full)]) == cli.DONE
+    assert "laptop has short, full has full" in capsys.readouterr().err
+
+
+def test_an_experiment_without_cells_of_the_paper_compares_its_quantities():
+    experiment = Experiment(
+        name="speed", title="", source="", describe="", profiles={}, cases=lambda options: [],
+        run=lambda case, options: pytest.fail("never run"), cells=lambda records: [],
+    )  # fmt: skip
+    (cell,) = comparable(experiment, [record(1, experiment="speed")])
+    assert (cell.row, cell.column, cell.ours, cell.unit) == ("time", "step=1", 1.5, "s")
+
+
+def test_fewer_than_two_machines_are_refused():
+    cells = compare([Ours(table="t", row="r", column="c", quantity=quantity(1))], [])
+    with pytest.raises(ValueError, match="at least two machines, got a"):
+        side_by_side({"a": cells}, {"a": []})

@@ -28,8 +28,8 @@ THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 EXPERIMENTS = {
     "table1": "Table 1: maximum model size",
     "table2": "Table 2: normalised throughput over K and M",
-    "table3": "Table 3: throughput without a fast interconnect",
     "table4": "Table 4: where the time of a step goes",
+    "table3": "Table 3: throughput without a fast interconnect",
     "figure2": "Figure 2 and the formulas: schedules, bubbles, memory, traffic",
     "figure3": "Figure 3 of v1: speed-ups of ResNet-101 and AmoebaNet-D (4, 512)",
     "engine": "The engine's own cost, measured side by side",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 EXPERIMENTS: dict[str, str] = {
     "table1": "experiments.table1",
     "table2": "experiments.table2",
+    "table3": "experiments.table3",
     "table4": "experiments.table4",
     "figure2": "experiments.figure2",
     "figure3": "experiments.figure3",

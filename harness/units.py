@@ -28,6 +28,8 @@ UNITS: dict[str, tuple[str, float]] = {
     "micro-batches": ("micro-batches", 1),
     "examples": ("examples", 1),
     "samples/s": ("throughput", 1),
+    "GB/s": ("bandwidth", 1e9),
+    "MB/s": ("bandwidth", 1e6),
     "tokens": ("tokens", 1),
     "pixels": ("pixels", 1),
     "epochs": ("epochs", 1),

@@ -1,0 +1,159 @@
+"""The slow link: made, limited, used and removed where this machine allows it, and the reason elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from experiments import slow_link
+from experiments.slow_link import UnavailableError, existing, set_rate
+
+RATE = 20e6
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[slow_link.SlowLink]:
+    try:
+        with slow_link.slow_link() as made:
+            yield made
+    except UnavailableError as reason:
+        pytest.skip(f"no slow link here: {reason}")
+
+
+def ours() -> list[str]:
+    return [name for name in existing() if f"-{os.getpid()}-" in name]
+
+
+def transfer(num_bytes: int) -> tuple[int, float, str]:
+    """In both processes: the first sends over a limited link; rank, seconds and the group's backend."""
+    rank = dist.get_rank()
+    set_rate(RATE)
+    dist.barrier()
+    bulk = (
+        torch.full((num_bytes,), 7, dtype=torch.uint8)
+        if rank == 0
+        else torch.zeros(num_bytes, dtype=torch.uint8)
+    )
+    start_s = time.perf_counter()
+    if rank == 0:
+        dist.send(bulk, 1)
+        dist.recv(torch.empty(1), 1)
+    else:
+        dist.recv(bulk, 0)
+        dist.send(torch.empty(1), 0)
+    taken_s = time.perf_counter() - start_s
+    assert bool((bulk == 7).all())
+    set_rate(None)
+    return rank, taken_s, dist.get_backend()
+
+
+def fail_on_the_second() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("a mistake at the far end")
+    dist.barrier()
+
+
+def wait_for_ever() -> None:
+    time.sleep(600)
+
+
+def test_a_transfer_takes_what_the_rate_says(link: slow_link.SlowLink) -> None:
+    """It cannot be faster than the bucket lets out; how much slower is the machine's business."""
+    num_bytes = 4_000_000
+    (first, taken_s, backend), (second, *_) = link.run(transfer, num_bytes)
+    assert (first, second, backend) == (0, 1, "gloo")
+    burst = slow_link.BURST_S * RATE
+    assert taken_s > (num_bytes - 2 * burst) / RATE
+
+
+def test_the_first_failure_is_shown(link: slow_link.SlowLink) -> None:
+    with pytest.raises(RuntimeError, match="rank 1 failed:\n(.|\n)*a mistake at the far end"):
+        link.run(fail_on_the_second)
+
+
+def test_processes_that_take_too_long_are_ended(link: slow_link.SlowLink) -> None:
+    with pytest.raises(RuntimeError, match=r"took more than 0\.5 s"):
+        link.run(wait_for_ever, timeout_s=0.5)
+    listed = [subprocess.check_output(["ip", "netns", "pids", name], text=True) for name in link.namespaces]
+    assert listed == ["", ""]
+
+
+def test_an_exception_leaves_nothing_behind(link: slow_link.SlowLink) -> None:
+    before = set(ours())
+    seen: list[str] = []
+
+    def interrupted() -> None:
+        with slow_link.slow_link() as second:
+            seen.extend(second.namespaces)
+            assert set(ours()) == before | set(seen)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(seen) == 2
+    assert set(ours()) == before
+
+
+def test_what_a_killed_run_leaves_is_removed_by_the_next(link: slow_link.SlowLink) -> None:
+    code = (
+        "import time\nfrom experiments.slow_link import slow_link\nwith slow_link() as made:\n"
+        "    print(*made.namespaces, flush=True)\n    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", code]
+    killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    assert killed.stdout is not None
+    names = killed.stdout.readline().split()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    killed.stdout.close()
+    assert set(names) <= set(existing())
+    before = set(ours())
+    assert set(names) <= set(slow_link.remove_leftovers())
+    assert not set(names) & set(existing())
+    assert set(ours()) == before  # a run that lives keeps its own
+
+
+def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason() -> str:
+        with pytest.raises(UnavailableError) as found, slow_link.slow_link():
+            pass
+        return str(found.value)
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert reason() == "needs Linux's network namespaces; this is darwin"
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(slow_link.shutil, "which", lambda name: None if name == "tc" else "/sbin/ip")
+    assert "needs tc of iproute2" in reason()
+    monkeypatch.setattr(slow_link.shutil, "which", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "needs root" in reason()
+
+
+def test_a_system_that_forbids_it_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def refuse(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        asked.append(" ".join(command))
+        wrong = 1 if list(command[:3]) == ["ip", "netns", "add"] else 0
+        return subprocess.CompletedProcess(
+            command, wrong, "", "mount: Operation not permitted\n" if wrong else ""
+        )
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(slow_link.shutil, "which", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(slow_link.subprocess, "run", refuse)
+    refused = "does not allow `ip netns add .*`: mount: Operation not permitted"
+    with pytest.raises(UnavailableError, match=refused), slow_link.slow_link():
+        pass
+    assert sum(line.startswith("ip netns del") for line in asked) == 2  # also what was perhaps never made

@@ -40,7 +40,7 @@ def _transformer(batch_size: int) -> tuple[Any, Any, Any, Any]:
     from models import MODELS, example_batch, loss_fn
 
     options: dict[str, Any] = {
-        "num_layers": 6, "vocab_size": 256, "d_model": 64, "ffn_dim": 256, "num_heads": 4, "seq_len": 32,
+        "num_layers": 4, "vocab_size": 256, "d_model": 64, "ffn_dim": 256, "num_heads": 4, "seq_len": 32,
     }  # fmt: skip
     layers = MODELS["transformer-lm"](**options)
     inputs, target = example_batch("transformer-lm", batch_size, **options)
@@ -59,7 +59,7 @@ def _tiny_layers(batch_size: int) -> tuple[Any, Any, Any, Any]:
 
 BENCHMARKS: dict[str, Benchmark] = {
     "transformer": Benchmark(
-        "a small Transformer, 4 stages in one process: mostly kernels", _transformer, 4, 8, 2
+        "a small Transformer, 2 stages in one process: mostly kernels", _transformer, 2, 4, 2
     ),
     "tiny-layers": Benchmark(
         "linear layers of 16 units, 4 stages in one process: mostly the engine itself",
@@ -67,6 +67,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "two-processes": Benchmark(
         "a small Transformer, 2 stages in 2 processes: transport and waiting too",
-        _transformer, 2, 8, 2, num_processes=2,
+        _transformer, 2, 4, 2, num_processes=2,
     ),
 }  # fmt: skip

@@ -1,0 +1,239 @@
+"""What the guard concludes from samples: made-up ones, so that what is true is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from harness.guard import (
+    LOOKS,
+    MAX_RUNS,
+    THRESHOLD,
+    Change,
+    Look,
+    Round,
+    Sample,
+    Verdict,
+    change,
+    confirmed,
+    is_final,
+    judge,
+    log_ratios,
+    needs_another_run,
+    verdict_of,
+)
+from harness.guard_rounds import ARMS, orders, repeats_for, run_rounds
+
+
+def sampler(
+    seed: int, *, head: float = 1.0, control: float = 1.0, noise: float = 0.04, drift: float = 0.0
+) -> Callable[[str], Sample]:
+    """Steps of 10 ms with log-normal noise and a machine that becomes slower from sample to sample."""
+    generator = random.Random(seed)
+    factor = {"base": 1.0, "head": head, "control": control}
+    count = itertools.count()
+
+    def sample(arm: str) -> Sample:
+        seconds = 0.01 * factor[arm] * math.exp(generator.gauss(0, noise) + drift * next(count))
+        return Sample(seconds, seconds)
+
+    return sample
+
+
+def rounds_of(head: float, control: float = 1.0, count: int = 12, noise: float = 0.01) -> list[Round]:
+    sample = sampler(7, head=head, control=control, noise=noise)
+    pair = {arm: lambda arm=arm: (sample(arm), sample(arm)) for arm in ARMS}
+    return [Round(**{arm: pair[arm]() for arm in ARMS}) for _ in range(count)]
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.031, 0.2, "regression"),
+        (0.029, 0.2, "inconclusive"),
+        (-0.2, -0.031, "improved"),
+        (-0.2, -0.02, "inconclusive"),
+        (-0.029, 0.029, "same"),
+        (0.01, 0.02, "same"),  # real, but too little to count
+        (-0.031, 0.0, "inconclusive"),
+        (-0.2, 0.2, "inconclusive"),
+    ],
+)
+def test_an_interval_counts_only_beyond_the_threshold(low: float, high: float, verdict: str) -> None:
+    assert verdict_of(Change((low + high) / 2, low, high)) == verdict
+
+
+@pytest.mark.parametrize(
+    ("head", "verdict"), [(1.0, "same"), (1.10, "regression"), (1.01, "same"), (0.9, "improved")]
+)
+def test_what_is_true_is_found(head: float, verdict: str) -> None:
+    judged = judge(rounds_of(head), 0.975)
+    assert judged.verdict == verdict
+    assert judged.head.low <= head - 1 <= judged.head.high
+    assert judged.cpu == judged.head
+
+
+def test_a_base_that_differs_from_itself_proves_nothing() -> None:
+    """Though the head is slower by a tenth."""
+    judged = judge(rounds_of(1.1, control=1.05), 0.975)
+    assert judged.verdict == "contaminated"
+    assert judged.noise_floor >= 0.05
+    assert not is_final(judged)
+
+
+def test_a_ratio_is_that_of_one_round() -> None:
+    """The machine becomes three times slower; within a round everything is in proportion."""
+    rounds = [
+        Round(*(tuple(Sample(level * f, level * f) for _ in range(2)) for f in (1.0, 1.2, 1.0)))
+        for level in (1.0, 2.0, 3.0)
+    ]
+    assert log_ratios(rounds, "head") == pytest.approx([math.log(1.2)] * 3)
+    assert change(log_ratios(rounds, "head"), 0.95).value == pytest.approx(0.2)
+
+
+def test_processor_time_is_another_column_and_no_verdict() -> None:
+    pair = (Sample(1.0, 1.0), Sample(1.0, 1.0))
+    waiting = (Sample(1.2, 1.0), Sample(1.2, 1.0))
+    judged = judge([Round(pair, waiting, pair)] * 12, 0.975)
+    assert judged.verdict == "regression"
+    assert judged.cpu.value == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_a_sample_that_took_no_time_is_refused(seconds: float) -> None:
+    fine = (Sample(1.0, 1.0),) * 2
+    broken = (Sample(seconds, 1.0), Sample(1.0, 1.0))
+    with pytest.raises(ValueError, match="wall_s of head is .*; a sample must take time"):
+        judge([Round(fine, broken, fine)] * 3, 0.975)
+
+
+def test_one_round_has_no_interval() -> None:
+    with pytest.raises(ValueError, match="1 rounds have no interval; measure at least 2"):
+        judge(rounds_of(1.0, count=1), 0.975)
+
+
+# Rounds and looks
+
+
+def test_rounds_go_there_and_back_in_every_order() -> None:
+    rounds = list(itertools.islice(orders("seed"), 60))
+    assert all(sorted(each[:3]) == sorted(ARMS) and each == each[::-1] for each in rounds)
+    assert {each[:3] for each in rounds} == set(itertools.permutations(ARMS))
+    assert rounds == list(itertools.islice(orders("seed"), 60))
+    assert rounds != list(itertools.islice(orders("another"), 60))
+
+
+def test_a_clear_case_ends_at_the_first_look_and_another_at_the_second() -> None:
+    clear, rounds = run_rounds(sampler(1, head=1.3, noise=0.02), "a")
+    assert (clear.verdict, clear.rounds, len(rounds)) == ("regression", LOOKS[0].rounds, LOOKS[0].rounds)
+    unclear, rounds = run_rounds(sampler(1, noise=0.3), "a")
+    assert (unclear.verdict, unclear.rounds, len(rounds)) == (
+        "inconclusive",
+        LOOKS[1].rounds,
+        LOOKS[1].rounds,
+    )
+    assert unclear.confidence == 0.975
+
+
+def test_a_contaminated_first_look_goes_on() -> None:
+    judged, _ = run_rounds(sampler(1, control=1.2, noise=0.01), "a")
+    assert (judged.verdict, judged.rounds) == ("contaminated", LOOKS[1].rounds)
+
+
+def test_a_steady_drift_cancels_within_the_round() -> None:
+    judged, rounds = run_rounds(sampler(3, noise=0.0, drift=0.01), "a")
+    assert judged.verdict == "same"
+    assert log_ratios(rounds, "head") == pytest.approx([0.0] * len(rounds), abs=1e-9)
+
+
+def test_no_time_left_is_inconclusive_however_clear_it_looks() -> None:
+    now = itertools.count()
+    judged, rounds = run_rounds(sampler(1, head=2.0), "a", deadline_s=5, clock_s=lambda: float(next(now)))
+    assert len(rounds) == 5
+    assert judged.head.low > THRESHOLD
+    assert (judged.verdict, judged.out_of_time) == ("inconclusive", True)
+
+
+def test_no_time_for_two_rounds_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no time for two rounds .there were 0.; give a larger budget"):
+        run_rounds(sampler(1), "a", deadline_s=0.0, clock_s=lambda: 1.0)
+
+
+def test_a_sample_takes_as_many_steps_as_fill_it() -> None:
+    assert repeats_for([0.012, 0.010, 0.5], 0.06) == 6
+    assert repeats_for([0.0101, 0.02], 0.06) == 6
+    assert repeats_for([1.0], 0.06) == 1
+
+
+# What one and several runs amount to
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "fails"),
+    [
+        ("regression", False),
+        ("regression same", False),
+        ("regression inconclusive", False),
+        ("regression regression", True),
+        ("regression contaminated regression", True),
+        ("contaminated regression regression", True),
+        ("contaminated contaminated", False),
+        ("same", False),
+        ("improved", False),
+    ],
+)
+def test_only_two_consecutive_regressions_fail(verdicts: str, fails: bool) -> None:
+    assert confirmed(tuple(verdicts.split())) == fails  # type: ignore[arg-type]
+
+
+def test_what_is_unproven_is_measured_again_but_not_for_ever() -> None:
+    """Whatever the verdicts, it ends; and it ends early exactly where nothing is left to find out."""
+    kinds: tuple[Verdict, ...] = ("regression", "improved", "same", "inconclusive", "contaminated")
+
+    def sequences(verdicts: tuple[Verdict, ...]) -> Iterator[tuple[Verdict, ...]]:
+        if not needs_another_run(verdicts):
+            yield verdicts
+            return
+        for kind in kinds:
+            yield from sequences((*verdicts, kind))
+
+    found = list(sequences(()))
+    assert max(map(len, found)) == MAX_RUNS
+    for verdicts in found:
+        if len(verdicts) < MAX_RUNS:
+            assert confirmed(verdicts) or verdicts[-1] in ("improved", "same", "inconclusive")
+
+
+def simulated(trials: int, looks: tuple[Look, ...] = LOOKS, **options: float) -> list[str]:
+    return [run_rounds(sampler(seed, **options), str(seed), looks=looks)[0].verdict for seed in range(trials)]
+
+
+def test_identical_code_rarely_looks_slower_and_a_tenth_is_seen() -> None:
+    """Noise as on a busy machine: 8 % from sample to sample."""
+    same = simulated(60, noise=0.08)
+    assert same.count("regression") + same.count("improved") <= 1
+    assert same.count("contaminated") <= 7  # what two looks at 97.5 % allow, and chance
+    assert simulated(30, noise=0.08, head=1.1).count("regression") >= 26
+
+
+def test_the_smallest_detectable_slow_down_is_detected_four_times_in_five() -> None:
+    looks = (Look(48, 0.975),)
+    quiet = [run_rounds(sampler(seed, noise=0.06), str(seed), looks=looks)[0] for seed in range(20)]
+    effect = sorted(judged.smallest_detectable for judged in quiet)[10]
+    found = simulated(60, looks, noise=0.06, head=1 + effect)
+    proven = [verdict for verdict in found if verdict != "contaminated"]
+    assert 0.65 <= proven.count("regression") / len(proven) <= 0.95
+
+
+def test_the_noise_floor_is_the_far_end_of_the_control() -> None:
+    judged = judge(rounds_of(1.0), 0.975)
+    judged = dataclasses.replace(judged, control=Change(0.0, -0.04, 0.02))
+    assert judged.noise_floor == 0.04

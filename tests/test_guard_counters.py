@@ -1,0 +1,128 @@
+"""The exact numbers: equal to the committed ones, and anything that moves them is seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.guard_benchmarks import BENCHMARKS
+from experiments.guard_counters import CASES, content, counters, of_schedule
+from experiments.verb_guard import COUNTERS, benchmark_changes
+from harness.guard_counters import differences, encode, load
+from pipeline.schedule import gpipe, one_f_one_b
+from pipeline.stage import Stage
+
+SMALL = CASES[0]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    return content()
+
+
+def test_the_committed_numbers_are_what_the_code_does(found: dict) -> None:
+    committed = load(COUNTERS)
+    assert differences(committed["counters"], found["counters"]) == [], "see docs/guard.md, --update"
+    assert benchmark_changes(committed["benchmarks"], found["benchmarks"]) == []
+    assert COUNTERS.read_text(encoding="utf-8") == encode(found)
+
+
+def test_the_numbers_are_those_of_the_algebra(found: dict) -> None:
+    """K = 4, M = 8: (M + K - 1) rounds of F and B, and recomputations that hide in no gap but the last."""
+    plain = found["counters"]["transformer-lm gpipe K=4 M=8 never"]
+    again = found["counters"]["transformer-lm gpipe K=4 M=8 always"]
+    kept = found["counters"]["transformer-lm gpipe K=4 M=8 except_last"]
+    assert plain["makespan in slots"] == 3 * (8 + 4 - 1)
+    assert plain["bubble"] == "3/11"
+    assert again["graphs alive, per stage"] == "1 1 1 1"
+    assert plain["graphs alive, per stage"] == "8 8 8 8"
+    assert plain["messages forward"] == plain["messages backward"] == 3 * 8
+    # (N, T, d) of float32 for each of the 3 boundaries.
+    assert plain["bytes forward"] == 3 * 16 * 8 * 16 * 4
+    # A forward is a third of forward and backward here: recomputing all of them adds a third.
+    assert 3 * again["flops"] == 4 * plain["flops"]
+    assert 24 * kept["flops"] == 31 * plain["flops"]
+    one = found["counters"]["transformer-lm 1f1b K=4 M=8 never"]
+    assert one["graphs alive, per stage"] == "4 3 2 1"
+
+
+def test_every_benchmark_splits_its_batch_and_recomputes() -> None:
+    assert all(benchmark.num_microbatches > 1 for benchmark in BENCHMARKS.values())
+    assert all(benchmark.remat != "never" for benchmark in BENCHMARKS.values())
+    assert all(benchmark.forwards > benchmark.num_microbatches for benchmark in BENCHMARKS.values())
+    assert {case.schedule for case in CASES} == {"gpipe", "1f1b", "naive"}
+
+
+def test_a_second_recomputation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, once = counters(SMALL), Stage._run_layers
+
+    def twice(self: Stage, m: int, value: object, *, recording: bool) -> object:
+        if not recording:  # a recomputation
+            once(self, m, value, recording=False)
+        return once(self, m, value, recording=recording)
+
+    monkeypatch.setattr(Stage, "_run_layers", twice)
+    (line,) = differences({"case": before}, {"case": counters(SMALL)})
+    assert line.startswith(f"case: flops {before['flops']} -> ")
+    assert line.endswith("(+25.000%)")
+
+
+def test_a_schedule_that_holds_more_or_idles_more_is_seen() -> None:
+    before = {"case": of_schedule(one_f_one_b(4, 8, "never"))}
+    lines = differences(before, {"case": of_schedule(gpipe(4, 8, "never"))})
+    assert lines == [
+        "case: graphs alive, per stage 4 3 2 1 -> 8 8 8 8",
+        "case: micro-batches in flight, per stage 4 3 2 1 -> 8 8 8 8",
+    ]
+
+
+def test_an_unexplained_win_is_a_difference_too() -> None:
+    assert differences({"a": {"flops": 100, "bubble": "3/11"}}, {"a": {"flops": 80, "bubble": "0"}}) == [
+        "a: flops 100 -> 80 (-20.000%)",
+        "a: bubble 3/11 -> 0 (-100.000%)",
+    ]
+
+
+def test_missing_and_new_entries_are_differences() -> None:
+    expected = {"gone": {"x": 1}, "both": {"x": 1, "lost": 2}}
+    found = {"both": {"x": 1, "fresh": 3}, "new": {"x": 1}}
+    assert differences(expected, found) == [
+        "gone: missing, but in the file",
+        "new: new, not in the file",
+        "both: lost is missing, but in the file",
+        "both: fresh = 3 is new, not in the file",
+    ]
+    assert benchmark_changes(["a", "b"], ["b", "c"]) == [
+        "benchmark a: missing, but in the file",
+        "benchmark c: new, not in the file",
+    ]
+
+
+@pytest.mark.parametrize("value", [4.0, True, "4", None, [4]])
+def test_only_the_same_number_of_the_same_type_is_equal(value: object) -> None:
+    assert len(differences({"a": {"x": value}}, {"a": {"x": 4}})) == 1
+
+
+def test_the_file_survives_a_round_trip_and_is_the_same_whatever_the_order(tmp_path: Path) -> None:
+    data = {"b": {"y": 1, "x": "1 2"}, "a": {}}
+    path = tmp_path / "counters.json"
+    path.write_text(encode(data), encoding="utf-8")
+    assert load(path) == data
+    assert encode(dict(reversed(data.items()))) == encode(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "does not exist; write it with --update"),
+        ("{", "can't be read"),
+        ("[]", "holds no JSON object"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "counters.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"counters.json {message}"):
+        load(path)

@@ -1,0 +1,110 @@
+"""Processes that answer, die, hang, talk nonsense and are interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from harness.guard_process import Worker, WorkerError, terminate_like_interrupt
+
+ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
+
+
+@pytest.fixture
+def start() -> Iterator[object]:
+    workers: list[Worker] = []
+
+    def worker(code: str) -> Worker:
+        workers.append(Worker("arm", [sys.executable, "-c", code], os.environ))
+        return workers[-1]
+
+    yield worker
+    for each in workers:
+        each.kill()
+
+
+def test_it_answers_line_by_line_and_ends_when_asked(start) -> None:
+    worker = start(ECHO)
+    for value in ("a", "ü\n", ["x" * 200_000]):
+        worker.send({"value": value})
+        assert worker.receive(10) == {"value": value}
+    worker.stop()
+    assert not psutil.pid_exists(worker.pid)
+
+
+def test_one_that_dies_shows_its_last_words(start) -> None:
+    worker = start("import sys; sys.exit('no such layer')")
+    with pytest.raises(WorkerError, match=r"process of arm ended with exit status 1:\nno such layer"):
+        worker.receive(10)
+
+
+def test_one_that_was_killed_says_how(start) -> None:
+    worker = start(ECHO)
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="ended with exit status -9"):
+        worker.receive(10)
+    with pytest.raises(WorkerError, match="ended with exit status -9"):
+        worker.send({})
+
+
+def test_one_that_hangs_is_not_waited_for(start) -> None:
+    worker = start(ECHO)
+    begin_s = time.monotonic()
+    with pytest.raises(WorkerError, match="has not answered for 0 s"):
+        worker.receive(0.2)
+    assert time.monotonic() - begin_s < 5
+
+
+@pytest.mark.parametrize("text", ["hello", "[1]", "{"])
+def test_one_that_talks_nonsense_is_quoted(start, text: str) -> None:
+    with pytest.raises(WorkerError, match="answered b"):
+        start(f"print({text!r}, flush=True); input()").receive(10)
+
+
+def test_an_error_it_reports_is_raised(start) -> None:
+    with pytest.raises(WorkerError, match="arm: out of memory"):
+        start("""print('{"error": "out of memory"}', flush=True); input()""").receive(10)
+
+
+def test_killing_it_ends_its_children_too(start) -> None:
+    worker = start(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
+        "print('{\"child\": %d}' % child.pid, flush=True); input()"
+    )
+    child = psutil.Process(worker.receive(10)["child"])
+    worker.kill()
+    assert not psutil.pid_exists(worker.pid)
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_one_that_ignores_its_end_is_killed(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.guard_process.STOP_S", 0.2)
+    worker = start("import time\nprint('{}', flush=True)\nwhile True: time.sleep(1)")
+    worker.receive(10)
+    worker.stop()
+    assert not psutil.pid_exists(worker.pid)
+
+
+def test_termination_runs_the_clean_up() -> None:
+    cleaned = []
+
+    def work() -> None:
+        with terminate_like_interrupt():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.pause()
+            finally:
+                cleaned.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert cleaned
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -1,0 +1,128 @@
+"""A checkout of the base, in repositories made for the purpose."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness.guard_tree import base_tree, merge_base
+
+
+def git(root: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "init.defaultBranch=main")
+    done = subprocess.run(
+        ["git", *identity, *arguments], cwd=root, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def commit(root: Path, text: str) -> str:
+    (root / "file.txt").write_text(text)
+    git(root, "add", "file.txt")
+    git(root, "commit", "--quiet", "--message", text)
+    return git(root, "rev-parse", "HEAD")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """main: first - second; feature: first - third, checked out."""
+    root = tmp_path / "repository"
+    root.mkdir()
+    git(root, "init", "--quiet")
+    commit(root, "first")
+    git(root, "branch", "feature")
+    commit(root, "second")
+    git(root, "checkout", "--quiet", "feature")
+    commit(root, "third")
+    return root
+
+
+def worktrees(root: Path) -> int:
+    return len(git(root, "worktree", "list").splitlines())
+
+
+def test_the_base_is_where_the_head_left_and_then_it_is_gone(repository: Path) -> None:
+    (repository / "file.txt").write_text("not committed")
+    with base_tree(repository, "main") as base:
+        assert (base.path / "file.txt").read_text() == "first"
+        assert base.commit == git(repository, "rev-parse", "main~1")
+        assert worktrees(repository) == 2
+    assert not base.path.parent.exists()
+    assert worktrees(repository) == 1
+    assert (repository / "file.txt").read_text() == "not committed"
+    assert git(repository, "rev-parse", "--abbrev-ref", "HEAD") == "feature"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_it_is_gone_after_a_failure_too(repository: Path, error: type[BaseException]) -> None:
+    paths = []
+
+    def work() -> None:
+        with base_tree(repository, "main") as base:
+            (base.path / "new.txt").write_text("left behind")
+            paths.append(base.path)
+            raise error
+
+    with pytest.raises(error):
+        work()
+    assert not paths[0].parent.exists()
+    assert worktrees(repository) == 1
+
+
+def test_a_folder_of_a_larger_repository_is_found_again(repository: Path) -> None:
+    inner = repository / "inner"
+    inner.mkdir()
+    (inner / "x").write_text("x")
+    git(repository, "add", "inner")
+    git(repository, "commit", "--quiet", "--message", "inner")
+    with base_tree(inner, "HEAD") as base:
+        assert (base.path / "x").read_text() == "x"
+
+
+def test_hooks_of_the_repository_do_not_run(repository: Path) -> None:
+    hook = repository / ".git" / "hooks" / "post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\ntouch ran-a-hook\n")
+    hook.chmod(0o755)
+    with base_tree(repository, "main") as base:
+        assert not (base.path / "ran-a-hook").exists()
+
+
+def test_inside_a_hook_the_folder_counts(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_DIR", "/nowhere/.git")
+    monkeypatch.setenv("GIT_INDEX_FILE", "/nowhere/index")
+    assert len(merge_base(repository, "main")) == 40
+
+
+@pytest.mark.parametrize("ref", ["nonsense", "--all", "", "main:file.txt"])
+def test_an_unknown_revision_is_named(repository: Path, ref: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown revision '{ref}'; fetch it first"):
+        merge_base(repository, ref)
+
+
+def test_no_repository_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no git repository .*run this in a clone"):
+        merge_base(tmp_path, "main")
+
+
+def test_no_git_at_all_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="git can't be started"):
+        merge_base(tmp_path, "main")
+
+
+def test_a_shallow_clone_is_told_how_to_go_on(repository: Path, tmp_path: Path) -> None:
+    git(tmp_path, "clone", "--quiet", "--depth", "1", "--no-single-branch", f"file://{repository}", "shallow")
+    with pytest.raises(ValueError, match="this clone is shallow: git fetch --unshallow, or fetch-depth: 0"):
+        merge_base(tmp_path / "shallow", "origin/main")
+
+
+def test_another_history_has_no_base(repository: Path) -> None:
+    git(repository, "checkout", "--quiet", "--orphan", "other")
+    commit(repository, "other")
+    with pytest.raises(
+        ValueError, match="no common commit here; compare with a revision of the same history"
+    ):
+        merge_base(repository, "main")

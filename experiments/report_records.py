@@ -41,7 +41,10 @@ class Source:
 
 def folders(results: Path, references: Path = REFERENCE) -> list[tuple[str, Path]]:
     """(name, folder) of the results asked for, then of every reference machine."""
-    found = [(results.name or str(results), results)]
+    own = results.name or str(results)
+    if (references / own).is_dir() and (references / own).resolve() != results.resolve():
+        own += " (yours)"
+    found = [(own, results)]
     if references.is_dir():
         found += [
             (folder.name, folder)

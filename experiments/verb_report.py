@@ -32,6 +32,17 @@ from harness.report_summary import summary
 
 HTML, MARKDOWN = "report.html", "report.md"
 COMMAND = "nox -s report"
+UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    AssertionError,
+)
+"""What an experiment may stumble over in records that an earlier version of it wrote."""
+
 TIMELINES = re.compile(r"schedules|gantt|timeline|-step-|^table4-\w+-\d+$")
 """In the name of a figure: a drawing of timelines, which the page has as charts to point at."""
 
@@ -69,7 +80,16 @@ def build(results: Path, *, figures: bool = True) -> Page:
     chosen: dict[tuple[str, str, str], object] = {}
     given = []
     for experiment in experiments:
-        for answer in answers(experiment, found[experiment.name]):
+        try:
+            theirs = answers(experiment, found[experiment.name])
+            for source in _shown(found[experiment.name]):
+                text_of(experiment, source.records, comparisons_of(experiment, source.records))
+        except UNREADABLE as error:  # one experiment's records must not cost the whole page
+            cause = error.__cause__ or error
+            warnings.append(f"{experiment.name} can't be shown: {type(cause).__name__}: {cause}")
+            found[experiment.name] = []
+            continue
+        for answer in theirs:
             key = (answer.ours.table, answer.ours.row, answer.ours.column)
             if chosen.setdefault(key, answer) is answer:  # a cell belongs to the first that reports it
                 given.append(answer)
@@ -121,7 +141,10 @@ def write(path: Path, text: str) -> None:
 
 def _shown(groups: Sequence[Source]) -> list[Source]:
     """One group for each machine, the one its numbers are taken from."""
-    return list({source.machine: source for source in reversed(groups)}.values())[::-1]
+    first: dict[str, Source] = {}
+    for source in groups:
+        first.setdefault(source.machine, source)
+    return list(first.values())
 
 
 def _view(experiment: Experiment, groups: Sequence[Source], pictures: Sequence[Picture]) -> ExperimentView:

@@ -54,6 +54,7 @@ class Parsed(HTMLParser):
         self.ids: list[str] = []
         self.targets: list[str] = []
         self.tags: Counter[str] = Counter()
+        self.text = ""
         self._key = ""
         self.feed(text)
 
@@ -77,6 +78,7 @@ class Parsed(HTMLParser):
             self.values[self._key] = found["value"]
 
     def handle_data(self, data):
+        self.text += data
         if self._key and data.strip():
             self.rows[self._key].append(data.strip())
 
@@ -273,6 +275,39 @@ def test_damaged_lines_are_named_and_the_rest_is_used(tmp_path):
 def test_the_results_folder_is_not_its_own_reference(tmp_path):
     assert [name for name, _ in folders(MACHINE)].count("cpu-2-cores") == 1
     assert [name for name, _ in folders(tmp_path / "mine", tmp_path / "nowhere")] == ["mine"]
+
+
+def test_an_own_folder_named_like_a_reference_is_told_apart(tmp_path):
+    assert [name for name, _ in folders(tmp_path / "cpu-2-cores")][:2] == [
+        "cpu-2-cores (yours)",
+        "cpu-2-cores",
+    ]
+
+
+def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, monkeypatch):
+    broken = dataclasses.replace(FAKE, cells=lambda records: [records[0].details["a key of long ago"]])
+    monkeypatch.setattr("fake_experiment.EXPERIMENT", broken)
+    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
+    page = verb_report.build(put(tmp_path / "own", fake(1, 82_000_000)), figures=False)
+    assert page.warnings == ("fake can't be shown: KeyError: 'a key of long ago'",)
+    assert page.warnings[0] in Parsed(html(page)).text
+    assert page.counts["reproduced"] > 0, "the reference records of the others are there"
+    assert "fake" not in [experiment.name for experiment in page.experiments]
+
+
+def test_two_machines_stand_side_by_side_on_the_page(tmp_path, monkeypatch):
+    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
+    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
+    other = put(tmp_path / "references" / "other", fake(1, 41_000_000, environment={"cpu_model": "B"}))
+    own = put(tmp_path / "own", fake(1, 82_000_000, environment={"cpu_model": "A"}))
+    monkeypatch.setattr(verb_report, "folders", lambda results: folders(results, other.parent))
+    page = verb_report.build(own, figures=False)
+    assert page.side is not None
+    assert page.side.machines == ("own", "other")
+    assert [row.ratios for row in page.side.rows] == [(1.0, 0.5)]
+    assert page.side.differences == {"cpu_model": ("A", "B")}
+    for text in (html(page), markdown(page)):
+        assert "41M modelled, deviates" in text
 
 
 def test_text_of_records_cannot_become_markup(tmp_path, monkeypatch):

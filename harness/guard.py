@@ -25,7 +25,7 @@ THRESHOLD = 0.03
 """The least change that counts; smaller ones come and go with the layout of code in memory."""
 
 MAX_RUNS = 4
-"""Runs of one benchmark at most: one, its confirmation, and two for runs that were contaminated."""
+"""Runs of one benchmark at most: one, its confirmation, and one more for each if it was contaminated."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,13 @@ def confirmed(verdicts: Sequence[Verdict]) -> bool:
 
 
 def needs_another_run(verdicts: Sequence[Verdict]) -> bool:
-    """A first regression asks for a second, and a contaminated run for one that proves something."""
+    """A first regression asks for a second, and a contaminated run for one that proves something: once, or as
+    long as a regression waits to be confirmed.
+    """
     if not verdicts:
         return True
     if len(verdicts) >= MAX_RUNS or confirmed(verdicts):
         return False
-    return verdicts[-1] in ("regression", "contaminated")
+    if verdicts[-1] == "contaminated":
+        return "regression" in verdicts or verdicts.count("contaminated") < 2
+    return verdicts[-1] == "regression"

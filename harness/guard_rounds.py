@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from harness.guard import LOOKS, Judgement, Look, Round, Sample, is_final, judge
 
 ARMS = ("base", "head", "control")
-SAMPLE_S = 0.06
-"""Seconds that a sample should take: short ones measure the scheduler of the operating system."""
+SAMPLE_S = 0.05
+"""Seconds that a sample takes at least: short ones measure the scheduler of the operating system."""
 
 SampleOf = Callable[[str], Sample]
 

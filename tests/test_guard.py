@@ -209,7 +209,8 @@ def test_what_is_unproven_is_measured_again_but_not_for_ever() -> None:
     assert max(map(len, found)) == MAX_RUNS
     for verdicts in found:
         if len(verdicts) < MAX_RUNS:
-            assert confirmed(verdicts) or verdicts[-1] in ("improved", "same", "inconclusive")
+            given_up = verdicts == ("contaminated", "contaminated")
+            assert confirmed(verdicts) or given_up or verdicts[-1] in ("improved", "same", "inconclusive")
 
 
 def simulated(trials: int, looks: tuple[Look, ...] = LOOKS, **options: float) -> list[str]:

@@ -122,7 +122,7 @@ def _unit(record: Record, timeline: Timeline) -> tuple[str, float]:
         record.experiment == "figure2"
     ):  # replayed in forwards of one micro-batch, which have no length in seconds
         return UNIT, 1.0
-    return ("s", 1.0) if timeline.makespan_s >= 10 else ("ms", 1e3)
+    return ("s", 1.0) if timeline.makespan_s >= 2 else ("ms", 1e3)
 
 
 def _time(value: float, unit: str) -> str:

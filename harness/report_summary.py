@@ -99,7 +99,8 @@ def _span(rows: Sequence[Row]) -> str:
 def _joined(phrases: Sequence[str], rows: Sequence[Row], of: int) -> str:
     counts = Counter(row.comparison.verdict for row in rows)
     if len(rows) == of and len(counts) == 1 and (len(phrases) > 1 or "not run" in counts):
-        return f"all {of}{_span(rows)}" if "not run" not in counts else f"{of} not run"
+        (verdict,) = counts
+        return f"all {of}" if verdict == "reproduced" else f"all {of} {verdict}{_span(rows)}"
     if len(phrases) <= _MOST_PHRASES:
         return "; ".join(phrases)
     each = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())

@@ -59,7 +59,8 @@ def _paper_size(records: Sequence[Record], path: Path) -> Path:
         axes.set_xlim(LOW / 1e9, HIGH / 1e9)
     every[0].set_ylabel("throughput, relative to a free link")
     figure.suptitle(
-        f"The paper's size on P100s, modelled, M = 32; dots: from here on messages are hidden ({HIDDEN:.0%})",
+        "The paper's size on P100s, modelled, M = 32\n"
+        f"dots: over faster links a step is at most {HIDDEN:.0%} longer than over a free one",
         fontsize=9,
     )
     figure.savefig(path, dpi=150)
@@ -94,7 +95,8 @@ def _this_machine(machine: dict[str, Record], linked: dict[str, Record | None], 
         axes.set_xlim(low / 1e6, high / 1e6)
     every[0].set_ylabel("throughput, relative to a free link")
     figure.suptitle(
-        "This machine's models: replayed (lines) and measured over a rate-limited link (squares: K = 2)",
+        "This machine's models: replayed (lines; dots: hidden from here on)\n"
+        "and measured over a rate-limited link (squares, with the replay's error)",
         fontsize=9,
     )
     figure.savefig(path, dpi=150)

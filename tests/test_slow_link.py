@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from experiments import slow_link
 from experiments.slow_link import UnavailableError, existing, set_rate
+from experiments.slow_link_steps import LinkTask, steps_at_rates
 
 RATE = 20e6
 REPOSITORY = Path(__file__).parent.parent
@@ -74,6 +75,24 @@ def test_a_transfer_takes_what_the_rate_says(link: slow_link.SlowLink) -> None:
     assert (first, second, backend) == (0, 1, "gloo")
     burst = slow_link.BURST_S * RATE
     assert taken_s > (num_bytes - 2 * burst) / RATE
+
+
+def test_steps_over_a_slow_link_take_at_least_as_long_as_their_messages(link: slow_link.SlowLink) -> None:
+    options = {
+        "num_layers": 2, "d_model": 32, "ffn_dim": 64, "num_heads": 2, "seq_len": 64, "vocab_size": 50,
+        "cut": "sublayer",
+    }  # fmt: skip
+    task = LinkTask("transformer-lm", options, 4, 4, 1, (None, 0.2))
+    first, second = link.run(steps_at_rates, task)
+    assert first.rates == second.rates
+    assert first.rates[0] is None
+    assert first.timed[0].activation_bytes == first.timed[0].gradient_bytes == (64 * 32 * 4,)
+    unlimited, limited = first.measured[0]
+    rate = first.rates[1]
+    assert rate is not None
+    messages_s = 2 * 4 * 64 * 32 * 4 / rate  # there and back
+    assert max(limited.step_s, second.measured[0][1].step_s) > messages_s / 2 - 4 * slow_link.BURST_S
+    assert unlimited.bandwidth_bytes_per_s > limited.bandwidth_bytes_per_s
 
 
 def test_the_first_failure_is_shown(link: slow_link.SlowLink) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +212,9 @@ def _ticks(text: str) -> Markup:
     )
 
 
-def _breakable(text: str) -> str:
-    """Text with places to break a line after the marks in long names and paths."""
-    return text.replace("/", "/\u200b").replace("_", "_\u200b").replace("=", "=\u200b")
+def _breakable(text: str) -> Markup:
+    """Text with places to break a line after the marks in long names and paths; it copies as it is."""
+    from markupsafe import Markup, escape
+
+    pieces = re.split(r"(?<=[/_=])", text)
+    return Markup("<wbr>").join(escape(piece) for piece in pieces)

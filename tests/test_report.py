@@ -172,6 +172,14 @@ def test_the_same_records_give_the_same_bytes(page, tmp_path):
     assert first.replace(own, "X") == second.replace(again.machines[0].name, "X")
 
 
+def test_commands_can_be_copied_from_the_page(page, parsed):
+    commands = {command for table in page.tables for command, _, _ in table.commands}
+    assert commands
+    for command in commands:
+        assert command in parsed.text
+        assert f"`{command}`" in markdown(page)
+
+
 def test_markdown_has_the_same_verdicts(page):
     text = markdown(page)
     assert str(page.counts) in text

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from experiments.output import give_up_unwritable, prepare_streams
+
 DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
 """Exit statuses of what went as it should and of what the user asked to know."""
 
-INTERRUPTED, READER_GONE = 130, 141
-"""Exit statuses that shells expect of a program stopped by the keyboard or by a closed pipe."""
+IO_FAILED, INTERRUPTED, READER_GONE = 74, 130, 141
+"""Exit statuses that are expected of a program that could not write (sysexits.h), or that was stopped by the
+keyboard or a closed pipe."""
 
 PROFILES = ("smoke", "short", "full")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "local"
@@ -25,9 +27,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "local"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. Bad usage is one line on standard error."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a stream that a test put there
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    prepare_streams()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         options = _parser().parse_args(arguments)
@@ -42,8 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has seen enough, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
+    except OSError as error:  # a full disk behind standard output, a folder that vanished
+        return _complain(str(error), IO_FAILED)
+    finally:
+        give_up_unwritable()
     return status
 
 
@@ -70,9 +73,10 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(_complain(f"{message}; see {self.prog} --help"))
 
 
-def _complain(message: str) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return BAD_USAGE
+def _complain(message: str, status: int = BAD_USAGE) -> int:
+    with contextlib.suppress(OSError):  # the exit status says it too
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ import msgspec
 
 from experiments import cli
 from experiments.output import print_line
+from experiments.readable import readable
 from experiments.registry import suggestion
 from experiments.report_records import REFERENCE
 from experiments.selection import select_records
@@ -23,7 +24,7 @@ from harness.compare import Comparison, compare
 from harness.experiment import Experiment, Ours
 from harness.machines import SideBySide, side_by_side, side_table
 from harness.record import Record
-from harness.store import Store
+from harness.store import Store, lines_of
 
 LOCAL = "local"
 
@@ -91,14 +92,20 @@ def comparable(experiment: Experiment, records: Sequence[Record]) -> list[Compar
 
 def _records(name: str, folder: Path, experiment: Experiment, profile: str | None) -> list[Record]:
     loaded = Store(folder).load(experiment.name)
-    for problem in loaded.problems:
-        print(f"warning: {problem}", file=sys.stderr)
+    for line in lines_of(loaded.problems):
+        print(f"warning: {line}", file=sys.stderr)
     records = select_records(loaded.records, experiment, profile)
     if not records:
         there = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl"))) or "nothing"
         wanted = f" of profile {profile}" if profile else ""
         raise ValueError(f"machine {name!r} has no records of {experiment.name}{wanted}; it has: {there}")
-    return [record for record in records if record.options == records[-1].options]
+    records = [record for record in records if record.options == records[-1].options]
+    records, left_out = readable(experiment, records)
+    if not records:
+        raise ValueError(f"machine {name!r}: {left_out[0]}")
+    for line in left_out:
+        print(f"warning: {name}: {line}", file=sys.stderr)
+    return records
 
 
 def _print_json(side: SideBySide) -> None:

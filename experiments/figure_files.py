@@ -27,6 +27,7 @@ def draw(experiment: Experiment, records: Sequence[Record], folder: Path) -> lis
     import matplotlib
 
     folder.mkdir(parents=True, exist_ok=True)
+    _note(experiment.name, folder).unlink(missing_ok=True)  # half a figure must not pass for a whole one
     os.environ.setdefault("SOURCE_DATE_EPOCH", "0")  # matplotlib writes the date into an SVG otherwise
     with matplotlib.rc_context({"svg.hashsalt": experiment.name}):
         paths = experiment.figures(records, folder)

@@ -1,4 +1,4 @@
-"""Standard output that holds results and nothing else.
+"""Standard output that holds results and nothing else, and standard streams that can be written to at all.
 
 Experiments run code that prints, down to libraries that write to the file descriptor; under --json all of
 that must not end up between the lines another program reads.
@@ -11,6 +11,33 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
+
+
+def prepare_streams() -> None:
+    """Makes the standard streams take any text.
+
+    One that the caller closed (`>&-`, some daemons) drops what is written to it. Without this its number
+    would go to the next file that is opened, and a library that prints would write into a file of records.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  # lives as long as the process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a stream that a test put there
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def give_up_unwritable() -> None:
+    """Drops what a standard stream could not write, or the interpreter would fail over it once more."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,7 +129,15 @@ def _all(jobs: Sequence[tuple[Source, Path]]) -> list[list[Path] | str]:
     if workers < 2:
         return [_draw(job) for job in jobs]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(_draw, jobs))
+        futures = [pool.submit(_draw, job) for job in jobs]
+    return [_result(future) for future in futures]
+
+
+def _result(future: Future[list[Path] | str]) -> list[Path] | str:
+    try:
+        return future.result()
+    except BrokenProcessPool:  # killed, as by a system that ran out of memory
+        return "a process that drew was killed"
 
 
 def _draw(job: tuple[Source, Path]) -> list[Path] | str:

@@ -9,10 +9,11 @@ import msgspec
 
 from experiments import cli
 from experiments.output import print_line
+from experiments.readable import readable
 from experiments.registry import load
 from experiments.selection import select_records
 from experiments.show import comparisons_of, environment_warnings, text_of
-from harness.store import Store
+from harness.store import Store, lines_of
 from harness.tables import markdown_table
 
 
@@ -25,8 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
         return run_machines(arguments, experiment)
     store = Store(arguments.results)
     loaded = store.load(experiment.name)
-    for problem in loaded.problems:
-        print(f"warning: {problem}", file=sys.stderr)
+    for line in lines_of(loaded.problems):
+        print(f"warning: {line}", file=sys.stderr)
     records = select_records(loaded.records, experiment, arguments.profile)
     if not records:
         raise ValueError(_nothing(experiment.name, experiment.revision, arguments, loaded.records))
@@ -38,6 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         records = [record for record in records if record.options == last]
+    records, left_out = readable(experiment, records)
+    if not records:
+        raise ValueError(f"{left_out[0]}; make records anew with: run {experiment.name} --fresh")
+    for line in left_out:
+        print(f"warning: {line}", file=sys.stderr)
     for warning in environment_warnings(records):
         print(f"warning: {warning}", file=sys.stderr)
     comparisons = comparisons_of(experiment, records)

@@ -6,6 +6,7 @@ Reads records and draws; needs neither torch nor a device.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ import msgspec
 
 from experiments import cli
 from experiments.output import print_line
+from experiments.readable import readable, show_all
 from experiments.report_figures import Picture, pictures_of
 from experiments.report_gantt import charts_of
 from experiments.report_records import Source, answers, folders, load_all, sources
@@ -26,23 +28,14 @@ from experiments.show import comparisons_of, text_of
 from harness.experiment import Experiment
 from harness.machines import SideBySide, side_by_side
 from harness.paper import load_paper
+from harness.record import Record
 from harness.report import ExperimentView, Machine, Page, environment_facts, html, markdown
 from harness.report_page import table_views, totals
 from harness.report_summary import summary
+from harness.store import lines_of
 
 HTML, MARKDOWN = "report.html", "report.md"
 COMMAND = "nox -s report"
-UNREADABLE = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    AssertionError,
-)
-"""What an experiment may stumble over in records that an earlier version of it wrote."""
-
 TIMELINES = re.compile(r"schedules|gantt|timeline|-step-|^table4-\w+-\d+$")
 """In the name of a figure: a drawing of timelines, which the page has as charts to point at."""
 
@@ -75,21 +68,13 @@ def build(results: Path, *, figures: bool = True) -> Page:
     paper = load_paper()
     found: dict[str, list[Source]] = {}
     for experiment in experiments:
-        found[experiment.name], problems = sources(experiment, places)
-        warnings += [str(problem) for problem in problems]
+        groups, problems = sources(experiment, places)
+        found[experiment.name], left_out = _usable(experiment, groups)
+        warnings += lines_of(problems) + left_out
     chosen: dict[tuple[str, str, str], object] = {}
     given = []
     for experiment in experiments:
-        try:
-            theirs = answers(experiment, found[experiment.name])
-            for source in _shown(found[experiment.name]):
-                text_of(experiment, source.records, comparisons_of(experiment, source.records))
-        except UNREADABLE as error:  # one experiment's records must not cost the whole page
-            cause = error.__cause__ or error
-            warnings.append(f"{experiment.name} can't be shown: {type(cause).__name__}: {cause}")
-            found[experiment.name] = []
-            continue
-        for answer in theirs:
+        for answer in answers(experiment, found[experiment.name]):
             key = (answer.ours.table, answer.ours.row, answer.ours.column)
             if chosen.setdefault(key, answer) is answer:  # a cell belongs to the first that reports it
                 given.append(answer)
@@ -137,6 +122,23 @@ def write(path: Path, text: str) -> None:
         raise ValueError(
             f"can't write {path}: {error.strerror or error}; choose another folder with --output"
         ) from error
+
+
+def _usable(experiment: Experiment, groups: Sequence[Source]) -> tuple[list[Source], list[str]]:
+    """The groups without records that can't be shown, and lines about those; they must not cost the page."""
+    usable: list[Source] = []
+    lines: list[str] = []
+    for group in groups:
+
+        def use(experiment: Experiment, records: Sequence[Record], group: Source = group) -> None:
+            show_all(experiment, records)
+            charts_of([dataclasses.replace(group, records=tuple(records))])
+
+        records, left_out = readable(experiment, group.records, use)
+        lines += [f"{_short(group.folder)}: {line}" for line in left_out]
+        if records:
+            usable.append(dataclasses.replace(group, records=tuple(records)))
+    return usable, lines
 
 
 def _shown(groups: Sequence[Source]) -> list[Source]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from experiments import cli
 from experiments.figure_files import draw
 from experiments.output import lines_only, print_line
+from experiments.readable import readable
 from experiments.registry import load, suggestion
 from experiments.selection import merge, select_records
 from experiments.show import comparisons_of, text_of
@@ -50,12 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         with lines_only() as emit:
             result = go(lambda record, saved: emit(encode(record)))
-            records = _all_records(experiment, options, store, result)
+            records = _all_records(experiment, options, store, result, show)
             comparisons = comparisons_of(experiment, records)
             _figures(experiment, records, store.root / "figures", show)
     else:
         result = go(lambda record, saved: None if saved else print_line(encode(record)))
-        records = _all_records(experiment, options, store, result)
+        records = _all_records(experiment, options, store, result, show)
         comparisons = comparisons_of(experiment, records)
         print(text_of(experiment, records, comparisons), flush=True)
         for path in _figures(experiment, records, store.root / "figures", show):
@@ -64,12 +65,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _all_records(
-    experiment: Experiment, options: RunOptions, store: Store, result: RunResult
+    experiment: Experiment, options: RunOptions, store: Store, result: RunResult, show: Reporter
 ) -> list[Record]:
     """What is on record for these options, also from earlier runs, and what this run could not write."""
     stored = select_records(store.load(experiment.name).records, experiment, options.profile)
     wanted = experiment.relevant(options)
-    return merge([record for record in stored if record.options == wanted], result.records)
+    records = merge([record for record in stored if record.options == wanted], result.records)
+    usable, left_out = readable(experiment, records)
+    for line in left_out:
+        show.warn(line)
+    return usable or records  # a mistake of the experiment itself shall be seen
 
 
 def _figures(experiment: Experiment, records: list[Record], folder: Path, show: Reporter) -> list[Path]:

@@ -91,7 +91,12 @@ class PlainReporter:
             self._say(f"{self._reused} of {self._total} cases were on record already")
 
     def _say(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        try:
+            print(line, file=self._stream, flush=True)
+        except BrokenPipeError:  # whoever watched has left, as with `| head`
+            raise
+        except OSError:  # a log on a disk that is full: the results matter more than the progress
+            pass
 
 
 class BarReporter:

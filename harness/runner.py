@@ -20,7 +20,7 @@ from harness.experiment import Case, Experiment, Outcome, RunOptions, select
 from harness.lock import Claims
 from harness.progress import Reporter, clock_s
 from harness.record import FINAL, SCHEMA, Record
-from harness.store import Problem, Store, StoreError, latest
+from harness.store import Problem, Store, StoreError, latest, lines_of
 
 
 @dataclass
@@ -82,8 +82,8 @@ class _Run:
         self.stamp: tuple[int, int] | None = None
         self.known: dict[str, Record] = {}
         self._refresh()
-        for problem in self.result.problems:
-            self.reporter.warn(str(problem))
+        for line in lines_of(self.result.problems):
+            self.reporter.warn(line)
         final: dict[str, Record] = {}
         claims = self.store.claims(self.experiment.name)
         self.reporter.begin(cases)

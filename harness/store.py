@@ -21,6 +21,7 @@ from harness.record import Record
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows would turn each newline into two bytes
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
 class StoreError(OSError):
@@ -95,7 +96,7 @@ class Store:
         """Every readable record of the experiment; an absent file is an empty one."""
         path = self.path(experiment)
         try:
-            with path.open("rb") as file, file_lock(file.fileno(), shared=True):
+            with open(path, "rb", opener=_without_waiting) as file, file_lock(file.fileno(), shared=True):
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     return Loaded((), (Problem(path, 0, "not a regular file"),))
                 content = file.read()
@@ -128,6 +129,21 @@ class Store:
         return (status.st_size, status.st_mtime_ns)
 
 
+def lines_of(problems: Iterable[Problem], most: int = 5) -> list[str]:
+    """The problems as lines for people; of a file with more than `most` only the first, and a count."""
+    by_file: dict[Path, list[Problem]] = {}
+    for problem in problems:
+        by_file.setdefault(problem.path, []).append(problem)
+    lines: list[str] = []
+    for path, found in by_file.items():
+        lines += [str(problem) for problem in found[:most]]
+        if len(found) > most:
+            lines.append(
+                f"{path}: {len(found) - most} more lines can't be read, the last is {found[-1].line}"
+            )
+    return lines
+
+
 def latest(records: Iterable[Record]) -> dict[str, Record]:
     """The last record of each case by its identity. The place in the file decides, never the clock."""
     found: dict[str, Record] = {}
@@ -155,6 +171,11 @@ def _append_whole(fd: int, line: bytes) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(fd, size)
         raise
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens for reading; a named pipe in the file's place would wait for a writer for ever."""
+    return os.open(path, flags | _NONBLOCK)
 
 
 def _sync_folder(folder: Path) -> None:

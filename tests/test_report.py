@@ -297,7 +297,7 @@ def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, m
     monkeypatch.setattr("fake_experiment.EXPERIMENT", broken)
     monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
     page = verb_report.build(put(tmp_path / "own", fake(1, 82_000_000)), figures=False)
-    assert page.warnings == ("fake can't be shown: KeyError: 'a key of long ago'",)
+    assert page.warnings == (f"{tmp_path / 'own'}: fake can't be shown: KeyError: 'a key of long ago'",)
     assert page.warnings[0] in Parsed(html(page)).text
     assert page.counts["reproduced"] > 0, "the reference records of the others are there"
     assert "fake" not in [experiment.name for experiment in page.experiments]

@@ -32,7 +32,7 @@ SEED = 1811
 NUM_STAGES = 2
 KNOWN = "all"  # the engines that are always there; another one is added to them
 ALWAYS = "ours, recomputing all"  # as the peers do, to tell apart what comes from recomputing less
-START_S = 6.0  # until all processes are up and the engines checked
+START_S = 8.0  # until all processes are up and the engines checked
 
 MODELS: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "amoebanet": (
@@ -82,7 +82,7 @@ def cases(options: RunOptions) -> list[Case]:
                     "remat": remat,
                     "num_microbatches": count,
                 }
-                round_s = 0.4 * len(engines_of(where, remat, options.engine)) * (count + 1) / 8
+                round_s = 0.5 * len(engines_of(where, remat, options.engine)) * (count + 1) / 8
                 found.append(Case(key, START_S + rounds * round_s))
     return found
 

@@ -33,6 +33,7 @@ EXPERIMENTS = {
     "figure2": "Figure 2 and the formulas: schedules, bubbles, memory, traffic",
     "figure3": "Figure 3 of v1: speed-ups of ResNet-101 and AmoebaNet-D (4, 512)",
     "engine": "The engine's own cost, measured side by side",
+    "consistency": "Consistent training: the same network, whatever the partition",
     "peers": "Other engines beside ours, in one interleaved run",
 }
 

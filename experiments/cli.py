@@ -102,6 +102,11 @@ def _parser() -> argparse.ArgumentParser:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
     )
     verb.add_argument("--engine", metavar="NAME", help="the engine under test, where an experiment runs one")
+    verb.add_argument("--data", type=Path, metavar="PATH", help="your own images, where it trains on some")
+    verb.add_argument("--text", type=Path, metavar="PATH", help="your own text, likewise")
+    verb.add_argument(
+        "--parallel-text", type=Path, metavar="PATH", help="its translation, line by line, to train on pairs"
+    )
     verb.add_argument(
         "--only", action="append", default=[], metavar="KEY=VALUE",
         help="only the cases with this value; the same key again adds a value, another key narrows",

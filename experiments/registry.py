@@ -18,6 +18,7 @@ EXPERIMENTS: dict[str, str] = {
     "figure2": "experiments.figure2",
     "figure3": "experiments.figure3",
     "engine": "experiments.engine_bench",
+    "consistency": "experiments.consistency",
     "peers": "experiments.peers",
 }
 

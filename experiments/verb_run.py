@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from experiments import cli
 from experiments.figure_files import draw
@@ -32,6 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
         device=_device(arguments.device, experiment),
         engine=_engine(arguments.engine, experiment),
         only=_only(arguments.only),
+        scratch=arguments.results / "unfinished" / experiment.name,
+        fresh=arguments.fresh,
+        **_own_data(arguments, experiment),
     )
     store = Store(arguments.results)
     command = printable(shlex.join(["python", "-m", "experiments", *arguments.arguments]))
@@ -152,6 +156,21 @@ def _engine(asked: str | None, experiment: Experiment) -> str | None:
     from experiments.engines import pinned
 
     return pinned(asked)
+
+
+def _own_data(arguments: argparse.Namespace, experiment: Experiment) -> dict[str, Any]:
+    """Absolute paths of the user's own data; refused where the experiment trains on none."""
+    found: dict[str, Any] = {}
+    for name in ("data", "text", "parallel_text"):
+        path = getattr(arguments, name)
+        if path is None:
+            continue
+        if name not in experiment.options:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {path}: {experiment.name} takes no data; leave the option out"
+            )
+        found[name] = str(path.resolve())
+    return found
 
 
 def _only(texts: list[str]) -> dict[str, tuple[str, ...]]:

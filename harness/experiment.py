@@ -21,12 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What the user asked for. `only` maps a key of the cases to the wanted values, as typed."""
+    """What the user asked for. `only` maps a key of the cases to the wanted values, as typed.
+
+    `data`, `text` and `parallel_text` are paths of the user's own data, for experiments that train on any.
+    `scratch` is a folder where a case may keep what it needs to go on after a kill; nothing depends on it.
+    """
 
     profile: str = "short"
     device: str = "auto"
     engine: str | None = None
     seed: int = 0
+    data: str | None = None
+    text: str | None = None
+    parallel_text: str | None = None
+    scratch: Path | None = None
+    fresh: bool = False
     only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

@@ -24,6 +24,7 @@ from models.drop_path import check_keep
 from models.genotypes import GENOTYPES
 
 AUX_SCALING = 0.4
+STEMS = ("imagenet", "cifar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +114,16 @@ class AuxHead(nn.Module):
 
 
 class Stem(nn.Module):
-    """The first convolution and its normalization: (N, 3, S, S) -> (N, filters, S / 2, S / 2), roughly."""
+    """The first convolution and its normalization: (N, 3, S, S) -> (N, filters, S / 2, S / 2), roughly.
 
-    def __init__(self, filters: int, preset: Preset) -> None:
+    With `halve=False` the map keeps its S x S pixels.
+    """
+
+    def __init__(self, filters: int, preset: Preset, *, halve: bool = True) -> None:
         super().__init__()
         self.relu = nn.ReLU() if preset.stem_relu else nn.Identity()
-        self.conv = framed_conv(3, filters, 3, 2, preset.stem_padding, preset.padding)
+        stride, frame = (2, preset.stem_padding) if halve else (1, 1)
+        self.conv = framed_conv(3, filters, 3, stride, frame, preset.padding)
         self.bn = BatchNorm2d(filters)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -157,6 +162,8 @@ def amoebanet(
     dropout: float | None = None,
     drop_path_keep: float = 1.0,
     averaging_max_pool: bool = False,
+    stem: str = "imagenet",
+    stem_filters: int | None = None,
 ) -> nn.Sequential:
     """Builds AmoebaNet (L, D) of one genotype: images (N, 3, S, S) -> logits (N, num_classes).
 
@@ -179,6 +186,9 @@ def amoebanet(
         drop_path_keep: initial keep probability of drop path; see `drop_path.set_drop_path`.
         averaging_max_pool: replaces the 3x3 maxima by averages, the defect that torchgpipe's published
             numbers contain. Parameters are the same; function, speed and memory are not.
+        stem: `"imagenet"`, or `"cifar"` for images of few pixels, as in NASNet's CIFAR-10 network: the first
+            convolution keeps the map's size and no stem cells follow.
+        stem_filters: channels of the stem's convolution; None means the preset's, or 3 D with `"cifar"`.
 
     Raises:
         ValueError: an option is out of range, or the image is too small for the auxiliary head.
@@ -205,15 +215,21 @@ def amoebanet(
     style = Style(form.padding, averaging_max_pool, check_keep(drop_path_keep))
 
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    stem_filters = num_filters // 4 if form.stem_filters is None else form.stem_filters
-    layers["stem"] = Stem(stem_filters, form)
+    small = checks.one_of("stem", stem, STEMS) == "cifar"
+    if stem_filters is None:
+        preset_filters = num_filters // 4 if form.stem_filters is None else form.stem_filters
+        stem_filters = 3 * num_filters if small else preset_filters
+    stem_filters = checks.positive_int("stem_filters", stem_filters)
+    layers["stem"] = Stem(stem_filters, form, halve=not small)
     reductions = [int(i / 3 * num_layers) for i in (1, 2)]
 
     # Channels and side of the last two outputs; the first cell has one input only.
-    net = prev = (stem_filters, (image_size + 2 * form.stem_padding - 3) // 2 + 1)
+    size = image_size if small else (image_size + 2 * form.stem_padding - 3) // 2 + 1
+    net = prev = (stem_filters, size)
 
     def add_cell(name: str, scale: float, reduce: bool) -> None:
         nonlocal net, prev
+        any_cell = len(layers) > 1
         cell, filters = plans.reduction if reduce else plans.normal, int(num_filters * scale)
         size, out_size = net[1], -(-net[1] // 2) if reduce else net[1]
         if reduce and form.padding == "symmetric" and "max2" in cell.operations and size % 2:
@@ -228,13 +244,13 @@ def amoebanet(
             net_channels=net[0],
             prev_channels=prev[0],
             stride=2 if reduce else 1,
-            prev_match=form.first_prev if name == "stem_cell_0" else match,
+            prev_match=match if any_cell else form.first_prev,
             reduce_concat=out_size != size,
             style=style,
         )
         net, prev = (len(cell.concat) * filters, out_size), net
 
-    for i in (0, 1):
+    for i in () if small else (0, 1):
         add_cell(f"stem_cell_{i}", form.stem_scale * 2**i, reduce=True)
     scale = 1.0
     for i in range(num_layers):
@@ -246,7 +262,8 @@ def amoebanet(
             if net[1] < 5:
                 raise ValueError(
                     f"image_size={image_size} is too small for the auxiliary head, whose 5x5 average would "
-                    f"get a map of {net[1]} pixels; use a larger image (tf: at least 67), or aux_head=False"
+                    f"get a map of {net[1]} pixels; use a larger image (tf: at least 67), "
+                    f"aux_head=False, or stem='cifar'"
                 )
             layers["aux_head"] = AuxHead(*net, num_classes, form.padding)
     layers["classifier"] = Classifier(net[0], num_classes, dropout, form)

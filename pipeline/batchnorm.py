@@ -81,7 +81,9 @@ class _Block:
         self.mean, self.squares = torch.zeros(2, size, dtype=wide, device=device)
         for name in ("scratch_mean", "scratch_var", "mean", "squares"):
             for meter, part in zip(meters, getattr(self, name).split(self.sizes), strict=True):
-                setattr(meter, name, part)
+                # Views count in-place changes together, so one module's change would look to autograd like
+                # one of what another has saved. `data` counts for itself.
+                setattr(meter, name, part.data)
 
     def fold(self) -> None:
         """Merges the scratch statistics into the totals. Those of modules that saw nothing count 0."""

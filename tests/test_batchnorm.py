@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -133,6 +135,41 @@ def test_a_forward_in_training_mode_counts_as_one_mini_batch() -> None:
     assert_same(averages(pipeline), wanted)
 
 
+class Single(nn.Module):
+    """To float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+def mixed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.BatchNorm2d(3, momentum=0.1).double(), nn.BatchNorm2d(3, momentum=0.5).double(), Single(),
+        nn.Flatten(), nn.BatchNorm1d(48, momentum=0.3), nn.Linear(48, 5), nn.BatchNorm1d(5, momentum=None),
+    )  # fmt: skip
+
+
+def test_modules_of_several_precisions_and_momenta_share_a_stage() -> None:
+    batches = [images(7, seed) for seed in range(2)]
+    wanted = expected(mixed(), batches, 3)
+    pipeline = Pipeline(mixed(), num_stages=1, num_microbatches=3)
+    for batch in batches:
+        pipeline.step(batch, None, square)
+    found = averages(pipeline)
+    assert {buffer.dtype for buffer in found.values()} == {torch.float32, torch.float64, torch.int64}
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_module_that_once_saw_nonsense_starts_afresh_in_the_next_step() -> None:
+    pipeline = Pipeline(norms(), num_stages=1, num_microbatches=2)
+    pipeline.step(images(6) * float("nan"), None, square)
+    for name, buffer in pipeline.named_buffers():
+        buffer.fill_(1) if name.endswith("var") else buffer.zero_()
+    pipeline.step(images(6), None, square)
+    assert_same(averages(pipeline), expected(norms(), [images(6)], 2))
+
+
 def test_large_means_cancel_nothing() -> None:
     """Sums of squares would lose a variance of 1 beside a mean of 1e6 in float32."""
     torch.manual_seed(0)
@@ -159,6 +196,28 @@ def test_one_module_twice_in_a_layer() -> None:
     pipeline.step(batch, None, square)
     both = torch.cat([batch, 3 * batch])
     torch.testing.assert_close(pipeline.get_submodule("0.norm").running_var, both.var(0), **TOLERANCE)
+
+
+class InPlace(nn.BatchNorm2d):
+    """Moves its averages by ordinary in-place operations, as a subclass may."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.running_mean.lerp_(inputs.mean((0, 2, 3)), self.momentum)
+            self.running_var.lerp_(inputs.var((0, 2, 3)), self.momentum)
+        return nn.functional.batch_norm(inputs, None, None, self.weight, self.bias, training=True)
+
+
+@pytest.mark.parametrize("remat", REMAT_MODES)
+def test_a_module_that_moves_averages_in_place_leaves_its_neighbours_graphs_alone(remat: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), InPlace(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten()
+    ).double()
+    wanted = expected(copy.deepcopy(model), [images(4)], 2)
+    Pipeline(model, num_stages=1, num_microbatches=2, remat=remat).step(images(4), None, square)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, wanted[name], **TOLERANCE)
 
 
 def test_modules_are_themselves_again_after_a_step_and_after_an_error() -> None:

@@ -87,14 +87,16 @@ def slow_link() -> Iterator[SlowLink]:
 
 def set_rate(bytes_per_s: float | None) -> None:
     """Limits what this process's end of the link sends; None takes the limit away. To be called by a process
-    that `SlowLink.run` started. Raises OSError if tc refuses.
+    that `SlowLink.run` started, while nothing is on its way: what waits to leave is dropped, and repeated by
+    TCP. Raises OSError if tc refuses.
     """
+    # Not replaced: a packet larger than the new bucket would stay at the head of the queue for ever.
+    subprocess.run(_tc("del"), capture_output=True, check=False)  # there may be none
     if bytes_per_s is None:
-        subprocess.run(_tc("del"), capture_output=True, check=False)  # there may be none
         return
     burst = max(LEAST_BURST_BYTES, round(BURST_S * bytes_per_s))
     limits = ("rate", f"{round(8 * bytes_per_s)}bit", "burst", str(burst), "limit", str(QUEUE_BYTES))
-    done = subprocess.run([*_tc("replace"), "tbf", *limits], capture_output=True, text=True, check=False)
+    done = subprocess.run([*_tc("add"), "tbf", *limits], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(
             f"tc does not accept a limit of {bytes_per_s:g} bytes per second: {done.stderr.strip()}"

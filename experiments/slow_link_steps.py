@@ -82,15 +82,14 @@ def steps_at_rates(task: LinkTask) -> LinkFound:
     rates = _rates(first, task.multiples)
     timed, measured = [], []
     for number in range(-1, task.rounds):  # the first round warms up
-        set_rate(None)
+        _set_rate(None)
         _step(alone, layers, batch, target, compute_loss)
         check_ran(alone.timeline, program)
         seconds = samples_of([alone.timeline])
         found: dict[int, Measured] = {}
         order = range(len(rates)) if number % 2 else range(len(rates) - 1, -1, -1)
         for index in order if number >= 0 else [0]:  # the first rate is the fastest
-            set_rate(rates[index])
-            dist.barrier()
+            _set_rate(rates[index])
             bandwidth, latency_s = _bandwidth(rates[index]), _latency()
             step_s = _step(shared, layers, batch, target, compute_loss)
             ran = sorted(event.action for event in shared.timeline.events)
@@ -100,9 +99,15 @@ def steps_at_rates(task: LinkTask) -> LinkFound:
         if number >= 0:
             timed.append(replace(first, samples_s=seconds))
             measured.append(tuple(found[index] for index in range(len(rates))))
-    set_rate(None)
-    dist.barrier()
+    _set_rate(None)
     return LinkFound(rates, tuple(timed), tuple(measured), _congestion_control())
+
+
+def _set_rate(rate: float | None) -> None:
+    """At both ends, while nothing is on its way."""
+    dist.barrier()
+    set_rate(rate)
+    dist.barrier()
 
 
 def _rates(timed: TimedActions, multiples: tuple[float | None, ...]) -> tuple[float | None, ...]:

@@ -32,6 +32,7 @@ ROUNDS = {"smoke": 1, "short": 4, "full": 6}
 ESTIMATE_S = {"smoke": 7.0, "short": 40.0, "full": 90.0}
 LINK_ROUNDS = {"smoke": 1, "short": 4, "full": 8}
 MULTIPLES = {"smoke": (None, 1.0), "short": (None, 8.0, 2.0, 1.0, 0.5, 0.25)}
+SMOKE_LINK = "transformer"
 LINK_ESTIMATE_S = {"smoke": 9.0, "short": 45.0, "full": 80.0}
 
 
@@ -88,6 +89,7 @@ def cases(options: RunOptions) -> list[Case]:
         Case({"part": part, "model": name}, estimate_s)
         for part, estimate_s in parts.items()
         for name in SUBJECTS
+        if options.profile != "smoke" or part != "link" or name == SMOKE_LINK
     ]
 
 

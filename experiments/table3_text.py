@@ -50,8 +50,8 @@ def _model(records: Sequence[Record], model: str, verdicts: Mapping[tuple[str, s
             ]
         )
     headers = [
-        "", "paper", "PCIe, same share", "PCIe", "free link", "bound", "of bound", "P100, modelled",
-        "hidden from", "P100: hidden from", "verdict",
+        "", "paper", "PCIe,\nsame share", "PCIe", "free\nlink", "bound", "of\nbound", "PCIe, P100,\nmodelled",
+        "hidden\nfrom", "P100:\nhidden from", "verdict",
     ]  # fmt: skip
     return f"{_title(known, steps, paper_size)}\n\n{grid(lines, headers)}"
 
@@ -147,8 +147,8 @@ def _links(records: Sequence[Record]) -> str:
         "  the replay's link has the measured bandwidth (one bulk transfer) and latency (small messages)"
     )
     headers = [
-        "", "limit (MB/s)", "measured (MB/s)", "latency (us)", "step, replayed (ms)", "step, measured (ms)",
-        "error",
+        "", "limit\n(MB/s)", "measured\n(MB/s)", "latency\n(us)", "step (ms),\nreplayed",
+        "step (ms),\nmeasured", "error",
     ]  # fmt: skip
     return f"{title}\n\n{grid(lines, headers)}"
 

@@ -293,10 +293,10 @@ def test_without_a_slow_link_the_case_says_why(monkeypatch: pytest.MonkeyPatch) 
 
 def test_cases_of_every_profile() -> None:
     for profile in EXPERIMENT.profiles:
-        labels = [case.label for case in EXPERIMENT.cases(RunOptions(profile=profile))]
-        assert labels == [
-            f"part={part} model={m}" for part in ("paper size", "steps", "link") for m in MODELS
-        ]
+        wanted = [f"part={part} model={m}" for part in ("paper size", "steps", "link") for m in MODELS]
+        if profile == "smoke":
+            wanted.remove("part=link model=amoebanet")
+        assert [case.label for case in EXPERIMENT.cases(RunOptions(profile=profile))] == wanted
 
 
 def test_p100() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from experiments.step_text import grid, interval, percent, published
 from experiments.table3_cells import TABLES, find, stage_counts
@@ -111,7 +112,8 @@ def _bandwidth(record: Record | None, num_stages: int) -> str:
 
 def _links(records: Sequence[Record]) -> str:
     """Every measured point with its error, or why there is none."""
-    lines, errors, reasons, rounds = [], [], [], 0
+    lines, errors, reasons = [], [], []
+    facts: dict[str, Any] = {}
     for model in TABLES:
         record = find(records, "link", model)
         skipped = find(records, "link", model, status="skipped")
@@ -119,7 +121,7 @@ def _links(records: Sequence[Record]) -> str:
             if skipped is not None:
                 reasons.append(skipped.reason)
             continue
-        rounds = record.details["num_microbatches"]
+        facts = record.details
         for point in record.details["points"]:
             name = point["name"]
             error = record.quantity(f"replay error {name}")
@@ -142,9 +144,11 @@ def _links(records: Sequence[Record]) -> str:
         why = "; ".join(dict.fromkeys(reasons))
         return f"K=2 over a rate-limited link: not run: {why}" if why else ""
     title = (
-        f"K=2, M={rounds} over a rate-limited link between two processes: the replay's median absolute error "
-        f"{100 * median(errors):.1f} % over {len(lines)} points\n"
-        "  the replay's link has the measured bandwidth (one bulk transfer) and latency (small messages)"
+        f"K=2, M={facts['num_microbatches']} over a rate-limited link between two processes: the replay's "
+        f"median absolute error {100 * median(errors):.1f} % over {len(lines)} points\n"
+        "  the replay's link has the measured bandwidth (one bulk transfer) and latency (small messages)\n"
+        f"  limit per direction: a token bucket of {1e3 * facts['burst_s']:g} ms, "
+        f"{facts['queue_bytes'] // 2**20} MiB of queue, TCP {facts['congestion_control']}"
     )
     headers = [
         "", "limit\n(MB/s)", "measured\n(MB/s)", "latency\n(us)", "step (ms),\nreplayed",

@@ -201,7 +201,13 @@ def link_record(model: str = "amoebanet") -> Record:
     )
     found = [LinkFound(rates, (timed,) * 2, (measured,) * 2, "reno")] * 2
     quantities, details = over_link((None, 1.0), found)
-    facts = {"title": "A model", "scale": "a tenth", "num_microbatches": 8}
+    facts = {
+        "title": "A model",
+        "scale": "a tenth",
+        "num_microbatches": 8,
+        "burst_s": 0.002,
+        "queue_bytes": 2**23,
+    }
     return record(
         experiment="table3", profile="short", case={"part": "link", "model": model},
         quantities=tuple(quantities), details={**facts, **details},
@@ -266,7 +272,15 @@ def test_cells_declare_the_assumed_speed_as_their_gap() -> None:
 def test_tables_and_figures_come_from_records_alone(tmp_path) -> None:
     records = [steps_record(), paper_record(), link_record(), paper_record("transformer")]
     text = EXPERIMENT.tables(records, compare(EXPERIMENT.cells(records)))
-    for part in ("same share", "P100, modelled", "a tenth", "error of the replay", "-9.1 %", "hidden from"):
+    for part in (
+        "same share",
+        "P100, modelled",
+        "a tenth",
+        "error of the replay",
+        "-9.1 %",
+        "TCP reno",
+        "hidden from",
+    ):
         assert part in text.replace("replay's median absolute error", "error of the replay"), part
     paths = EXPERIMENT.figures(records, tmp_path)
     assert {path.name for path in paths} == {"table3-bandwidth.png", "table3-this-machine.png"}

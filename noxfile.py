@@ -110,6 +110,24 @@ def smoke(session: nox.Session) -> None:
         )  # fmt: skip
 
 
+@nox.session(venv_backend="none", tags=["ci"], default=False)
+def guard(session: nox.Session) -> None:
+    """Exact counters; with -- --base REF also the engine's speed against that revision."""
+    run_python(session, "-m", "experiments", "guard")
+
+
+@nox.session(venv_backend="none", tags=["dev"], default=False)
+def bench(session: nox.Session) -> None:
+    """Micro-benchmarks; also into results/local/bench.json, or -- --benchmark-json FILE."""
+    command = ["-m", "pytest", "tests/benchmarks", "--benchmark-enable", "--benchmark-only"]
+    command += ["--benchmark-columns=min,median,iqr,rounds,iterations", "--benchmark-sort=name"]
+    if not any(argument.startswith("--benchmark-json") for argument in session.posargs):
+        local = ROOT / "results" / "local"
+        local.mkdir(parents=True, exist_ok=True)
+        command.append(f"--benchmark-json={local / 'bench.json'}")
+    run_python(session, *command)
+
+
 @nox.session(venv_backend="none", tags=["dev"], default=False)
 def doctor(session: nox.Session) -> None:
     """What this machine can run."""

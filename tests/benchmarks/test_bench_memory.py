@@ -1,0 +1,60 @@
+"""Profiles and the memory model, which the search for the largest model calls thousands of times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models import MODELS, example_batch, loss_fn
+from pipeline.boundary import Boundary
+from pipeline.memory import pipeline_memory
+from pipeline.memory_partition import StagePeaks
+from pipeline.profile import LayerProfile, Profiler
+from pipeline.schedule import gpipe
+
+OPTIONS: dict[str, Any] = {
+    "num_layers": 12, "vocab_size": 1000, "d_model": 64, "ffn_dim": 256, "num_heads": 4, "seq_len": 32,
+}  # fmt: skip
+NUM_STAGES, NUM_MICROBATCHES = 4, 8
+
+
+def profiles() -> tuple[tuple[LayerProfile, ...], LayerProfile]:
+    """A fresh profiler, so that nothing is known yet."""
+    with torch.device("meta"):
+        model: nn.Sequential = MODELS["transformer-lm"](**OPTIONS)
+    inputs, target = example_batch("transformer-lm", 2, device="meta", **OPTIONS)
+    loss = loss_fn("transformer-lm", **OPTIONS)
+    return Profiler().model(model, loss, Boundary.of(inputs), Boundary.of(target))
+
+
+@pytest.fixture(scope="module")
+def known() -> tuple[tuple[LayerProfile, ...], LayerProfile]:
+    return profiles()
+
+
+def test_profile_model(benchmark: Any) -> None:
+    layers, _ = benchmark.pedantic(profiles, rounds=5, iterations=1)
+    assert len(layers) == OPTIONS["num_layers"] + 2
+
+
+def test_memory_of_a_pipeline(benchmark: Any, known: tuple[tuple[LayerProfile, ...], LayerProfile]) -> None:
+    layers, loss = known
+    stages = (range(4), range(4, 7), range(7, 10), range(10, 14))
+    schedule = gpipe(NUM_STAGES, NUM_MICROBATCHES, "always")
+    found = benchmark(pipeline_memory, layers, loss, stages, schedule)
+    assert len(found) == NUM_STAGES
+    assert all(stage.peak > 0 for stage in found)
+
+
+def test_cut_under_a_cap(benchmark: Any, known: tuple[tuple[LayerProfile, ...], LayerProfile]) -> None:
+    layers, loss = known
+    schedule = gpipe(NUM_STAGES, NUM_MICROBATCHES, "always")
+
+    def cut() -> Any:
+        return StagePeaks(layers, loss, schedule).partition(2**40)
+
+    stages = benchmark(cut)
+    assert len(stages) == NUM_STAGES

@@ -2,8 +2,8 @@
 
 A trend over months is for looking at, never for failing a change; so nothing here is read back by the guard.
 github-action-benchmark takes a list of {name, unit, value} ("customBiggerIsBetter"); pytest-benchmark a
-folder of numbered files, as its own `--benchmark-autosave` leaves there. Throughput of this machine is in both;
-the speed relative to the base, which machines share, in the first.
+folder of numbered files, as its own `--benchmark-autosave` leaves there. Throughput of this machine is in
+both; the speed relative to the base, which machines share, in the first.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def pytest_benchmark(entries: Sequence[Entry], commit: Commit, now: datetime) ->
 
 
 def stats(samples_s: Sequence[float], repeats: int) -> dict[str, Any]:
-    """pytest-benchmark's statistics of samples that are the mean of `repeats` steps each, in seconds."""
+    """pytest-benchmark's statistics of two or more samples, each the mean of `repeats` steps, in s."""
     ordered = sorted(samples_s)
-    mean, deviation = statistics.fmean(ordered), statistics.pstdev(ordered)
+    mean, deviation = statistics.fmean(ordered), statistics.stdev(ordered)
     q1, median, q3 = statistics.quantiles(ordered, method="inclusive")
     iqr = q3 - q1
     outside = [s for s in ordered if not q1 - 1.5 * iqr <= s <= q3 + 1.5 * iqr]

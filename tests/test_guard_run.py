@@ -106,7 +106,7 @@ def test_a_revision_that_does_not_load_says_why(copied: Path) -> None:
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Mapping[str, str]) -> list[str]:
-    """Replaces measuring by a script, benchmark -> verdicts of its runs; returns what was measured, in order."""
+    """Replaces measuring by a script, benchmark -> verdicts of its runs; what was measured, in order."""
     order: list[str] = []
 
     @contextmanager

@@ -39,20 +39,18 @@ def run_rounds(
 ) -> tuple[Judgement, list[Round]]:
     """Takes rounds up to the first look that decides, or the last one; `sample(arm)` takes one sample.
 
-    Past `deadline_s` of the clock no further round is begun, and the run is inconclusive, whatever it has
-    seen: a look at a moment of the machine's choosing is none of the two. Raises ValueError where even two
-    rounds don't fit.
+    Past `deadline_s` of the clock no round is begun but the first two, without which there is nothing to
+    show, and the run is inconclusive, whatever it has seen: a look at a moment of the machine's choosing is
+    none of the two.
     """
     rounds: list[Round] = []
     order_of = orders(seed)
     for look in looks:
-        while len(rounds) < look.rounds and clock_s() < deadline_s:
+        while len(rounds) < look.rounds and (len(rounds) < 2 or clock_s() < deadline_s):
             taken: Mapping[str, list[Sample]] = {arm: [] for arm in ARMS}
             for arm in next(order_of):
                 taken[arm].append(sample(arm))
             rounds.append(Round(**{arm: tuple(samples) for arm, samples in taken.items()}))
-        if len(rounds) < 2:
-            raise ValueError(f"no time for two rounds (there were {len(rounds)}); give a larger budget")
         judgement = judge(rounds, look.confidence)
         if len(rounds) < look.rounds:
             return dataclasses.replace(judgement, verdict="inconclusive", out_of_time=True), rounds

@@ -4,53 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from command_line import NO_TORCH, ROOT, Gate, call, lines, run_fake, start
 
 from experiments.cli import main
 from experiments.registry import EXPERIMENTS, load
-
-ROOT = Path(__file__).resolve().parents[1]
-START = """
-import sys
-import experiments.registry
-experiments.registry.EXPERIMENTS["fake"] = "fake_experiment"
-from experiments.cli import main
-sys.exit(main())
-"""
-NO_TORCH = (
-    "import sys\nfor name in ('torch', 'pandas', 'matplotlib', 'scipy'): sys.modules[name] = None\n" + START
-)
-
-
-def start(*arguments, code=START, **variables):
-    """A process that runs one command, with the fake experiment registered."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], env={**environment, **variables},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def call(*arguments, **variables):
-    """Exit status, standard output and standard error of one command."""
-    process = start(*arguments, **variables)
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out.decode(), err.decode()
-
-
-def run_fake(results, *arguments, **variables):
-    return call("run", "fake", "--device", "cpu", "--results", results, *arguments, **variables)
-
-
-def lines(text):
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def without_time(records):
@@ -175,30 +136,11 @@ def test_a_damaged_line_is_reported_and_only_its_case_run_again(tmp_path):
 # Killed, interrupted, at the same time
 
 
-class Gate:
-    """Two named pipes: the case `step=2` says that it arrived and waits until it may leave."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        folder.mkdir()
-        for name in ("arrived", "leave"):
-            os.mkfifo(folder / name)
-        self.arrived = os.open(folder / "arrived", os.O_RDWR)  # both ends, so that opening never blocks
-
-    def wait(self):
-        ready, _, _ = select.select([self.arrived], [], [], 60)
-        assert ready, "the case did not start within a minute"
-        os.read(self.arrived, 100)
-
-    def release(self):
-        (self.folder / "leave").write_text("go")  # opens only because the case is waiting for it
-
-
 @pytest.fixture
 def gate(tmp_path):
     gate = Gate(tmp_path / "gate")
     yield gate
-    os.close(gate.arrived)
+    gate.close()
 
 
 def start_at(gate, results, log):

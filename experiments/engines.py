@@ -107,6 +107,7 @@ EngineFactory = Callable[[Setup], Engine]
 
 ENGINES: dict[str, str] = {
     "ours": "experiments.engines_known:Ours",
+    "ours-1f1b": "experiments.engines_known:Ours1F1B",
     "torch-gpipe": "experiments.engines_known:TorchGPipe",
     "torch-1f1b": "experiments.engines_known:Torch1F1B",
     "torchgpipe": "experiments.engines_known:Torchgpipe",

@@ -51,6 +51,13 @@ class Ours:
         return self.pipeline.timeline
 
 
+class Ours1F1B(Ours):
+    """This project's engine with the 1F1B schedule, which keeps fewer micro-batches alive."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, schedule="1f1b")
+
+
 class _Stage(nn.Module):
     """The layers of a stage as one module; a boundary's tuple arrives as several arguments.
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.engine_bench import conditions_of, without_gpu
 from experiments.engine_bench_rounds import ratios, slowest
-from experiments.peers_text import tables
+from experiments.peers_text import SAME_SCHEDULE, tables
 from harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
 from harness.record import Quantity, Record, Scalar
 from harness.stats import from_samples
@@ -91,7 +91,9 @@ def engines_of(where: str, remat: str, extra: str | None) -> dict[str, tuple[str
     """Arm -> engine and remat. The user's engine is named without the digest of its file."""
     names = ["torchgpipe"] if where == "one process" else ["torch-gpipe", "torch-1f1b"]
     arms = {"ours": ("ours", remat), **{name: (name, remat) for name in names}}
-    if remat == "except_last" and where == "processes":
+    if where == "processes" and remat == "never":
+        arms["ours-1f1b"] = ("ours-1f1b", remat)
+    elif where == "processes":
         arms[ALWAYS] = ("ours", "always")
     if extra not in (None, KNOWN):
         assert extra is not None
@@ -136,6 +138,14 @@ def outcome(task: Task, found: Sequence[Result]) -> Outcome:
         )
         for arm in times
         if arm != "ours"
+    ]  # fmt: skip
+    quantities += [
+        from_samples(
+            f"{same} against {arm}", ratios(times, arm, same), "ratio", higher_is_better=True,
+            note="both with the same schedule",
+        )
+        for arm, same in SAME_SCHEDULE.items()
+        if arm in times and same in times
     ]  # fmt: skip
     actions_ms = {name: 1e3 * s for result in found for name, s in result.actions_s.items()}
     quantities.append(

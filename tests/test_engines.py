@@ -171,7 +171,7 @@ def in_process(name: str) -> Any:
     return resolve(name)
 
 
-@pytest.mark.parametrize("name", ["ours", "torchgpipe"])
+@pytest.mark.parametrize("name", ["ours", "ours-1f1b", "torchgpipe"])
 @pytest.mark.parametrize("remat", ["never", "except_last", "always"])
 def test_engines_in_one_process_do_what_the_setup_says(name: str, remat: str) -> None:
     setup = setup_of(remat=remat)

@@ -112,6 +112,19 @@ def test_speeds_are_ratios_of_the_same_round_over_the_slowest_process() -> None:
     assert [set(checks) for checks in found.details["checks"]] == [set(TIMES)] * 2
 
 
+def test_an_engine_is_set_against_ours_with_the_same_schedule() -> None:
+    engines = engines_of("processes", "never", None)
+    times = {"ours": [0.2] * 4, "torch-gpipe": [0.3] * 4, "torch-1f1b": [0.15] * 4, "ours-1f1b": [0.1] * 4}
+    assert set(engines) == set(times)
+    found = outcome(task()._replace(engines=engines, num_microbatches=8), [result(times)])
+    numbers = {quantity.name: quantity.value for quantity in found.quantities}
+    assert numbers["ours against torch-1f1b"] == pytest.approx(0.75)
+    assert numbers["ours-1f1b against torch-1f1b"] == pytest.approx(1.5)
+    lines = lines_of(tables([record(found, {**CASE, "remat": "never", "num_microbatches": 8})], []))
+    assert lines["torch-1f1b"].endswith("1.500 [1.500, 1.500]      >= 1.00   yes")
+    assert lines["ours-1f1b"].rstrip().endswith("0.500 [0.500, 0.500]")
+
+
 def lines_of(text: str) -> dict[str, str]:
     return {line.split("  ")[0]: line for line in text.splitlines()}
 

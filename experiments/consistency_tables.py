@@ -21,10 +21,9 @@ from harness.tables import text_table
 
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
 CHANCE = (
-    "Two standard deviations of five runs are a wide band, and a narrow one by chance: a sixth "
-    "sequential run "
-    "falls outside in 14 of 100 repetitions (Student's t with 4 degrees of freedom). The weights are the "
-    "stronger evidence: there is no band."
+    "The band is made of five runs, so it is rough: one more sequential run falls outside in 14 of 100 "
+    "repetitions, the mean of two in 7 (Student's t with 4 degrees of freedom). Each K's runs are judged by "
+    "their mean. The weights are the stronger evidence: there is no band."
 )
 WHY = {
     "images": (

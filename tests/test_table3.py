@@ -265,6 +265,15 @@ def test_cells_declare_the_assumed_speed_as_their_gap() -> None:
     assert all("a tenth" in cell.note for cell in cells)
     verdicts = {(c.column, c.verdict) for c in compare(cells)}
     assert ("K=2", "reproduced") in verdicts
+    (scaled,) = [c for c in cells if c.column == "K=8"]
+    wide = replace(scaled.quantity, low=scaled.quantity.value / 2, high=scaled.quantity.value * 2)
+    busy = replace(
+        steps_record(),
+        quantities=tuple(wide if q.name == wide.name else q for q in steps_record().quantities),
+    )
+    judged = {c.column: c for c in compare(EXPERIMENT.cells([busy]))}["K=8"]
+    assert judged.verdict == "not comparable"
+    assert "150% of the value wide" in judged.reason
     smoke = {c.verdict for c in compare(EXPERIMENT.cells([steps_record(profile="smoke")]))}
     assert smoke == {"not comparable"}
 

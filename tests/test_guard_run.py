@@ -333,6 +333,15 @@ def test_the_committed_trials_hold_what_is_promised() -> None:
     assert f"slower: {len(slower)} of 20 trials" in text
 
 
+def test_the_page_says_what_the_trials_say() -> None:
+    text = guard_trials.DOCS.read_text(encoding="utf-8")
+    assert guard_trials.rewritten(text, guard_trials.load(guard_trials.RECORDS)) == text, (
+        "stale: --write-docs"
+    )
+    with pytest.raises(ValueError, match="has lost its markers"):
+        guard_trials.rewritten(text.replace(guard_trials.END, ""), [])
+
+
 def test_intervals_of_rates_are_exact() -> None:
     assert guard_trials.rate(0, 40) == "0 of 40 (0.0%, 95 % interval 0.0% to 8.8%)"
     assert guard_trials.rate(20, 20) == "20 of 20 (100.0%, 95 % interval 83.2% to 100.0%)"

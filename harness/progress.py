@@ -14,6 +14,8 @@ from typing import Protocol, TextIO
 from harness.experiment import Case
 from harness.record import Record
 
+_BAR_COLUMNS = 70
+
 
 class Reporter(Protocol):
     """Told by the runner what happens; decides how to show it."""
@@ -154,10 +156,22 @@ def describe(case: Case, record: Record) -> str:
 
 
 def reporter(stream: TextIO | None = None, variables: Mapping[str, str] = os.environ) -> Reporter:
-    """A bar where a person watches; lines for logs, CI, NO_COLOR and dumb terminals."""
+    """A bar where a person watches; lines for logs, CI, NO_COLOR and terminals that are dumb or narrow."""
     stream = sys.stderr if stream is None else stream
     plain = bool(variables.get("CI") or variables.get("NO_COLOR") or variables.get("TERM") == "dumb")
-    return PlainReporter(stream) if plain or not stream.isatty() else BarReporter(stream)
+    if plain or not stream.isatty() or not _room_for_bar(stream):
+        return PlainReporter(stream)
+    return BarReporter(stream)
+
+
+def _room_for_bar(stream: TextIO) -> bool:
+    """Whether a bar with its numbers fits and can be drawn; cut off it would say nothing."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except OSError:
+        columns = 0
+    wide = columns == 0 or columns >= _BAR_COLUMNS  # 0: the terminal doesn't say
+    return wide and "utf" in (stream.encoding or "").lower()
 
 
 def clock_s() -> float:

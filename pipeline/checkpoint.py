@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from pipeline.api import Pipeline
+from pipeline.checkpoint_file import Planner, Reader
 
 # Optimizer entries by name: positions in a parameter group depend on the split.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -33,11 +35,18 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
     """Reads what `save` wrote, for whatever split; training then goes on, bit for bit, as if it had never
     stopped.
 
-    `ValueError` if the checkpoint was written with another seed. All ranks must call.
+    `ValueError` if the checkpoint is damaged or was written with another seed. No code from the files is run,
+    whatever they hold. All ranks must call.
     """
     state = _state(pipeline, optimizer)
     seed = int(state["seed"])
-    state_dict_loader.load(state, checkpoint_id=Path(path), **_where(pipeline))
+    try:
+        state_dict_loader.load(
+            state, storage_reader=Reader(Path(path)), planner=Planner(), **_where(pipeline)
+        )
+    except CheckpointException as error:  # a BaseException, which callers that catch errors would miss
+        rank, (cause, _) = min(error.failures.items())
+        raise ValueError(f"the checkpoint {path} can't be loaded, says rank {rank}: {cause}") from error
     if int(state["seed"]) != seed:
         raise ValueError(
             f"the checkpoint was written with seed {int(state['seed'])}, the pipeline has {seed}; build it "

@@ -29,7 +29,7 @@ def find(records: Sequence[Record], part: str, **key: object) -> Record | None:
 
 def cells(records: Sequence[Record]) -> list[Ours]:
     """A cell for every formula that the paper's text gives and we have a record for."""
-    return [*_bubbles(records), *_activations(records), *_rule(records)]
+    return [*_bubbles(records), *_activations(records), *_rule(records), *_sizes(records)]
 
 
 def _bubbles(records: Sequence[Record]) -> Iterator[Ours]:
@@ -69,6 +69,17 @@ def least_multiple(records: Sequence[Record]) -> int | None:
         if values and len(values) == len(found) and all(value < NEGLIGIBLE for value in values):
             return ratio
     return None
+
+
+def _sizes(records: Sequence[Record]) -> Iterator[Ours]:
+    """The parameters of models whose traffic is on record and that no other table counts."""
+    for record in of_part(records, "traffic"):
+        count = record.quantity("parameters")
+        if record.case["model"] == "amoebanet-b":
+            yield Ours(table="amoebanet-b", row="parameters", column="v5", quantity=count)
+        elif record.case["model"] == "transformer-seq2seq":
+            name = str(record.case["size"]).replace(", ", ",")
+            yield Ours(table="nmt-models", row=name, column="parameters", quantity=count)
 
 
 def _rule(records: Sequence[Record]) -> Iterator[Ours]:

@@ -24,7 +24,10 @@ CONFIGURATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("transformer-lm", {"num_layers": 103}),
     ("transformer-lm", {"num_layers": 1663}),
     ("transformer-seq2seq", {"num_layers": 6, "ffn_dim": 8192, "num_heads": 16}),
+    ("transformer-seq2seq", {"num_layers": 24, "ffn_dim": 8192, "num_heads": 16}),
     ("transformer-seq2seq", {"num_layers": 12, "ffn_dim": 16384, "num_heads": 32}),
+    ("transformer-seq2seq", {"num_layers": 32, "ffn_dim": 16384, "num_heads": 32}),
+    ("transformer-seq2seq", {"num_layers": 64, "ffn_dim": 16384, "num_heads": 32}),
     ("resnet101", {}),
 )
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from records import record
 
 from experiments.figure2 import EXPERIMENT
+from experiments.figure2_cells import cells
 from experiments.figure2_memory import peak
 from experiments.figure2_schedules import VARIANTS, graphs_alive, peak_activations
 from experiments.figure2_traffic import Shape, shape, traffic
@@ -182,3 +183,12 @@ def test_every_quantity_says_what_it_is() -> None:
         assert {quantity.provenance for quantity in each.quantities} == {"replayed"}
     for each in finished(part="traffic", model="transformer-lm", size="3 layers"):
         assert {quantity.provenance for quantity in each.quantities} == {"modelled"}
+
+
+def test_sizes_that_no_other_table_counts_are_held_against_the_paper() -> None:
+    found = {
+        (cell.table, cell.row): cell.quantity.value
+        for cell in cells(finished(part="traffic", model="transformer-seq2seq", size="T(6, 8192, 16)"))
+        if cell.quantity is not None
+    }
+    assert found == {("nmt-models", "T(6,8192,16)"): 408_205_824}

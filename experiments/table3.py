@@ -130,7 +130,8 @@ def _run_steps(subject: Subject, options: RunOptions) -> Outcome:
     size = subject.sizes[options.profile]
     count = min(TIMED_MICROBATCHES, size.batch_size)
     examples = count * max(1, size.batch_size // NUM_MICROBATCHES)
-    plan = tuple(Configuration(k, count, examples) for k in STAGES)
+    stages = STAGES[:2] if options.profile == "smoke" else STAGES
+    plan = tuple(Configuration(k, count, examples) for k in stages)
     task = Task(subject.model, size.options, plan, ROUNDS[options.profile], device=options.device)
     found = measure(task)
     quantities, details = replayed(plan, found, NUM_MICROBATCHES, _paper_size(subject))
@@ -179,7 +180,7 @@ EXPERIMENT = Experiment(
         "links of any bandwidth, and for real over a rate-limited link between two processes."
     ),
     profiles={
-        "smoke": "tiny models, two rates",
+        "smoke": "tiny models, K up to 4, two rates",
         "short": "models scaled to two cores, with the paper's numbers of layers; six rates",
         "full": "the paper's models, for a GPU",
     },

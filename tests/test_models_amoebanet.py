@@ -502,3 +502,23 @@ def test_equal_cells_are_built_equally():
             k: v for k, v in vars(cells["normal_2"]).items() if k in plain
         }
     assert repr(cells["normal_1"]) != alike[0]
+
+
+def test_the_cifar_form_keeps_small_images_at_their_size():
+    options = {"num_layers": 3, "num_filters": 8, "num_classes": 5, "dropout": 0.0}
+    model = MODELS["amoebanet-d"](**options, stem="cifar", image_size=16)
+    names = "stem normal_0 reduction_0 normal_1 aux_head reduction_1 normal_2 classifier"
+    assert [name for name, _ in model.named_children()] == names.split()
+    images = torch.randn(2, 3, 16, 16)
+    assert model.stem(images).shape == (2, 24, 16, 16)  # 3 D channels
+    assert model[:2](images)[0].shape[2:] == (16, 16)
+    logits, aux = model(images)
+    assert logits.shape == aux.shape == (2, 5)
+    assert (
+        MODELS["amoebanet-d"](**options, stem="cifar", image_size=9, stem_filters=4).stem.conv.out_channels
+        == 4
+    )
+    with pytest.raises(ValueError, match="stem='cifar'"):
+        MODELS["amoebanet-d"](**options, image_size=32, aux_head=True)
+    with pytest.raises(ValueError, match="unknown stem 'tiny'"):
+        MODELS["amoebanet-d"](**options, stem="tiny")

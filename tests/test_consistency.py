@@ -1,0 +1,268 @@
+"""The consistency experiment's verdicts from records alone, its cases, and what it says of wrong input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import cli, consistency
+from experiments.consistency import EXPERIMENT, OWN_SEEDS, SHARED_SEED, STAGES
+from experiments.consistency_cells import METRICS, baseline, cells, exact, statistical
+from experiments.consistency_figures import figures
+from experiments.consistency_tables import tables
+from harness.compare import compare
+from harness.experiment import RunOptions
+from harness.record import SCHEMA, Quantity, Record
+
+BASE = (0.975, 0.980, 0.985, 0.980, 0.980)
+
+
+def quantity(name: str, value: float | None, unit: str = "number") -> Quantity:
+    return Quantity(name=name, value=value, unit=unit, provenance="measured")
+
+
+def record(part: str, score: float | None, *, model: str = "images", **more: Any) -> Record:
+    """What a finished training leaves."""
+    key = {"num_stages": 1, "num_microbatches": 2, "seed": 0, "processes": 1, "engine": "pipeline"}
+    given = {name: more.pop(name) for name in list(more) if name in {*key, "stash"}}
+    quantities = [quantity(METRICS[model], score, "ratio" if model == "images" else "perplexity")]
+    if part in ("same seed", "micro-batches"):
+        gap = more.pop("gap", 0.0)
+        quantities += [
+            quantity("reference " + METRICS[model], score),
+            quantity("largest weight difference", gap),
+            quantity("relative weight difference", gap),
+            quantity("numbers that differ", more.pop("different", 1 if gap else 0), "parameters"),
+            quantity("numbers compared", 1000, "parameters"),
+        ]
+    if part == "asynchronous":
+        quantities += [
+            quantity("weights kept", 20.0, "bytes"),
+            quantity("weights of the model", 8.0, "bytes"),
+        ]
+    better = model == "images"
+    details = {
+        "metric": METRICS[model], "higher_is_better": better, "required": 0.97 if better else 130.0,
+        "requirement": "at least 97 %", "curve": [[10, 2.0, 0.5], [20, 1.0, score]], "layers_per_stage": [8],
+        "weights_sha256": more.pop("digest", "ab" * 32), "staleness": [1, 0], "versions": [2, 1],
+    }  # fmt: skip
+    return Record(
+        schema=SCHEMA, experiment="consistency", profile="short",
+        case={"part": part, "model": model, **key, **given},
+        status=more.pop("status", "done"), reason=more.pop("reason", ""), quantities=tuple(quantities),
+        details=details, environment={}, command="", started_at="", duration_s=0.0,
+    )  # fmt: skip
+
+
+def baselines(scores: Sequence[float] = BASE) -> list[Record]:
+    return [record("baseline", score, seed=seed) for seed, score in enumerate(scores)]
+
+
+def own(num_stages: int, *scores: float) -> list[Record]:
+    return [record("own seeds", score, num_stages=num_stages, seed=10 + i) for i, score in enumerate(scores)]
+
+
+# Verdicts
+
+
+def test_the_band_is_two_standard_deviations_of_the_sequential_runs() -> None:
+    found = baseline(baselines(), "images")
+    assert found is not None
+    assert found.mean == pytest.approx(0.98)
+    assert found.deviation == pytest.approx(0.0035355, abs=1e-6)  # n - 1 in the denominator
+    records = [*baselines(), *own(2, 0.9735), *own(4, 0.9725), *own(8, 0.9725, 0.9875)]
+    verdicts = {k: statistical(records, "images", k) for k in (1, 2, 4, 8)}
+    assert verdicts[2][2] == "consistent"
+    assert verdicts[2][1] == pytest.approx(1.838, abs=1e-3)
+    assert verdicts[4][2] == "deviates"
+    assert verdicts[8][1] == pytest.approx(0, abs=1e-9)
+    assert verdicts[1][2] == "not run"
+
+
+def test_a_baseline_that_did_not_learn_makes_nothing_consistent() -> None:
+    records = [*baselines((0.97, 0.98, 0.98, 0.969, 0.98)), *own(2, 0.975)]
+    _, distance, verdict = statistical(records, "images", 2)
+    assert distance is None
+    assert "1 of 5 sequential runs did not learn" in verdict
+    cell = next(c for c in compare(cells(records)) if c.column == "pipeline-2")
+    assert (cell.verdict, cell.ours) == ("not run", None)
+    assert "did not learn" in cell.reason
+    text = tables(records, compare(cells(records)))
+    assert "nothing is called consistent" in text
+    assert " consistent " not in text.replace("called consistent", "")
+
+
+def test_a_run_that_did_not_learn_or_diverged_is_not_consistent() -> None:
+    assert statistical([*baselines(), *own(2, 0.96)], "images", 2)[2].startswith("deviates")
+    diverged = record("own seeds", None, num_stages=2)
+    assert statistical([*baselines(), diverged], "images", 2)[2].startswith("deviates")
+
+
+def test_equal_or_too_few_scores_have_no_band() -> None:
+    assert "no standard deviation" in statistical([*baselines([0.98] * 5), *own(2, 0.98)], "images", 2)[2]
+    assert "no standard deviation" in statistical([*baselines(BASE[:2]), *own(2, 0.98)], "images", 2)[2]
+
+
+def test_lower_perplexity_is_learning() -> None:
+    good = [record("baseline", score, model="text", seed=i) for i, score in enumerate((50, 51, 52))]
+    found = baseline(good, "text")
+    assert found is not None
+    assert not found.problem
+    found = baseline([*good, record("baseline", 131.0, model="text", seed=9)], "text")
+    assert found is not None
+    assert "did not learn" in found.problem
+
+
+def test_weights_are_identical_or_they_are_not() -> None:
+    assert exact(record("same seed", 0.98)) == "identical"
+    assert exact(record("same seed", 0.98, gap=1e-38)) == "deviates"
+    assert exact(record("same seed", 0.98, gap=0.0, different=1)) == "deviates"  # a running statistic
+    assert exact(record("same seed", 0.5)).startswith("not judged")  # weights that never moved are equal too
+    assert exact(record("same seed", 0.98, status="failed", reason="broke")) == "not run: broke"
+
+
+def test_cells_are_held_against_the_papers_claim() -> None:
+    records = [*baselines(), *own(1, 0.98), *own(2, 0.9725)]
+    found = {c.column: c for c in compare(cells(records))}
+    assert found["pipeline-1"].verdict == "reproduced"
+    assert found["pipeline-2"].verdict == "deviates"
+    assert found["pipeline-8"].verdict == "not run"
+    assert found["pipeline-1"].unit == "standard deviations"
+
+
+def test_the_text_shows_all_levels_and_the_figures_are_drawn(tmp_path: Path) -> None:
+    records = [
+        *baselines(), *own(1, 0.98), *own(2, 0.978),
+        record("same seed", 0.98, num_stages=8), record("same seed", 0.98, num_stages=2, processes=2),
+        record("micro-batches", 0.97, num_microbatches=1, gap=2.5, digest="cd" * 32),
+        record("micro-batches", 0.97, num_microbatches=1, gap=2.5, digest="cd" * 32, engine="sequential"),
+        record("asynchronous", 0.9, num_stages=2, stash=True),
+    ]  # fmt: skip
+    text = tables(records, compare(cells(records)))
+    for part in (
+        "(a) own seeds", "0.57 sd", "(b) same seed", "K = 2, 2 processes", "identical (1,000 numbers)",
+        "(c) AmoebaNet-D", "Equal digests", "14 of 100", "2.50 x the model", "did not learn, -8.00 points",
+    ):  # fmt: skip
+        assert part in text, part
+    paths = figures(records, tmp_path)
+    assert [path.name for path in paths] == ["consistency.png", "consistency.svg"]
+    assert paths[0].stat().st_size > 20_000
+    assert figures([], tmp_path) == []
+    assert "Equal digests" not in tables([*records[:-3], records[-2]], [])
+
+
+# Cases
+
+
+def test_seeds_of_baseline_and_stages_are_their_own() -> None:
+    for model in ("images", "text"):
+        found = [c.key for c in EXPERIMENT.cases(RunOptions()) if c.key.get("model") == model]
+        seeds = [c["seed"] for c in found if c["part"] in ("baseline", "own seeds")]
+        assert len(seeds) == len(set(seeds))
+        assert sum(c["part"] == "baseline" for c in found) == 5
+        assert {c["num_stages"] for c in found if c["part"] == "own seeds"} == set(STAGES)
+        same = [c for c in found if c["part"] == "same seed"]
+        assert {(c["num_stages"], c["processes"]) for c in same} == {(2, 1), (4, 1), (8, 1), (2, 2)}
+        assert {c["seed"] for c in same} == {SHARED_SEED} == {OWN_SEEDS[1]}
+
+
+@pytest.mark.parametrize(("model", "option"), [("images", "--data"), ("text", "--text")])
+def test_the_papers_size_needs_data_of_ones_own(model: str, option: str) -> None:
+    options = RunOptions(profile="full", device="cpu")
+    case = next(c for c in EXPERIMENT.cases(options) if c.key.get("model") == model)
+    outcome = EXPERIMENT.run(case, options)
+    assert outcome.status == "skipped"
+    assert option in outcome.reason
+
+
+def test_the_papers_recipe_is_the_published_one() -> None:
+    recipe = consistency.subject_of("images", RunOptions(profile="full", data="/data")).recipe
+    assert recipe == consistency.DAWNBENCH
+    assert (recipe.num_layers, recipe.num_filters, recipe.batch_size, recipe.num_epochs) == (6, 128, 1024, 35)
+    own_data = consistency.subject_of("images", RunOptions(data="/data")).recipe
+    assert own_data == replace(consistency.DIGITS, augment=True, required_accuracy=0.0)
+
+
+# Wrong input
+
+
+def complaint(capsys: pytest.CaptureFixture[str], results: Path, *arguments: str) -> str:
+    """The one line that a run ends with before anything is run."""
+    status = cli.main(["run", "consistency", "--profile", "smoke", "--results", str(results), *arguments])
+    captured = capsys.readouterr()
+    assert status == cli.BAD_USAGE
+    assert not captured.out
+    (line,) = captured.err.splitlines()
+    assert not list(results.glob("*.jsonl"))
+    return line
+
+
+def test_a_missing_path_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for option in ("--data", "--text"):
+        line = complaint(capsys, tmp_path, option, str(tmp_path / "nowhere"))
+        assert line.startswith(f"error: {option} {tmp_path / 'nowhere'}: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has no text in it"),
+        (b" \n\t\n", "has no text in it"),
+        (b"\xff\xfe\x00a", "byte 0 is not UTF-8"),
+        (b"one short line", "makes 1 block"),
+        (b"\n\n".join(b"abcab %d " % i * 300 for i in range(9)), "too small for a vocabulary of 512 pieces"),
+    ],
+)
+def test_text_that_can_not_be_trained_on(
+    content: bytes, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    line = complaint(capsys, tmp_path, "--text", str(path))
+    assert str(path) in line
+    assert message in line
+
+
+def test_files_that_are_not_parallel(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("one\ntwo\n")
+    (tmp_path / "b").write_text("eins\n")
+    line = complaint(capsys, tmp_path, "--text", str(tmp_path / "a"), "--parallel-text", str(tmp_path / "b"))
+    assert "2 and 1 lines" in line
+    line = complaint(capsys, tmp_path, "--parallel-text", str(tmp_path / "b"))
+    assert "with --text" in line
+
+
+def test_image_folders_that_can_not_be_trained_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def touch(*names: str) -> None:
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch()
+
+    touch("file", "one/cat/1.png", "empty/cat/1.png", "empty/dog/notes.txt", "none/readme.txt")
+    touch("parts/train/cat/1.png", "parts/train/dog/1.png", "parts/val/cat/1.png", "parts/val/cow/1.png")
+    touch("cifar/cifar-10-batches-py/data_batch_1")
+    for name, message in (
+        ("file", "this is a file"),
+        ("one", "holds one class (cat)"),
+        ("none", "holds no class"),
+        ("empty", "dog holds no image"),
+        ("parts", "different classes (cow is in one"),
+        ("cifar", "lacks test_batch, batches.meta"),
+    ):
+        assert message in complaint(capsys, tmp_path / "results", "--data", str(tmp_path / name))
+
+
+def test_other_experiments_take_no_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status = cli.main(["run", "figure2", "--results", str(tmp_path), "--data", str(tmp_path)])
+    assert status == cli.BAD_USAGE
+    assert "figure2 takes no data" in capsys.readouterr().err
+
+
+def test_records_depend_on_the_data() -> None:
+    case = EXPERIMENT.cases(RunOptions())[0]
+    options = [RunOptions(), RunOptions(data="/a"), RunOptions(text="/a"), RunOptions(text="/b")]
+    assert len({EXPERIMENT.identity(case, each) for each in options}) == len(options)

@@ -1,0 +1,419 @@
+"""Trainings of the consistency experiment: recipes by hand, equal weights, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from experiments import consistency
+from experiments.consistency_async import train_asynchronously
+from experiments.consistency_images import ImageTask, digits, own_images
+from experiments.consistency_language import TextTask, TranslationTask, blocks_of, topics
+from experiments.consistency_recipe import DAWNBENCH, DIGITS, TOPICS
+from experiments.consistency_task import chosen, even_parts
+from experiments.consistency_training import Setting, Trained, is_statistic, latest_checkpoint, train
+from experiments.rmsprop import RMSPropTF
+from experiments.weight_average import WeightAverage
+from harness.experiment import RunOptions
+from harness.record import Record
+from harness.store import Store
+
+ROOT = Path(__file__).parents[1]
+TEXT = replace(TOPICS, num_steps=4, d_model=16, ffn_dim=32, seq_len=12, batch_size=8, vocab_size=256)
+IMAGES = replace(DIGITS, num_filters=8, stem_filters=8, image_size=9, num_epochs=1, batch_size=300)
+
+
+def text_task() -> TextTask:
+    return TextTask(TEXT, topics()[:60_000], 0, "the beginning of the topics")
+
+
+def image_task() -> ImageTask:
+    return ImageTask(IMAGES, digits(9, 0))
+
+
+def same_weights(ours: Trained, wanted: Trained, *, statistics: bool = True) -> bool:
+    assert ours.weights.keys() == wanted.weights.keys()
+    names = [name for name in wanted.weights if statistics or not is_statistic(name)]
+    return all(torch.equal(ours.weights[name], wanted.weights[name]) for name in names)
+
+
+# Recipes
+
+
+def test_rmsprop_is_tensorflows() -> None:
+    """Three steps of one weight by hand: averages start at one, epsilon is inside the root."""
+    weight = nn.Parameter(torch.tensor([[2.0]], dtype=torch.float64))
+    optimizer = RMSPropTF([weight], lr=0.5, decay=0.9, momentum=0.8, eps=1.0, weight_decay=0.1)
+    value, square, velocity = 2.0, 1.0, 0.0
+    for rate, gradient in ((0.5, 3.0), (0.25, -1.0), (0.25, 0.5)):
+        optimizer.param_groups[0]["lr"] = rate
+        weight.grad = torch.tensor([[gradient]], dtype=torch.float64)
+        optimizer.step()
+        g = gradient + 0.1 * value
+        square = 0.9 * square + 0.1 * g * g
+        velocity = 0.8 * velocity + rate * g / math.sqrt(square + 1.0)
+        value -= velocity
+        assert weight.item() == pytest.approx(value, rel=1e-12)
+
+
+def test_rmsprop_refuses_what_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match=r"momentum=1\.0"):
+        RMSPropTF([nn.Parameter(torch.ones(1))], lr=0.1, momentum=1.0)
+
+
+def test_the_rate_warms_up_and_falls_as_a_staircase() -> None:
+    recipe = replace(DAWNBENCH, warmup_epochs=0.5)
+    assert recipe.learning_rate(0, 100) == 0
+    assert recipe.learning_rate(25, 100) == pytest.approx(2.56 / 2)
+    assert recipe.learning_rate(50, 100) == recipe.learning_rate(99, 100) == 2.56
+    assert recipe.learning_rate(100, 100) == pytest.approx(2.56 * 0.88)
+    assert recipe.learning_rate(3499, 100) == pytest.approx(2.56 * 0.88**34)
+    assert recipe.learning_rate(100 * 200, 100) == pytest.approx(2.56e-4)
+    rates = [TOPICS.rate(step) for step in range(100)]
+    assert rates.index(max(rates)) == TOPICS.warmup_steps - 1
+    assert rates[0] == pytest.approx(0.5 * 48**-0.5 * 20**-1.5)
+
+
+def test_weight_decay_reaches_convolution_and_dense_weights_alone() -> None:
+    task = image_task()
+    model = task.build()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decayed, others = task.optimizer(model.named_parameters()).param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (4e-5, 0.0)
+    assert {p.dim() for p in decayed["params"]} == {2, 4}
+    assert {p.dim() for p in others["params"]} == {1}
+    norms = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    assert norms <= {names[p] for p in others["params"]}
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+
+
+def test_averages_follow_with_a_ramp_and_are_only_lent() -> None:
+    module = nn.BatchNorm1d(1)
+    average = WeightAverage(module, 0.9999)
+    module.weight.data.fill_(5.0)
+    average.update(1)
+    assert average.average["weight"].item() == pytest.approx(1 + 4 * (1 - 2 / 11))
+    with average.applied():
+        assert module.weight.item() == pytest.approx(1 + 4 * (1 - 2 / 11))
+    assert module.weight.item() == 5.0
+    assert "num_batches_tracked" not in average.average
+
+
+# Data
+
+
+@given(number=st.integers(1, 500), size=st.integers(1, 600))
+def test_parts_cover_everything_once_and_evenly(number: int, size: int) -> None:
+    parts = even_parts(number, size)
+    assert [i for part in parts for i in part] == list(range(number))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_an_epoch_takes_every_example_once_in_an_order_of_its_own() -> None:
+    first = torch.cat([chosen(step, 3, 40, 8) for step in range(5)])
+    second = torch.cat([chosen(step, 3, 40, 8) for step in range(5, 10)])
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(40))
+    assert first.tolist() != second.tolist()
+
+
+def test_no_held_out_example_is_trained_on() -> None:
+    for seed in (0, 1):
+        images = digits(9, seed)
+        assert not set(images.train) & set(images.held_out)
+        assert len(images.train) + len(images.held_out) == 1797
+    assert digits(9, 0).held_out != digits(9, 1).held_out
+
+
+def test_no_held_out_paragraph_was_in_training() -> None:
+    """The default text repeats whole paragraphs; each counts once."""
+    paragraphs = [p for block in blocks_of(topics()) for p in block.split("\n\n")]
+    assert len(paragraphs) == len(set(paragraphs))
+    repeated = [p.strip() for p in topics().split("\n\n") if p.strip()]
+    assert len(set(repeated)) < len(repeated)
+
+
+def test_the_tokenizer_knows_only_the_training_text() -> None:
+    """Every block has a letter of its own; those of the held-out blocks are unknown to the pieces."""
+    letters = [chr(0x4E00 + i) for i in range(20)]
+    words = "the quick brown fox jumps over the lazy dog and runs away from it again "
+    text = "\n\n".join(f"{letter} {words * 30}{i}" for i, letter in enumerate(letters))
+    task = TextTask(replace(TEXT, vocab_size=100), text, 0, "the text")
+    unknown = [letter for letter in letters if task.pieces.unk_id() in task.pieces.encode(letter)]
+    assert len(unknown) == 2
+    assert not (task.train_tokens == task.pieces.unk_id()).any()
+
+
+def test_the_targets_are_the_next_tokens() -> None:
+    inputs, target = text_task().batch(0, 0)
+    assert inputs.shape == target.shape == (8, 12)
+    assert torch.equal(inputs[:, 1:], target[:, :-1])
+
+
+def test_a_translation_is_trained_through_the_same_code(tmp_path: Path) -> None:
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    source = "\n".join(f"{a} {b} {c}" for a in words for b in words for c in words[:3])
+    target = "\n".join(" ".join(reversed(line.split())) for line in source.splitlines())
+    recipe = replace(TEXT, vocab_size=40, num_layers=4, num_steps=40, learning_rate=1.0)
+    task = TranslationTask(recipe, source, target, 0, "the files")
+    trained = train(task, Setting(num_stages=4, num_microbatches=2), tmp_path / "four")
+    assert trained.score < task.unigram
+    assert same_weights(trained, train(task, Setting(num_microbatches=2), tmp_path / "one"))
+    # The mean over the examples of micro-batches is that of the mini-batch, filled-up positions or not.
+    (_, inputs), wanted = task.batch(0, 0)
+    logits = torch.randn(*inputs.shape, 40)
+    halves = [task.loss(logits[i : i + 4], wanted[i : i + 4]) for i in (0, 4)]
+    assert torch.stack(halves).mean().item() == pytest.approx(task.loss(logits, wanted).item(), rel=1e-5)
+
+
+def test_own_images_of_any_layout(tmp_path: Path) -> None:
+    from PIL import Image
+
+    def fill(folder: Path, count: int) -> None:
+        folder.mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (20, 14), (40 * i, 0, 90)).save(folder / f"{i}.png")
+
+    for name in ("a", "b"):
+        fill(tmp_path / "flat" / name, 6)
+        fill(tmp_path / "parts" / "train" / name, 4)
+        fill(tmp_path / "parts" / "val" / name, 2)
+    flat = own_images(str(tmp_path / "flat"), 9, True, 0, None)
+    assert (len(flat.train), len(flat.held_out), flat.num_classes) == (10, 2, 2)
+    parts = own_images(str(tmp_path / "parts"), 9, True, 0, None)
+    assert (len(parts.train), len(parts.held_out)) == (8, 4)
+    generator = torch.Generator().manual_seed(0)
+    images, classes = parts.batch(parts.train, generator)
+    assert images.shape == (8, 3, 9, 9)
+    assert images.abs().max() <= 1
+    assert classes.tolist() == [0] * 4 + [1] * 4
+    again, _ = parts.batch(parts.train, torch.Generator().manual_seed(0))
+    assert torch.equal(images, again)
+    still, _ = parts.batch(parts.held_out, None)
+    assert not torch.equal(images[:1], still[:1])
+    (tmp_path / "flat" / "a" / "0.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"0\.png can't be read as an image"):
+        own_images(str(tmp_path / "flat"), 9, False, 0, None).batch(range(12), None)
+
+
+# Weights
+
+
+@pytest.mark.parametrize(("make", "num_stages"), [(text_task, 2), (text_task, 8), (image_task, 8)])
+def test_the_number_of_stages_changes_no_bit(make: Any, num_stages: int, tmp_path: Path) -> None:
+    one = train(make(), Setting(num_stages=1, num_microbatches=3), tmp_path / "one")
+    many = train(make(), Setting(num_stages=num_stages, num_microbatches=3), tmp_path / "many")
+    assert len(many.layers_per_stage) == num_stages
+    assert same_weights(many, one)
+    assert many.curve == one.curve
+
+
+@pytest.mark.parametrize("make", [text_task, image_task])
+def test_one_micro_batch_is_the_plain_model(make: Any, tmp_path: Path) -> None:
+    plain = train(make(), Setting("sequential"), tmp_path / "plain")
+    pipeline = train(make(), Setting(num_stages=4), tmp_path / "pipeline")
+    other = train(make(), Setting(num_microbatches=2), tmp_path / "other")
+    assert same_weights(pipeline, plain, statistics=False)
+    assert plain.digest == pipeline.digest != other.digest
+
+
+def test_a_sequential_training_has_no_micro_batches() -> None:
+    with pytest.raises(ValueError, match="engine='pipeline'"):
+        Setting("sequential", num_microbatches=2)
+
+
+# Asynchronous training
+
+
+class Scale(nn.Module):
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([start], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Product:
+    """y = a b x with the loss y^2 / 2: everything can be followed by hand."""
+
+    metric, unit, higher_is_better = "loss", "number", False
+    batch_size, num_steps, evaluate_every, num_microbatches = 1, 6, 6, 1
+    average_decay = None
+    required, requirement = 0.0, ""
+
+    def build(self) -> nn.Sequential:
+        return nn.Sequential(Scale(0.9), Scale(1.1))
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        return output.square().mean() / 2
+
+    def optimizer(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in named], lr=0.0)
+
+    def learning_rate(self, step: int) -> float:
+        return 0.1
+
+    def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor([1.0 + step / 10], dtype=torch.float64), torch.zeros(1)
+
+    def held_out(self) -> list[tuple[Tensor, Tensor]]:
+        return [self.batch(0, 0)]
+
+    def count(self, output: Any, target: Tensor) -> tuple[float, float]:
+        return float(output.sum()), 1.0
+
+    def score(self, total: float, number: float) -> float:
+        return total / number
+
+
+@pytest.mark.parametrize("stash", [True, False])
+def test_two_asynchronous_stages_by_hand(stash: bool) -> None:
+    """Stage 0 (a) runs one forward ahead. Of its gradient, d loss / d a = x b (a b x), b and the product are
+    those of the forward at stage 1; with stashing or without, `a` does not enter its own gradient again, but
+    it does enter the one that a third stage would get."""
+    found = train_asynchronously(Product(), 2, 0, stash=stash)
+    a, b = 0.9, 1.1
+    hidden = {0: a * 1.0, 1: a * 1.1}  # forwards of stage 0, one ahead
+    for step in range(6):
+        x = 1.0 + step / 10
+        y = b * hidden[step]
+        to_a, to_b = x * b * y, hidden[step] * y
+        b -= 0.1 * to_b
+        a -= 0.1 * to_a
+        if step + 2 < 6:  # the forward after this backward sees the new a
+            hidden[step + 2] = a * (1.0 + (step + 2) / 10)
+    assert found.weights["0.weight"].item() == pytest.approx(a, rel=1e-12)
+    assert found.weights["1.weight"].item() == pytest.approx(b, rel=1e-12)
+    assert found.staleness == (1, 0)
+    assert found.versions == ((2, 1) if stash else (1, 1))
+
+
+def test_stashing_matters_where_a_stage_is_used_in_its_own_gradient() -> None:
+    """Two layers on the first stage: without stashing the gradient of the first meets the new second."""
+
+    class Three(Product):
+        def build(self) -> nn.Sequential:
+            return nn.Sequential(Scale(0.9), Scale(1.1), Scale(0.8))
+
+    with_stash = train_asynchronously(Three(), 2, 0, stash=True)
+    without = train_asynchronously(Three(), 2, 0, stash=False)
+    assert [with_stash.staleness, without.staleness] == [(1, 0)] * 2
+    assert with_stash.weights["0.weight"].item() != without.weights["0.weight"].item()
+
+
+@pytest.mark.parametrize("stash", [True, False])
+@pytest.mark.parametrize("make", [text_task, image_task])
+def test_one_asynchronous_stage_is_the_sequential_training(make: Any, stash: bool, tmp_path: Path) -> None:
+    found = train_asynchronously(make(), 1, 0, stash=stash)
+    plain = train(make(), Setting("sequential"), tmp_path)
+    assert all(torch.equal(found.weights[name], plain.weights[name]) for name in plain.weights)
+    assert (found.staleness, found.versions, found.curve) == ((0,), (1,), plain.curve)
+
+
+def test_every_stage_keeps_as_many_versions_as_it_is_stale() -> None:
+    task = TextTask(replace(TEXT, num_steps=12), topics()[:60_000], 0, "text")
+    found = train_asynchronously(task, 4, 0, stash=True)
+    assert found.staleness == (3, 2, 1, 0)
+    assert found.versions == (4, 3, 2, 1)
+
+
+# Killed and started again
+
+KILL = """
+import os, signal, sys
+from experiments import cli, consistency_training
+real, (event, steps) = consistency_training.train, sys.argv[1].split(":")
+
+def watch(happened, done):
+    if happened == event and done == int(steps):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+consistency_training.train = lambda *a, **k: real(*a, **k, watch=watch)
+sys.exit(cli.main(sys.argv[2:]))
+"""
+SELECTED = ("--profile", "smoke", "--only", "part=same seed", "--only", "model=text", "--only", "seed=11")
+
+
+def without_times(record: Record) -> dict[str, Any]:
+    found = {name: getattr(record, name) for name in ("case", "status", "quantities", "details", "options")}
+    return json.loads(json.dumps(found, default=repr, sort_keys=True))
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_record(tmp_path: Path) -> None:
+    """SIGKILL in the middle of writing a checkpoint, then after the last step; the third start ends."""
+    command = ["run", "consistency", *SELECTED, "--results", str(tmp_path)]
+    for event in ("saving:4", "finished:8"):
+        process = subprocess.run(
+            [sys.executable, "-c", KILL, event, *command], cwd=ROOT, capture_output=True, text=True,
+            timeout=300, check=False,
+        )  # fmt: skip
+        assert process.returncode == -signal.SIGKILL, process.stderr
+        assert not Store(tmp_path).load("consistency").records
+    process = subprocess.run(
+        [sys.executable, "-m", "experiments", *command], cwd=ROOT, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    (record,) = Store(tmp_path).load("consistency").records
+    options = RunOptions(profile="smoke", device="cpu", scratch=tmp_path / "undisturbed")
+    case = next(c for c in consistency.cases(options) if c.key == record.case)
+    undisturbed = consistency.run(case, options)
+    fields = {"case": record.case, "status": "done", "options": record.options}
+    wanted = {**fields, "quantities": undisturbed.quantities, "details": undisturbed.details}
+    assert without_times(record) == json.loads(json.dumps(wanted, default=repr, sort_keys=True))
+
+
+class _KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "event", "engine"),
+    [
+        (text_task, "step", "pipeline"),
+        (text_task, "saving", "pipeline"),
+        (image_task, "saved", "pipeline"),
+        (text_task, "saving", "sequential"),
+        (image_task, "saved", "sequential"),
+    ],
+)
+def test_a_training_goes_on_from_its_checkpoint(make: Any, event: str, engine: str, tmp_path: Path) -> None:
+    """Wherever it stops: before, while and after a checkpoint is written."""
+    task = make()
+    task.evaluate_every = 1
+    setting = Setting(engine, 2, 2) if engine == "pipeline" else Setting(engine)
+    wanted = train(task, setting, tmp_path / "undisturbed")
+    seen: list[int] = []
+
+    def watch(happened: str, steps: int) -> None:
+        if happened == "step":
+            seen.append(steps)
+        if (happened, steps) == (event, 2):
+            raise _KilledError
+
+    with pytest.raises(_KilledError):
+        train(task, setting, tmp_path / "killed", watch=watch)
+    assert latest_checkpoint(tmp_path / "killed") is not None
+    assert seen == [1, 2]
+    seen.clear()
+    found = train(
+        task, setting, tmp_path / "killed", watch=lambda h, s: seen.append(s) if h == "step" else None
+    )
+    assert seen[0] == (3 if event == "saved" else 2), "goes on and does not begin again"
+    assert same_weights(found, wanted)
+    assert found.curve == wanted.curve
+    assert latest_checkpoint(tmp_path / "killed") is None

@@ -37,8 +37,13 @@ def run(case: Case, options: RunOptions) -> Outcome:
         os.write(fd, f"{step}\n".encode())
         os.close(fd)
     if (gate := os.environ.get("FAKE_GATE")) and step == 2:
+        orphan = os.environ.get("FAKE_STEP_2") == "orphan"
+        if orphan and (child := os.fork()) != 0:
+            os.waitpid(child, 0)
         Path(gate, "arrived").write_text("here")  # blocks until somebody reads
         Path(gate, "leave").read_text()  # blocks until somebody writes
+        if orphan:
+            os._exit(0)
     print("a library that prints to standard output")
     os.write(1, b"and one that writes to the descriptor\n")
     match os.environ.get(f"FAKE_STEP_{step}"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,10 +137,20 @@ class Pipelined:
         return self.pipeline(inputs)
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
-        checkpoint.save(folder / "pipeline", self.pipeline, optimizer)
+        with _silent_checkpoints():
+            checkpoint.save(folder / "pipeline", self.pipeline, optimizer)
 
     def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
-        checkpoint.load(folder / "pipeline", self.pipeline, optimizer)
+        with _silent_checkpoints():
+            checkpoint.load(folder / "pipeline", self.pipeline, optimizer)
+
+
+@contextmanager
+def _silent_checkpoints() -> Iterator[None]:
+    """torch warns that a process without a group saves alone, which is what is asked of it here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def train(

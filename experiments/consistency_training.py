@@ -110,7 +110,7 @@ class Sequential:
         torch.save({**state, "num_steps": self._num_steps}, folder / "sequential.pt")
 
     def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
-        state = torch.load(folder / "sequential.pt", map_location=self._device)
+        state = torch.load(folder / "sequential.pt", map_location=self._device, weights_only=True)
         self.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         self._num_steps = state["num_steps"]
@@ -193,7 +193,7 @@ def _train(
     latest = latest_checkpoint(folder)
     if latest is not None:
         trainer.load(latest, optimizer)
-        state = torch.load(latest / f"loop-{rank}.pt", map_location=setting.device)
+        state = torch.load(latest / f"loop-{rank}.pt", map_location=setting.device, weights_only=True)
         done, curve = state["done"], [tuple(point) for point in state["curve"]]
         if average is not None:
             average.load(state["average"])
@@ -320,7 +320,7 @@ def _finished(folder: Path, rank: int) -> Trained | None:
     path = folder / f"final-{rank}.pt"
     if not path.exists():
         return None
-    content = torch.load(path)
+    content = torch.load(path, weights_only=True)
     return Trained(tuple(tuple(point) for point in content["curve"]), content["weights"], content["layers"])
 
 

@@ -36,8 +36,10 @@ def score_of(record: Record) -> float | None:
 def learned(record: Record) -> bool:
     """Whether the training met its own stated requirement."""
     score = score_of(record)
-    if score is None:
-        return False
+    return score is not None and _suffices(score, record)
+
+
+def _suffices(score: float, record: Record) -> bool:
     required = float(record.details["required"])
     return score >= required if record.details["higher_is_better"] else score <= required
 
@@ -93,9 +95,13 @@ def statistical(
         return scores, None, "not run"
     if found.problem:
         return scores, None, f"not judged: {found.problem}"
-    if len(scores) < len(runs) or not all(map(learned, runs)):
-        return scores, None, "deviates: a run did not learn"
+    if any(run.status != "done" for run in runs):
+        return scores, None, "not run: a run did not finish"
+    if len(scores) < len(runs):
+        return scores, None, "deviates: a run diverged"
     distance = found.distance(scores)
+    if not _suffices(statistics.fmean(scores), runs[0]):
+        return scores, distance, "deviates: did not learn"
     return scores, distance, "consistent" if distance <= NUM_DEVIATIONS else "deviates"
 
 
@@ -118,12 +124,11 @@ def cells(records: Sequence[Record]) -> list[Ours]:
     for num_stages in (1, 2, 4, 8):
         scores, distance, verdict = statistical(records, "images", num_stages)
         quantity = None
-        if distance is not None:
+        if distance is not None and verdict in ("consistent", "deviates"):
             quantity = Quantity(
                 name=ROW, value=distance, unit="standard deviations", provenance="measured",
                 higher_is_better=False, note=f"{len(scores)} run(s) of its own",
             )  # fmt: skip
-        unknown = verdict in ("not run", "consistent", "deviates")
         found.append(
             Ours(
                 table=TABLE,
@@ -131,7 +136,7 @@ def cells(records: Sequence[Record]) -> list[Ours]:
                 column=f"pipeline-{num_stages}",
                 quantity=quantity,
                 note=SCALED,
-                reason="" if unknown else verdict,
+                reason=verdict if ":" in verdict else "",
             )
         )
     return found

@@ -94,7 +94,9 @@ def _evidence(records: Sequence[Record], model: str) -> str:
             ]
         )
     problem = f"Not judged: {found.problem}." if found.problem else ""
-    requirement = f"Required of every run: {runs[0].details['requirement']}."
+    requirement = (
+        f"Required of every sequential run and of the mean of each K: {runs[0].details['requirement']}."
+    )
     heading = f"{TITLES[model]}: {METRICS[model]} (measured), M = {runs[0].case['num_microbatches']}"
     return _table(
         heading, ["evidence", "", METRICS[model], "distance", "verdict"], lines, requirement, problem, CHANCE

@@ -8,13 +8,13 @@ from experiments.guard_run import Finding
 from harness.guard import THRESHOLD, Change, Judgement
 
 HEADERS = (
-    "benchmark", "verdict", "base", "head", "head against base", "base against itself", "processor time", "rounds",
-    "noise floor", "detects",
+    "benchmark", "verdict", "base", "head", "head against base", "base against itself", "processor time",
+    "rounds", "noise floor", "detects",
 )  # fmt: skip
 
 LEGEND = f"""\
-Changes of the time per step with their intervals; + is slower. A regression lies above +{THRESHOLD:.0%} with its
-whole interval, and fails only if fresh processes confirm it. `base against itself` is the control: if its
+Changes of the time per step with their intervals; + is slower. A regression lies above +{THRESHOLD:.0%} with
+its whole interval, and fails only if fresh processes confirm it. `base against itself` is the control: if its
 interval excludes 0, the run proves nothing (contaminated). Noise floor: how far that interval reaches.
 Detects: the slow-down that a run this noisy finds four times in five. Processor time can't see waiting and
 decides nothing."""

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for bad usage."""
     names = selected(arguments.only)
     if arguments.budget_s <= 0:
-        raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 165")
+        raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 150")
     if arguments.history is not None and arguments.base is None:
         raise ValueError("--history keeps what was timed; give a revision to compare with, --base REF")
     say = _teller(arguments.json)

@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a benchmark of the base that is gone on purpose",
     )
     verb.add_argument(
-        "--budget-s", type=float, default=165.0, metavar="S", help="time for all rounds; default: %(default)g"
+        "--budget-s", type=float, default=150.0, metavar="S", help="time for all rounds; default: %(default)g"
     )
     verb.add_argument("--history", type=Path, metavar="DIR", help="also write files for trend tools there")
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from experiments.processes import run_processes
 from experiments.timed_actions import TimedActions, balanced, lay_out
 from harness.record import Quantity
 from harness.stats import from_samples
@@ -40,9 +41,8 @@ def devices(device: str) -> int:
 def measure(task: Any) -> list[Found]:
     """Runs the processes of a case, one thread each and pinned."""
     from experiments.step_timing import work
-    from pipeline.launch import launch
 
-    return launch(work, devices(task.device), task)
+    return run_processes(work, devices(task.device), task)
 
 
 def results(

@@ -152,7 +152,11 @@ def _forward(
             for name, twin in stage.twins[index].items()
         }
         generators.seed(stream_key(seed, step, index, 0))
-        value = functional_call(layer, weights[index], (value,))
+        # Batch normalization's backward also asks whether its running statistics are still those it saw.
+        statistics = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+        value = functional_call(layer, {**weights[index], **statistics}, (value,))
+        for name, buffer in layer.named_buffers():
+            buffer.copy_(statistics[name])
     outputs = value if isinstance(value, tuple) else (value,)
     stage.flights[step] = _Flight(entered, outputs, weights, stage.updates)
     return outputs

@@ -323,6 +323,12 @@ def test_one_asynchronous_stage_is_the_sequential_training(make: Any, stash: boo
     assert (found.staleness, found.versions, found.curve) == ((0,), (1,), plain.curve)
 
 
+def test_running_statistics_move_on_while_mini_batches_are_in_flight() -> None:
+    found = train_asynchronously(image_task(), 2, 0, stash=False)
+    assert all(tensor.isfinite().all() for tensor in found.weights.values())
+    assert found.weights["stem.bn.num_batches_tracked"] == image_task().num_steps
+
+
 def test_every_stage_keeps_as_many_versions_as_it_is_stale() -> None:
     task = TextTask(replace(TEXT, num_steps=12), topics()[:60_000], 0, "text")
     found = train_asynchronously(task, 4, 0, stash=True)

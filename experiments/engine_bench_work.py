@@ -28,6 +28,7 @@ from experiments.engine_bench_arms import (
     verify,
 )
 from experiments.engine_bench_rounds import measure
+from experiments.machine_usage import usage
 from models import MODELS, example_batch, loss_fn
 from pipeline import Pipeline
 from pipeline.clock import conditions
@@ -179,13 +180,6 @@ def repeats_of(step: Callable[[], object] | None) -> int:
     step_s = torch.tensor([(time.perf_counter() - start_s) / 2], dtype=torch.float64)
     dist.all_reduce(step_s, dist.ReduceOp.MAX)
     return max(1, round(SAMPLE_S / float(step_s)))
-
-
-def usage() -> tuple[float, float, float]:
-    """Seconds used so far: by this process, by everything on the machine, by the clock on the wall."""
-    cores = psutil.cpu_times()
-    busy_s = sum(cores) - cores.idle - getattr(cores, "iowait", 0.0) - getattr(cores, "guest", 0.0)
-    return time.process_time(), busy_s, time.perf_counter()
 
 
 def actions_s(pipeline: Pipeline) -> dict[str, float]:

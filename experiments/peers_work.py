@@ -20,10 +20,11 @@ from torch import distributed as dist
 from torch import nn
 
 from experiments.engine_bench_rounds import measure
-from experiments.engine_bench_work import actions_s, repeats_of, usage
+from experiments.engine_bench_work import actions_s, repeats_of
 from experiments.engine_checks import reference, verify
 from experiments.engines import Engine, Setup, build
 from experiments.engines_known import Ours
+from experiments.machine_usage import usage
 from models import MODELS, example_batch, loss_fn
 from pipeline import Pipeline
 from pipeline.clock import conditions

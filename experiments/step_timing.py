@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from experiments.engines import Engine, Setup, resolve
+from experiments.machine_usage import Usage
 from experiments.timed_actions import TimedActions, check_ran, samples_of
 from models import MODELS, example_batch, loss_fn
 from pipeline import Pipeline
@@ -105,7 +106,7 @@ def work(task: Task) -> Found:
     optimizers = [_optimizer(layer) for layer in layers]
     for cell in cells:
         cell.build(partition(layers_s[cell.configuration.microbatch_size], cell.configuration.num_stages))
-    usage = _Usage()
+    usage = Usage()
     for number in range(-1, task.rounds):  # the first round warms up
         for cell in cells if number % 2 == 0 else reversed(cells):
             cell.take_round(optimizers, keep=number >= 0)
@@ -339,28 +340,3 @@ def _barrier() -> None:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class _Usage:
-    """What the machine's cores did from here on."""
-
-    def __init__(self) -> None:
-        self.before = self._now()
-
-    def of_others(self) -> float:
-        """Share of all cores that programs other than this case's processes took."""
-        import psutil
-
-        own, busy, wall = (after - start for after, start in zip(self._now(), self.before, strict=True))
-        used = torch.tensor([own], dtype=torch.float64)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(used)
-        return max(0.0, busy - float(used)) / (wall * (psutil.cpu_count() or 1))
-
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
-        import psutil
-
-        cores = psutil.cpu_times()
-        busy_s = sum(cores) - cores.idle - getattr(cores, "iowait", 0.0) - getattr(cores, "guest", 0.0)
-        return time.process_time(), busy_s, time.perf_counter()

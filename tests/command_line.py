@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# Background jobs of a shell ignore interrupts, and so would their children.
 START = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import experiments.registry
 experiments.registry.EXPERIMENTS["fake"] = "fake_experiment"
 from experiments.cli import main

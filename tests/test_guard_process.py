@@ -94,7 +94,7 @@ def test_one_that_ignores_its_end_is_killed(start, monkeypatch: pytest.MonkeyPat
 
 
 def test_termination_runs_the_clean_up() -> None:
-    cleaned = []
+    cleaned, before = [], signal.getsignal(signal.SIGTERM)
 
     def work() -> None:
         with terminate_like_interrupt():
@@ -107,4 +107,4 @@ def test_termination_runs_the_clean_up() -> None:
     with pytest.raises(KeyboardInterrupt):
         work()
     assert cleaned
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -36,6 +36,14 @@ BASELINES = {"resnet101": 1, "amoebanet": 2}
 """k of the naive-k that a model's speeds are divided by."""
 ROUNDS = {"smoke": 1, "short": 2, "full": 4}
 ESTIMATE_S = {"smoke": 10.0, "short": 80.0, "full": 120.0}
+COLORS = {
+    "paper (TPU)": "#0173b2",
+    "torchgpipe (P40)": "#949494",
+    "ours, replayed": "#029e73",
+    "ours, measured": "#de8f05",
+    "bound": "#d9d9d9",
+}
+"""Of who made a number; the same in every panel."""
 TABLES = {name: f"figure3-{name}" for name in V1_SUBJECTS}
 
 
@@ -200,7 +208,7 @@ def figures(records: Sequence[Record], folder: Path) -> list[Path]:
                 if quantity is not None:
                     rows.append((label, who, quantity.value))
         frame = pandas.DataFrame(rows, columns=["", "who", "throughput"])
-        seaborn.barplot(frame, x="", y="throughput", hue="who", palette="colorblind", ax=axes)
+        seaborn.barplot(frame, x="", y="throughput", hue="who", palette=COLORS, ax=axes)
         scale = record.details["scale"]
         axes.set_title(record.details["title"] + (f"\nscaled: {scale}" if scale else ""), fontsize=9)
         axes.set_ylabel(f"throughput, {next(iter(record.details['cells']))} is 1")

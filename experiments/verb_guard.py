@@ -23,6 +23,7 @@ from experiments.guard_text import conclusion, table
 from experiments.output import print_line
 from experiments.registry import suggestion
 from harness.environment import code_state
+from harness.files import write_whole
 from harness.guard_counters import differences, encode, load
 from harness.guard_process import WorkerError, terminate_like_interrupt
 from harness.guard_tree import Base, base_tree
@@ -75,9 +76,8 @@ def check_counters(arguments: argparse.Namespace, say: Any) -> int:
     finally:
         torch.set_num_threads(threads)
     if arguments.update:
-        COUNTERS.parent.mkdir(parents=True, exist_ok=True)
         try:
-            COUNTERS.write_text(encode(found), encoding="utf-8")
+            write_whole(COUNTERS, encode(found))
         except OSError as error:
             raise ValueError(f"{COUNTERS} can't be written: {error}") from error
         say(f"counters: wrote {COUNTERS.relative_to(ROOT)}; commit it with the reason for the change")

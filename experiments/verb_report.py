@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import re
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +24,7 @@ from experiments.report_records import Source, answers, folders, load_all, sourc
 from experiments.report_tables import table_infos
 from experiments.show import comparisons_of, text_of
 from harness.experiment import Experiment
+from harness.files import write_whole
 from harness.machines import SideBySide, side_by_side
 from harness.paper import load_paper
 from harness.record import Record
@@ -108,16 +107,7 @@ def build(results: Path, *, figures: bool = True) -> Page:
 def write(path: Path, text: str) -> None:
     """Replaces the file as a whole: a reader never sees half a page. Raises ValueError if it can't."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_whole(path, text)
     except OSError as error:
         raise ValueError(
             f"can't write {path}: {error.strerror or error}; choose another folder with --output"

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from harness.files import write_whole
 from harness.guard import Judgement
 
 
@@ -142,7 +143,6 @@ def save(folder: Path, entries: Sequence[Entry], commit: Commit, now: datetime) 
     )
     storage = folder / system
     try:
-        storage.mkdir(parents=True, exist_ok=True)
         number = (
             max((int(path.name[:4]) for path in storage.glob("[0-9][0-9][0-9][0-9]_*.json")), default=0) + 1
         )
@@ -157,7 +157,7 @@ def save(folder: Path, entries: Sequence[Entry], commit: Commit, now: datetime) 
 
 
 def _write(path: Path, content: Mapping[str, Any] | Sequence[Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def _version() -> str:

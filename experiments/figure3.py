@@ -136,19 +136,17 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         table = TABLES[str(record.case["model"])]
         known = published(table)
         lines = []
-        first = next(iter(record.details["cells"]))  # a measured ratio needs a measured base
         for label, facts in record.details["cells"].items():
             row = "normalized throughput"
             paper, peer = known.get(("paper", row, label)), known.get(("torchgpipe", row, label))
+            measured = record.quantity(f"normalised real throughput {label}")
             lines.append(
                 [
                     label,
                     "-" if paper is None else paper.printed,
                     "-" if peer is None else peer.printed,
                     interval(record.quantity(f"normalised throughput {label}"), facts["why"]),
-                    interval(record.quantity(f"normalised real throughput {label}"), "")
-                    if record.quantity(f"real step {label}") and record.quantity(f"real step {first}")
-                    else "-",
+                    "-" if measured is None else interval(measured),
                     interval(record.quantity(f"normalised bound throughput {label}")),
                     percent(record.quantity(f"share of the balanced step {label}")),
                     verdicts.get((table, row, label), "-"),

@@ -160,7 +160,8 @@ def _throughputs(
             f"K={k}": [lay_out(timed, link).makespan_s for timed in several] for k, several in rounds.items()
         }
         throughput = {cell: [batch_size / step_s for step_s in each] for cell, each in steps.items()}
-        quantities += normalised(f"throughput over {name}", throughput, throughput, provenance)
+        first = next(iter(throughput.values()))
+        quantities += normalised(f"throughput over {name}", throughput, first, provenance)
     return quantities
 
 

@@ -77,6 +77,21 @@ def test_a_step_that_was_run_with_fewer_micro_batches_is_laid_out_with_more() ->
     assert [q.name for q in quantities if q.name.startswith("real step")] == ["real step pipeline-2 M=4"]
 
 
+def test_nothing_is_relative_to_a_base_that_was_not_measured() -> None:
+    """naive-1 can't run on two devices, so pipeline-2's measured step has nothing to be divided by."""
+    plan = [
+        (Configuration(1, 1, 32, label="naive-1"), (1,)),
+        (Configuration(2, 4, 32, runs_for_real=True, label="pipeline-2"), (4,)),
+    ]
+    answer = found(steps(num_microbatches=1), steps(num_microbatches=4, real_s=(0.2, 0.2)))
+    quantities, _ = results(plan, [answer], "cpu")
+    normalised = {quantity.name for quantity in quantities if quantity.name.startswith("normalised")}
+    assert normalised == {
+        f"normalised {kind}throughput {cell}" for kind in ("", "bound ") for cell in ("naive-1", "pipeline-2")
+    }
+    assert value(quantities, "real throughput pipeline-2") == pytest.approx(160)
+
+
 def test_an_engine_without_a_timeline_has_real_steps_only() -> None:
     plan = [(Configuration(2, 4, 32, runs_for_real=True), (4,))]
     quantities, details = results(plan, [found(steps(0, real_s=(0.2, 0.2), why="no timeline"))], "cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,16 +37,33 @@ def test_python_examples_run() -> None:
     assert names["loss"].ndim == 0
 
 
-@pytest.mark.parametrize(
-    "command", re.findall(r"^python -m experiments ([a-z1 -]+?)(?:  .*)?$", TEXT, re.MULTILINE)
-)
-def test_command_lines_are_accepted(command: str) -> None:
-    if command.startswith("run"):  # what it runs is tested elsewhere; here only that it parses
-        command += " --help"
-    if command.startswith("compare"):  # on a fresh clone there are no records but the reference
+def commands() -> list[str]:
+    """Every `python -m` line of the README; test_sessions.py runs the nox lines."""
+    blocks = re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"`(python -m [^`]+)`", TEXT)
+    found = [line.partition("#")[0].strip() for line in lines if line.startswith("python -m")]
+    return [line for line in found if not re.search(r"-m pip|experiments$", line)]
+
+
+def test_every_command_is_found() -> None:
+    assert len(commands()) >= 10
+    assert sum(line.startswith("python -m experiments size") for line in commands()) == 2
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_lines_run(command: str, tmp_path: Path) -> None:
+    if " run " in command:
+        command += f" --profile smoke --results {tmp_path}"
+    elif (
+        " compare " in command and "--results" not in command
+    ):  # a fresh clone has the reference records alone
         command += f" --results {readme.REFERENCE.relative_to(readme.ROOT)}"
-    arguments = [sys.executable, "-m", "experiments", *command.split()]
+    elif "first_run" in command:
+        command += " --help"  # tests/test_first_run.py runs it
     process = subprocess.run(
-        arguments, cwd=readme.ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+        [sys.executable, *command.split()[1:]],
+        cwd=readme.ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert process.returncode == 0, process.stderr
+    assert process.stdout

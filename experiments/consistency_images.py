@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.consistency_paths import image_layout
+from experiments.consistency_paths import CIFAR10, image_layout
 from experiments.consistency_recipe import ImageRecipe
 from experiments.consistency_task import Batch, chosen, derived, even_parts
 from experiments.rmsprop import RMSPropTF
@@ -74,7 +74,7 @@ def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit
     """ImageNet's or CIFAR-10's layout, or a folder per class, at `path`.
 
     `limit` caps the number of examples, training and held out together. Raises ValueError where
-    `image_layout` does.
+    `image_layout` does, and for CIFAR-10 files that are not the published ones.
     """
     import_torchvision()
     from torchvision import datasets
@@ -88,9 +88,7 @@ def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit
         num_classes = len(whole.classes)
     else:
         if layout == "cifar10":
-            parts = [
-                datasets.CIFAR10(str(root), train=training, download=False) for training in (True, False)
-            ]
+            parts = _cifar10(path)
         else:
             parts = [datasets.ImageFolder(str(root / name)) for name in layout.split("/")]
         sizes = [len(part.targets) for part in parts]
@@ -104,6 +102,21 @@ def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit
         num_classes = len(parts[0].classes)
     load = partial(_decoded, sources, image_size, augment)
     return Images(load, train, held_out, [targets[i] for i in held_out], num_classes)
+
+
+def _cifar10(path: str) -> list[Any]:
+    """Training and held-out part. The files are pickles; torchvision opens only those with the published
+    archive's checksums. Raises ValueError for others.
+    """
+    from torchvision import datasets
+
+    try:
+        return [datasets.CIFAR10(path, train=training, download=False) for training in (True, False)]
+    except RuntimeError as error:
+        raise ValueError(
+            f"--data {path}: a file of {CIFAR10} is not the published one (its checksum differs); unpack the "
+            "archive again"
+        ) from error
 
 
 def _decoded(

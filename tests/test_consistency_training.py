@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from sklearn.datasets import load_digits
+from torch import Tensor, distributed, nn
 
 from experiments import consistency
 from experiments.consistency_async import train_asynchronously
@@ -30,6 +35,7 @@ from experiments.weight_average import WeightAverage
 from harness.experiment import RunOptions
 from harness.record import Record
 from harness.store import Store
+from models.torchvision_shim import import_torchvision
 
 ROOT = Path(__file__).parents[1]
 TEXT = replace(TOPICS, num_steps=4, d_model=16, ffn_dim=32, seq_len=12, batch_size=8, vocab_size=256)
@@ -208,6 +214,70 @@ def test_own_images_of_any_layout(tmp_path: Path) -> None:
         own_images(str(tmp_path / "flat"), 9, False, 0, None).batch(range(12), None)
 
 
+def cifar10_archive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Digits as an archive in CIFAR-10's format, with the checksums torchvision expects of the real one."""
+    import_torchvision()
+    from torchvision.datasets import CIFAR10
+
+    root = folder / CIFAR10.base_folder
+    root.mkdir(parents=True)
+    images, targets = load_digits(return_X_y=True)
+    pixels = images.reshape(-1, 8, 8).repeat(4, 1).repeat(4, 2)  # 32 x 32, 0 to 16
+    planes = numpy.stack([pixels * 15, 255 - pixels * 15, pixels * 0], axis=1).astype(numpy.uint8)
+
+    def write(name: str, content: dict[str, Any]) -> str:
+        data = pickle.dumps(content)
+        (root / name).write_bytes(data)
+        return hashlib.md5(data).hexdigest()
+
+    def batch(first: int) -> dict[str, Any]:
+        chosen = slice(first, first + 40)
+        return {"data": planes[chosen].reshape(40, -1), "labels": targets[chosen].tolist()}
+
+    names = [f"data_batch_{i}" for i in range(1, 6)]
+    parts = [[name, write(name, batch(40 * i))] for i, name in enumerate(names)]
+    monkeypatch.setattr(CIFAR10, "train_list", parts)
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", write("test_batch", batch(200))]])
+    meta = write("batches.meta", {"label_names": [str(i) for i in range(10)]})
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": meta})
+    return folder
+
+
+def test_cifar10_is_read_in_its_own_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(cifar10_archive(tmp_path, monkeypatch))
+    images = own_images(path, 28, False, 0, None)
+    assert (len(images.train), len(images.held_out), images.num_classes) == (200, 40, 10)
+    targets = load_digits().target
+    found, classes = images.batch([*images.train[:50], *images.held_out], None)
+    assert classes.tolist() == [*targets[:50], *targets[200:240]]
+    # The central 28 of 32 pixels, so not resized: red is the digit, green its negative, blue nothing.
+    digit = torch.tensor(load_digits().images[:50]).repeat_interleave(4, 1).repeat_interleave(4, 2)
+    red = (digit[:, 2:30, 2:30] * 15 / 127.5 - 1).float()
+    torch.testing.assert_close(found[:50, 0], red)
+    torch.testing.assert_close(found[:50, 1], -red)
+    assert (found[:, 2] == -1).all()
+    fewer = own_images(path, 28, True, 0, 100)
+    assert (len(fewer.train), len(fewer.held_out)) == (80, 20)
+    assert set(fewer.train) <= set(images.train)
+    assert set(fewer.held_out) <= set(images.held_out)
+    ImageTask(replace(IMAGES, image_size=9, batch_size=20, augment=True), fewer).batch(0, 0)
+
+
+def test_a_changed_cifar10_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a pickle, which could run anything; the checksum is looked at first."""
+    path = cifar10_archive(tmp_path, monkeypatch)
+    trap = tmp_path / "ran"
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (trap,)
+
+    (path / "cifar-10-batches-py" / "data_batch_3").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(ValueError, match=r"a file of cifar-10-batches-py is not the published one"):
+        own_images(str(path), 28, False, 0, None)
+    assert not trap.exists()
+
+
 # Weights
 
 
@@ -381,6 +451,59 @@ def test_a_killed_run_ends_with_the_same_record(tmp_path: Path) -> None:
     fields = {"case": record.case, "status": "done", "options": record.options}
     wanted = {**fields, "quantities": undisturbed.quantities, "details": undisturbed.details}
     assert without_times(record) == json.loads(json.dumps(wanted, default=repr, sort_keys=True))
+
+
+def rank_that_kills_all(subject: consistency.Subject, setting: Setting, folder: Path, when: str) -> Trained:
+    """One process of several; at the given event rank 0 ends all processes of the run at once."""
+    event, _, number = when.partition(":")
+
+    def watch(happened: str, steps: int) -> None:
+        if (happened, str(steps)) == (event, number) and distributed.get_rank() == 0:
+            os.killpg(0, signal.SIGKILL)
+
+    group = distributed.group.WORLD
+    return train(consistency.task_of(subject), setting, folder, group=group, watch=watch)
+
+
+TWO_PROCESSES = """
+import sys
+from pathlib import Path
+from test_consistency_training import SMOKE_TEXT, rank_that_kills_all
+from experiments.consistency_training import Setting
+from pipeline.launch import launch
+
+if __name__ == "__main__":
+    folder, when = Path(sys.argv[1]), sys.argv[2]
+    parts = launch(rank_that_kills_all, 2, SMOKE_TEXT, Setting("pipeline", 2, 4, 11), folder, when)
+    assert [len(part.curve) for part in parts] == [4, 4]
+"""
+SMOKE_TEXT = consistency.subject_of("text", RunOptions(profile="smoke", device="cpu"))
+
+
+@pytest.mark.slow
+def test_two_killed_processes_end_with_the_weights_of_one(tmp_path: Path) -> None:
+    """SIGKILL to both and to what started them, while one has and one may not have written its checkpoint."""
+    script = tmp_path / "two_processes.py"
+    script.write_text(TWO_PROCESSES)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+
+    def start(when: str) -> int:
+        return subprocess.run(
+            [sys.executable, str(script), str(tmp_path / "two"), when],
+            env={**os.environ, "PYTHONPATH": path}, start_new_session=True, timeout=300, check=False,
+        ).returncode  # fmt: skip
+
+    assert start("saving:4") == -signal.SIGKILL
+    assert latest_checkpoint(tmp_path / "two") == tmp_path / "two" / "step-00000002"
+    assert start("step:6") == -signal.SIGKILL
+    assert latest_checkpoint(tmp_path / "two") == tmp_path / "two" / "step-00000004"
+    assert start("never:0") == 0
+    two = [torch.load(tmp_path / "two" / f"final-{rank}.pt", weights_only=True) for rank in (0, 1)]
+    setting = Setting("pipeline", 1, 4, 11)
+    one = train(consistency.task_of(SMOKE_TEXT), setting, tmp_path / "one")
+    weights = {**two[0]["weights"], **two[1]["weights"]}
+    assert weights.keys() == one.weights.keys()
+    assert all(torch.equal(weights[name], one.weights[name]) for name in weights)
 
 
 class _KilledError(Exception):

@@ -113,6 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     verb.add_argument("--fresh", action="store_true", help="run again what is on record")
     verb.add_argument(
+        "--jobs", type=int, metavar="N",
+        help="cases at work at the same time, where none is timed (consistency); default: one per core there",
+    )  # fmt: skip
+    verb.add_argument(
         "--assert",
         dest="assert_",
         action="store_true",

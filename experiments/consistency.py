@@ -407,4 +407,5 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=("device", "seed", "data", "text", "parallel_text"),
+    untimed=True,
 )

@@ -7,7 +7,6 @@ far rounds differ, not how the machine drifts.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.processes import run_processes
 from experiments.timed_actions import TimedActions, balanced, lay_out
-from harness.record import Quantity
+from harness.environment import usable_cores
+from harness.record import Provenance, Quantity
 from harness.stats import from_samples
 from pipeline.links import LINKS, Link
 
@@ -35,7 +35,7 @@ def devices(device: str) -> int:
         import torch
 
         return min(torch.cuda.device_count(), 2)
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 2)
+    return min(usable_cores(), 2)
 
 
 def measure(task: Any) -> list[Found]:
@@ -108,9 +108,10 @@ def results(
                 timelines = [each.real_timeline for each in steps if each.real_timeline is not None]
                 facts["real_busy_share"] = busy_share(timelines)
             details[name] = facts
-    quantities += normalised("throughput", throughput, throughput, "replayed")
-    quantities += normalised("bound throughput", bound, throughput, "replayed")
-    quantities += normalised("real throughput", real, real, "measured")
+    first = next(iter(details))
+    quantities += normalised("throughput", throughput, throughput.get(first), "replayed")
+    quantities += normalised("bound throughput", bound, throughput.get(first), "replayed")
+    quantities += normalised("real throughput", real, real.get(first), "measured")
     shared = {
         "cells": details,
         "link": {"name": link.name, "source": link.source, "latency_s": link.latency_s,
@@ -167,23 +168,21 @@ def busy_share(timelines: Sequence[Any]) -> list[float]:
 
 
 def normalised(
-    name: str, throughput: dict[str, list[float]], base: dict[str, list[float]], provenance: Any
+    name: str, throughput: dict[str, list[float]], base: Sequence[float] | None, provenance: Provenance
 ) -> list[Quantity]:
-    """Examples per second, and relative to the first cell of `base`, round by round."""
-    if not throughput:
-        return []
-    first = next(iter(base.values()))
+    """Examples per second, and relative to the base, round by round, where it has such a throughput."""
     found = []
     for cell, samples in throughput.items():
-        ratios = [ours / theirs for ours, theirs in zip(samples, first, strict=True)]
-        found += [
-            from_samples(
-                f"{name} {cell}", samples, "samples/s", provenance=provenance, higher_is_better=True
-            ),
-            from_samples(
-                f"normalised {name} {cell}", ratios, "ratio", provenance=provenance, higher_is_better=True
-            ),
-        ]
+        found.append(
+            from_samples(f"{name} {cell}", samples, "samples/s", provenance=provenance, higher_is_better=True)
+        )
+        if base is not None:
+            ratios = [ours / theirs for ours, theirs in zip(samples, base, strict=True)]
+            found.append(
+                from_samples(
+                    f"normalised {name} {cell}", ratios, "ratio", provenance=provenance, higher_is_better=True
+                )
+            )
     return found
 
 

@@ -13,6 +13,7 @@ import msgspec
 from experiments import cli
 from experiments.output import print_line
 from experiments.registry import EXPERIMENTS, load
+from harness.environment import usable_cores
 from harness.experiment import Experiment, RunOptions
 from harness.progress import words
 from harness.store import Store, latest
@@ -66,10 +67,11 @@ def _time(experiment: Experiment, profile: str, store: Store) -> dict[str, Any]:
         if record.profile == profile and record.status == "done"
     }
     known = sum(case.label in took for case in cases)
+    jobs = min(usable_cores(), len(cases)) if experiment.untimed else 1
     return {
         "cases": len(cases),
         "on_record": known,
-        "expected_s": sum(took.get(case.label, case.estimate_s) for case in cases),
+        "expected_s": sum(took.get(case.label, case.estimate_s) for case in cases) / jobs,
     }
 
 

@@ -18,6 +18,7 @@ from experiments.selection import merge, select_records
 from experiments.show import comparisons_of, text_of
 from harness.codec import encode, printable
 from harness.compare import Comparison
+from harness.environment import usable_cores
 from harness.experiment import Experiment, RunOptions
 from harness.progress import Reporter, reporter
 from harness.record import Record
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             store,
             reporter=show,
             fresh=arguments.fresh,
+            jobs=_jobs(arguments.jobs, experiment, options.device),
             command=command,
             on_record=on_record,
         )
@@ -139,6 +141,13 @@ def _device(asked: str, experiment: Experiment) -> str:
             "--device cuda: torch sees no CUDA device here; use --device cpu, or see what doctor says"
         )
     return "cpu"
+
+
+def _jobs(asked: int | None, experiment: Experiment, device: str) -> int:
+    """As asked, or what is sensible: all cores where nothing is timed, but one case at a time on GPUs."""
+    if asked is not None:
+        return asked
+    return usable_cores() if experiment.untimed and device != "cuda" else 1
 
 
 def _engine(asked: str | None, experiment: Experiment) -> str | None:

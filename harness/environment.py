@@ -58,6 +58,13 @@ def differences(environments: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     return found
 
 
+def usable_cores() -> int:
+    """Cores that this process may keep busy: its affinity, and no more than a container's share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = _cgroup_cpus()
+    return cores if share is None else max(1, min(cores, int(share)))
+
+
 @functools.cache
 def _machine() -> dict[str, Any]:
     import psutil

@@ -112,7 +112,9 @@ class Experiment:
     `revision`
     is raised whenever a change makes earlier records wrong: they are then run again. `options` names the
     run options its results depend on; a case is run again for each of their values. `engines` are the
-    engine names it accepts, empty if it runs none. `tables` defaults to the comparison alone.
+    engine names it accepts, empty if it runs none. `tables` defaults to the comparison alone. `untimed`: no
+    result depends on how long anything takes, so cases may run beside each other, in processes that import
+    the experiment's functions by name.
 
     `cases`, `cells`, `tables` and `figures` must not need torch: they serve `list` and `compare`.
     """
@@ -130,6 +132,7 @@ class Experiment:
     revision: int = 1
     options: tuple[str, ...] = ("device", "engine", "seed")
     engines: tuple[str, ...] = ()
+    untimed: bool = False
 
     def identity(self, case: Case, options: RunOptions) -> str:
         """Identity of a case; equal to that of the record it leaves."""

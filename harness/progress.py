@@ -20,7 +20,7 @@ _BAR_COLUMNS = 70
 class Reporter(Protocol):
     """Told by the runner what happens; decides how to show it."""
 
-    def begin(self, cases: list[Case]) -> None: ...
+    def begin(self, cases: list[Case], jobs: int) -> None: ...
     def started(self, case: Case) -> None: ...
     def finished(self, case: Case, record: Record, *, reused: bool) -> None: ...
     def warn(self, message: str) -> None: ...
@@ -28,9 +28,13 @@ class Reporter(Protocol):
 
 
 class Remaining:
-    """Time left: the estimates of what is left, scaled by how right they were so far."""
+    """Time left: the estimates of what is left, scaled by how right they were so far.
 
-    def __init__(self, cases: list[Case]) -> None:
+    `jobs` cases are at work at the same time.
+    """
+
+    def __init__(self, cases: list[Case], jobs: int = 1) -> None:
+        self._jobs = jobs
         self._left_s = sum(case.estimate_s for case in cases)
         self._estimated_s = 0.0
         self._spent_s = 0.0
@@ -46,7 +50,7 @@ class Remaining:
     def left_s(self) -> float:
         """Seconds left."""
         speed = self._spent_s / self._estimated_s if self._estimated_s > 0 else 1.0
-        return self._left_s * speed
+        return self._left_s * speed / self._jobs
 
 
 def words(seconds: float) -> str:
@@ -67,9 +71,9 @@ class PlainReporter:
         self._done = self._total = self._reused = 0
         self._remaining = Remaining([])
 
-    def begin(self, cases: list[Case]) -> None:
+    def begin(self, cases: list[Case], jobs: int) -> None:
         self._total = len(cases)
-        self._remaining = Remaining(cases)
+        self._remaining = Remaining(cases, jobs)
         self._say(f"{len(cases)} cases, about {words(self._remaining.left_s)}")
 
     def started(self, case: Case) -> None:
@@ -123,8 +127,8 @@ class BarReporter:
         self._remaining = Remaining([])
         self._total = self._reused = 0
 
-    def begin(self, cases: list[Case]) -> None:
-        self._remaining = Remaining(cases)
+    def begin(self, cases: list[Case], jobs: int) -> None:
+        self._remaining = Remaining(cases, jobs)
         self._total = len(cases)
         self._progress.update(self._task, total=len(cases), left=words(self._remaining.left_s))
         self._progress.start()

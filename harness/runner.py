@@ -1,26 +1,23 @@
 """Runs the cases of an experiment and keeps each result the moment it is there.
 
 What is on record is not run again; what fails becomes a record and the run goes on; what can't be written
-is handed to the caller, so it can be shown. Two runs on the same folder share the cases between them.
+is handed to the caller, so it can be shown. Two runs on the same folder share the cases between them. One
+run has several cases at work only where the experiment times nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import sys
-import traceback
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
-from harness.codec import decode, encode, printable
-from harness.environment import environment
-from harness.experiment import Case, Experiment, Outcome, RunOptions, select
+from harness.experiment import Case, Experiment, RunOptions, select
 from harness.lock import Claims
-from harness.progress import Reporter, clock_s
-from harness.record import FINAL, SCHEMA, Record
+from harness.progress import Reporter
+from harness.record import FINAL, Record
 from harness.store import Problem, Store, StoreError, latest, lines_of
+from harness.workers import Here, Workers
 
 
 @dataclass
@@ -43,20 +40,35 @@ def run_experiment(
     *,
     reporter: Reporter,
     fresh: bool = False,
+    jobs: int = 1,
     command: str = "",
     on_record: Callable[[Record, bool], None] = lambda record, saved: None,
 ) -> RunResult:
     """Runs what is not on record, or all with `fresh`; `on_record(record, saved)` sees each result.
 
-    Raises ValueError, before anything is run, where options name what the experiment doesn't have. An
-    interrupt from the keyboard ends the run; what was finished is kept.
+    `jobs` cases are at work at the same time, each in a process of its own if there are several. Raises
+    ValueError, before anything is run, where options name what the experiment doesn't have or `jobs` is more
+    than one although the experiment times its cases. An interrupt from the keyboard ends the run; what was
+    finished is kept.
     """
+    if jobs < 1:
+        raise ValueError(f"--jobs {jobs}: give the number of cases to run at the same time, 1 or more")
+    if jobs > 1 and not experiment.untimed:
+        raise ValueError(
+            f"--jobs {jobs}: {experiment.name} times its cases, which must not disturb one another; "
+            "leave the option out"
+        )
     if options.profile not in experiment.profiles:
         raise ValueError(
             f"{experiment.name} has no profile {options.profile!r}; allowed: {', '.join(experiment.profiles)}"
         )
     cases = select(experiment.cases(options), options.only)
-    return _Run(experiment, options, store, reporter, fresh, command, on_record).over(cases)
+    jobs = min(jobs, len(cases))
+    executor = (Here if jobs <= 1 else Workers)(experiment, options, command)
+    try:
+        return _Run(experiment, options, store, reporter, fresh, jobs, executor, on_record).over(cases)
+    finally:
+        executor.stop()
 
 
 @dataclass
@@ -66,9 +78,13 @@ class _Run:
     store: Store
     reporter: Reporter
     fresh: bool
-    command: str
+    jobs: int
+    executor: Here
     on_record: Callable[[Record, bool], None]
     result: RunResult = field(default_factory=RunResult)
+    final: dict[str, Record] = field(default_factory=dict)
+    alone: threading.Lock = field(default_factory=threading.Lock)
+    """Around everything but the cases themselves."""
 
     def over(self, cases: list[Case]) -> RunResult:
         identities = [self.experiment.identity(case, self.options) for case in cases]
@@ -84,52 +100,69 @@ class _Run:
         self._refresh()
         for line in lines_of(self.result.problems):
             self.reporter.warn(line)
-        final: dict[str, Record] = {}
         claims = self.store.claims(self.experiment.name)
-        self.reporter.begin(cases)
+        self.reporter.begin(cases, self.jobs)
         try:
+            # First what nobody else is running, then what others left unfinished.
             waiting = list(zip(cases, identities, strict=True))
-            for wait in (False, True):  # first what nobody else is running, then what others left unfinished
-                taken: list[tuple[Case, str]] = []
+            if self.jobs > 1:
+                self._beside_each_other(waiting, claims)
+            else:
                 for case, identity in waiting:
-                    record = self._one(case, identity, claims, wait)
-                    if record is None:
-                        taken.append((case, identity))
-                    else:
-                        final[identity] = record
-                waiting = taken
+                    self._one(case, identity, claims, wait=False)
+            for case, identity in waiting:
+                if identity not in self.final:
+                    self._one(case, identity, claims, wait=True)
         except KeyboardInterrupt:
             self.result.interrupted = True
         finally:
             claims.close()
             self.reporter.end()
-        self.result.records = [final[identity] for identity in identities if identity in final]
+        self.result.records = [self.final[identity] for identity in identities if identity in self.final]
         return self.result
 
-    def _one(self, case: Case, identity: str, claims: Claims, wait: bool) -> Record | None:
-        """The case's record, re-used or new; None if another process is running it."""
-        if self.fresh:
-            return self._execute(case)
-        known = self._on_record(identity)
-        if known is None:
-            if wait:
-                self.reporter.warn(f"another run is at work on {case.label}; waiting for it")
-            with claims.claim(identity, wait=wait) as ours:
-                if not ours:
-                    return None
-                known = self._on_record(identity)  # another process may have finished it in between
-                if known is None:
-                    return self._execute(case)
-        self.result.reused += 1
-        self.reporter.finished(case, known, reused=True)
-        self.on_record(known, True)
-        return known
+    def _beside_each_other(self, waiting: list[tuple[Case, str]], claims: Claims) -> None:
+        pool = ThreadPoolExecutor(self.jobs)
+        try:
+            futures = [
+                pool.submit(self._one, case, identity, claims, wait=False) for case, identity in waiting
+            ]
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            self.executor.stop()  # or the threads would wait for their processes
+            raise
+        finally:
+            pool.shutdown()
 
-    def _on_record(self, identity: str) -> Record | None:
-        if self.store.stamp(self.experiment.name) != self.stamp:
-            self._refresh()
-        record = self.known.get(identity)
-        return record if record is not None and record.status in FINAL else None
+    def _one(self, case: Case, identity: str, claims: Claims, *, wait: bool) -> None:
+        """Finds or makes the case's record; does nothing if another run is at work on it, unless `wait`."""
+        if self.fresh:
+            self._execute(case, identity)
+            return
+        if self._take_known(case, identity):
+            return
+        if wait:
+            self.reporter.warn(f"another run is at work on {case.label}; waiting for it")
+        with claims.claim(identity, wait=wait) as ours:
+            # Another run may have finished it in between.
+            if ours and not self._take_known(case, identity):
+                self._execute(case, identity)
+
+    def _take_known(self, case: Case, identity: str) -> bool:
+        """Whether the case is on record, and need not be run."""
+        with self.alone:
+            if self.store.stamp(self.experiment.name) != self.stamp:
+                self._refresh()
+            record = self.known.get(identity)
+            if record is None or record.status not in FINAL:
+                return False
+            self.final[identity] = record
+            self.result.reused += 1
+            self.reporter.finished(case, record, reused=True)
+            self.on_record(record, True)
+            return True
 
     def _refresh(self) -> None:
         self.stamp = self.store.stamp(self.experiment.name)
@@ -137,40 +170,13 @@ class _Run:
         self.known = latest(loaded.records)
         self.result.problems = loaded.problems
 
-    def _execute(self, case: Case) -> Record:
-        self.reporter.started(case)
-        before = environment()
-        started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        start_s = clock_s()
-        outcome = _outcome(self.experiment, case, self.options)
-        duration_s = clock_s() - start_s
-        after = environment()  # by now the experiment has loaded torch, if it does
-        surroundings = {**after, "load": before["load"], "load_after": after["load"]}
-
-        def record(outcome: Outcome) -> Record:
-            return Record(
-                schema=SCHEMA,
-                experiment=self.experiment.name,
-                profile=self.options.profile,
-                case=case.key,
-                status=outcome.status,
-                reason=outcome.reason,
-                quantities=tuple(outcome.quantities),
-                details=outcome.details,
-                environment=surroundings,
-                command=self.command,
-                started_at=started_at,
-                duration_s=duration_s,
-                revision=self.experiment.revision,
-                options=self.experiment.relevant(self.options),
-            )
-
-        try:
-            made = decode(encode(record(outcome)))  # from here on exactly what will be read back
-        except ValueError as error:  # an outcome that no record can hold is a fault of the experiment
-            made = decode(encode(record(_failed(error))))
-        self._keep(case, made)
-        return made
+    def _execute(self, case: Case, identity: str) -> None:
+        with self.alone:
+            self.reporter.started(case)
+        record = self.executor.execute(case)
+        with self.alone:
+            self.final[identity] = record
+            self._keep(case, record)
 
     def _keep(self, case: Case, record: Record) -> None:
         self.result.ran += 1
@@ -185,50 +191,3 @@ class _Run:
             self.reporter.warn(f"{error}; the result of {record.label} is printed on standard output")
         self.reporter.finished(case, record, reused=False)
         self.on_record(record, saved)
-
-
-def _outcome(experiment: Experiment, case: Case, options: RunOptions) -> Outcome:
-    """Runs one case; whatever it raises becomes an outcome."""
-    try:
-        outcome = experiment.run(case, options)
-        if not isinstance(outcome, Outcome):
-            raise TypeError(f"{experiment.name} returned {type(outcome).__name__}, not an Outcome")
-        return outcome
-    except (Exception, SystemExit) as error:
-        memory = _memory_error(error)
-        if memory is None:
-            return _failed(error)
-        reason = _first_line(memory)
-        details = {"traceback": printable(traceback.format_exc())}
-    _give_memory_back()  # only here are the frames gone that held it
-    return Outcome(status="out_of_memory", reason=reason, details=details)
-
-
-def _failed(error: BaseException) -> Outcome:
-    text = "".join(traceback.format_exception(error))
-    return Outcome(status="failed", reason=_first_line(error), details={"traceback": printable(text)})
-
-
-def _first_line(error: BaseException) -> str:
-    lines = printable(str(error)).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _memory_error(error: BaseException) -> BaseException | None:
-    """The out-of-memory error that this is or was raised from; torch's by name, without importing it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        names = {each.__name__ for each in type(seen).__mro__}
-        on_cpu = isinstance(seen, RuntimeError) and "DefaultCPUAllocator" in str(seen)
-        if names & {"MemoryError", "OutOfMemoryError"} or on_cpu:
-            return seen
-        seen = seen.__cause__
-    return None
-
-
-def _give_memory_back() -> None:
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        with contextlib.suppress(RuntimeError):  # a device that is lost has nothing to give back
-            torch.cuda.empty_cache()

@@ -2,12 +2,13 @@
 
 What it does is steered through environment variables, so that tests can watch it from elsewhere: FAKE_LOG
 is a file to which each executed case is appended, FAKE_GATE a folder with the pair of named pipes at
-which the case `step=2` waits.
+which the case `step=2` waits, FAKE_MEETING a named pipe at which `step=1` and `step=2` wait for each other.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,9 @@ def run(case: Case, options: RunOptions) -> Outcome:
         Path(gate, "leave").read_text()  # blocks until somebody writes
         if orphan:
             os._exit(0)
+    if (meeting := os.environ.get("FAKE_MEETING")) and step in (1, 2):
+        with open(meeting, "rb" if step == 1 else "wb"):  # each blocks until the other is there
+            pass
     print("a library that prints to standard output")
     os.write(1, b"and one that writes to the descriptor\n")
     match os.environ.get(f"FAKE_STEP_{step}"):
@@ -51,6 +55,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
             raise RuntimeError("the wheel came off\nwith details")
         case "memory":
             raise MemoryError("no room for 3 GiB")
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             raise SystemExit(7)
         case "interrupt":

@@ -17,7 +17,7 @@ CASES = [Case({"step": step}, estimate_s=10) for step in (1, 2, 3)]
 
 
 def tell(reporter):
-    reporter.begin(CASES)
+    reporter.begin(CASES, 1)
     reporter.started(CASES[0])
     reporter.finished(CASES[0], record(1, duration_s=0.0), reused=True)
     reporter.finished(CASES[1], record(2, duration_s=20.0), reused=False)

@@ -426,7 +426,7 @@ def test_the_report_leaves_out_what_no_experiment_can_read(tmp_path):
 BACKWARDS = """
 import time
 from datetime import datetime
-import harness.runner
+import harness.execution
 
 class Backwards(datetime):
     seconds = 2_000_000_000
@@ -436,7 +436,7 @@ class Backwards(datetime):
         cls.seconds -= 86_400
         return datetime.fromtimestamp(cls.seconds, tz)
 
-harness.runner.datetime = Backwards
+harness.execution.datetime = Backwards
 time.time = lambda: Backwards.now().timestamp()
 """
 

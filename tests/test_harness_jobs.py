@@ -1,0 +1,173 @@
+"""Cases beside each other: every one once, each in a process whose end is that case's result alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import signal
+import subprocess
+
+import fake_experiment
+import psutil
+import pytest
+from command_line import START, Gate, lines, start
+
+from experiments import consistency
+from experiments.registry import EXPERIMENTS, load
+from harness.experiment import RunOptions
+from harness.progress import PlainReporter
+from harness.runner import run_experiment
+from harness.store import Store
+
+UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
+# The fake experiment, as one that times nothing, on the command line.
+COMMAND = "import dataclasses, fake_experiment\n" + (
+    "fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)\n" + START
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "results")
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    path.touch()
+    monkeypatch.setenv("FAKE_LOG", str(path))
+    return path
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+def go(store, jobs, **arguments):
+    reporter = PlainReporter(io.StringIO())
+    options = RunOptions(device="cpu")
+    return run_experiment(UNTIMED, options, store, reporter=reporter, jobs=jobs, **arguments)
+
+
+def steps(log):
+    return [int(line) for line in log.read_text().split()]
+
+
+def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatch):
+    """Steps 1 and 2 wait for each other; one after the other they would wait for ever."""
+    os.mkfifo(tmp_path / "meeting")
+    monkeypatch.setenv("FAKE_MEETING", str(tmp_path / "meeting"))
+    result = go(store, 2)
+    assert sorted(steps(log)) == [1, 2, 3, 4, 5]
+    assert [record.case["step"] for record in result.records] == [1, 2, 3, 4, 5]
+    assert {record.status for record in result.records} == {"done"}
+    assert (result.ran, result.reused, result.interrupted) == (5, 0, False)
+
+
+def test_the_records_are_those_of_one_after_the_other(store, tmp_path, log):
+    beside, alone = go(store, 3).records, go(Store(tmp_path / "alone"), 1).records
+    for one, other in zip(beside, alone, strict=True):
+        same = ("case", "status", "quantities", "details", "options", "identity")
+        assert [getattr(one, name) for name in same] == [getattr(other, name) for name in same]
+        assert one.environment["versions"] == other.environment["versions"]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_what_is_on_record_is_not_run_again_unless_asked(store, log, fresh):
+    go(store, 2)
+    result = go(store, 2, fresh=fresh)
+    assert sorted(steps(log)) == sorted([1, 2, 3, 4, 5] * (1 + fresh))
+    assert (result.ran, result.reused) == ((5, 0) if fresh else (0, 5))
+    assert len(result.records) == 5
+
+
+def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):
+    monkeypatch.setenv("FAKE_STEP_2", "killed")
+    monkeypatch.setenv("FAKE_STEP_4", "crash")
+    result = go(store, 2)
+    assert [record.status for record in result.records] == ["done", "failed", "done", "failed", "done"]
+    reasons = {record.case["step"]: record.reason for record in result.failed}
+    assert "ended with signal SIGKILL; if memory was short, use --jobs 1" in reasons[2]
+    assert reasons[4] == "RuntimeError: the wheel came off"
+    monkeypatch.delenv("FAKE_STEP_2")
+    monkeypatch.delenv("FAKE_STEP_4")
+    assert {record.status for record in go(store, 2).records} == {"done"}
+
+
+def test_what_can_not_be_shown_ends_the_run_and_its_processes(store, log, gate, monkeypatch):
+    """A reader that has left: step 2 would wait for ever, had its process not been ended."""
+    monkeypatch.setenv("FAKE_GATE", str(gate.folder))
+
+    def leave(record, saved):
+        if record.case["step"] == 3:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        go(store, 2, on_record=leave)
+    kept = {record.case["step"] for record in store.load("fake").records}
+    assert kept >= {1, 3}
+    assert 2 not in kept
+
+
+def test_an_interrupt_keeps_what_is_finished(tmp_path, gate):
+    process = start(
+        "run", "fake", "--device", "cpu", "--jobs", "2", "--json", "--results", tmp_path / "results",
+        "--only", "step=1", "--only", "step=2", code=COMMAND, FAKE_GATE=str(gate.folder),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert b'"step":1' in process.stdout.readline()
+    gate.wait()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert b"1 finished cases are kept" in err
+    again = start(
+        "run", "fake", "--device", "cpu", "--json", "--results", tmp_path / "results", "--only", "step=1",
+        "--only", "step=2", code=COMMAND,
+    )  # fmt: skip
+    out, _ = again.communicate(timeout=60)
+    assert sorted(each["case"]["step"] for each in lines(out.decode())) == [1, 2]
+
+
+def test_the_processes_end_with_a_killed_run(tmp_path, gate):
+    """Else a training that nobody waits for could go on for days."""
+    run = start(
+        "run", "fake", "--device", "cpu", "--jobs", "2", "--results", tmp_path / "results", code=COMMAND,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, FAKE_GATE=str(gate.folder),
+    )  # fmt: skip
+    gate.wait()
+    processes = psutil.Process(run.pid).children(recursive=True)
+    assert len(processes) >= 2
+    run.kill()
+    run.wait(60)
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_only_what_is_not_timed_runs_beside_itself(name):
+    assert load(name).untimed == (name == "consistency")
+
+
+def test_the_experiment_can_go_to_other_processes():
+    assert pickle.loads(pickle.dumps(consistency.EXPERIMENT)) == consistency.EXPERIMENT
+
+
+@pytest.mark.parametrize(
+    ("experiment", "jobs", "message"),
+    [
+        (fake_experiment.EXPERIMENT, 2, "--jobs 2: fake times its cases, which must not disturb one another"),
+        (UNTIMED, 0, "--jobs 0: give the number of cases to run at the same time"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(store, experiment, jobs, message):
+    with pytest.raises(ValueError, match=message):
+        run_experiment(
+            experiment, RunOptions(), store, reporter=PlainReporter(io.StringIO()), jobs=jobs
+        )  # fmt: skip
+    assert not store.root.exists()

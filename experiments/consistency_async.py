@@ -67,9 +67,11 @@ class _Flight:
 
 
 def train_asynchronously(
-    task: Task, num_stages: int, seed: int, *, stash: bool, num_steps: int | None = None
+    task: Task, num_stages: int, seed: int, *, stash: bool, rate: float = 1.0, num_steps: int | None = None
 ) -> Asynchronous:
-    """Trains by the task's recipe, update for update, with stale weights. CPU only."""
+    """Trains by the task's recipe, update for update, with stale weights and `rate` times its learning rate.
+    CPU only.
+    """
     num_steps = task.num_steps if num_steps is None else num_steps
     torch.manual_seed(seed)
     model = task.build()
@@ -115,7 +117,7 @@ def train_asynchronously(
             if action.stage > 0:
                 messages[Kind.B, action.stage - 1, step] = given
             for group in stage.optimizer.param_groups:
-                group["lr"] = task.learning_rate(stage.updates)
+                group["lr"] = rate * task.learning_rate(stage.updates)
             stage.optimizer.step()
             stage.optimizer.zero_grad()
             stage.updates += 1

@@ -36,10 +36,8 @@ def score_of(record: Record) -> float | None:
 def learned(record: Record) -> bool:
     """Whether the training met its own stated requirement."""
     score = score_of(record)
-    return score is not None and _suffices(score, record)
-
-
-def _suffices(score: float, record: Record) -> bool:
+    if score is None:
+        return False
     required = float(record.details["required"])
     return score >= required if record.details["higher_is_better"] else score <= required
 
@@ -100,8 +98,8 @@ def statistical(
     if len(scores) < len(runs):
         return scores, None, "deviates: a run diverged"
     distance = found.distance(scores)
-    if not _suffices(statistics.fmean(scores), runs[0]):
-        return scores, distance, "deviates: did not learn"
+    if not all(map(learned, runs)):
+        return scores, distance, "deviates: a run did not learn"
     return scores, distance, "consistent" if distance <= NUM_DEVIATIONS else "deviates"
 
 

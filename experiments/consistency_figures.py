@@ -83,8 +83,12 @@ def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
     for record in select(records, "asynchronous", model):
         if record.status == "done" and _points(record)[0]:
             stash = record.case["stash"]
-            label = f"asynchronous, {'with' if stash else 'without'} stashing"
-            axes.plot(*_points(record), color="#c44e52", linestyle="--" if stash else ":", label=label)
+            slow = record.case["rate"] != 1
+            label = f"asynchronous, {'with' if stash else 'without'} stashing" + (
+                ", rate / K" if slow else ""
+            )
+            color = "#8c613c" if slow else "#c44e52"
+            axes.plot(*_points(record), color=color, linestyle="--" if stash else ":", label=label)
     axes.set(xlabel="step", ylabel=METRICS[model], title=TITLES[model])
     if model == "images":
         axes.set_ylim(0, 1.02)

@@ -94,9 +94,7 @@ def _evidence(records: Sequence[Record], model: str) -> str:
             ]
         )
     problem = f"Not judged: {found.problem}." if found.problem else ""
-    requirement = (
-        f"Required of every sequential run and of the mean of each K: {runs[0].details['requirement']}."
-    )
+    requirement = f"Required of every run: {runs[0].details['requirement']}."
     heading = f"{TITLES[model]}: {METRICS[model]} (measured), M = {runs[0].case['num_microbatches']}"
     return _table(
         heading, ["evidence", "", METRICS[model], "distance", "verdict"], lines, requirement, problem, CHANCE
@@ -179,7 +177,7 @@ def _asynchronous(records: Sequence[Record], model: str) -> str:
             verdict += f", {_against(model, score, score_of(reference[0]))}"
         lines.append(
             [
-                f"asynchronous, {stash} stashing, K = {record.case['num_stages']}",
+                f"asynchronous, {stash} stashing, K = {record.case['num_stages']}{_slower(record)}",
                 show_score(model, score),
                 _loss(record.details["curve"]),
                 " ".join(map(str, record.details["staleness"])),
@@ -188,13 +186,20 @@ def _asynchronous(records: Sequence[Record], model: str) -> str:
                 verdict,
             ]
         )
-    title = f"{TITLES[model]}: what inconsistency looks like (measured; the same seed, data and rates)"
+    title = f"{TITLES[model]}: what inconsistency looks like (measured; the same seed and data)"
     note = (
         "Staleness is counted in updates between a mini-batch's forward and the update with its "
-        "gradient. Times "
-        "are not compared: the stages take turns in one process."
+        "gradient. Rates are the recipe's, and those divided by K, since a gradient that stays in use K "
+        "times as long allows a step as much smaller. Times are not compared: the stages take turns in one "
+        "process."
     )
     return _table(title, headers, lines, note)
+
+
+def _slower(record: Record) -> str:
+    """`, rate / 8` where it is not the recipe's own."""
+    rate = float(record.case["rate"] or 1.0)
+    return "" if rate == 1 else f", rate / {1 / rate:g}"
 
 
 def _loss(curve: Sequence[Sequence[float | None]]) -> str:

@@ -98,7 +98,7 @@ def test_weight_decay_reaches_convolution_and_dense_weights_alone() -> None:
     model = task.build()
     names = {parameter: name for name, parameter in model.named_parameters()}
     decayed, others = task.optimizer(model.named_parameters()).param_groups
-    assert (decayed["weight_decay"], others["weight_decay"]) == (4e-5, 0.0)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (DIGITS.weight_decay, 0.0) == (1e-3, 0.0)
     assert {p.dim() for p in decayed["params"]} == {2, 4}
     assert {p.dim() for p in others["params"]} == {1}
     norms = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
@@ -391,6 +391,15 @@ def test_one_asynchronous_stage_is_the_sequential_training(make: Any, stash: boo
     plain = train(make(), Setting("sequential"), tmp_path)
     assert all(torch.equal(found.weights[name], plain.weights[name]) for name in plain.weights)
     assert (found.staleness, found.versions, found.curve) == ((0,), (1,), plain.curve)
+
+
+def test_the_rate_is_multiplied(tmp_path: Path) -> None:
+    task = text_task()
+    found = train_asynchronously(task, 1, 0, stash=True, rate=0.125)
+    whole = task.learning_rate
+    task.learning_rate = lambda step: whole(step) / 8  # type: ignore[method-assign]
+    plain = train(task, Setting("sequential"), tmp_path)
+    assert all(torch.equal(found.weights[name], plain.weights[name]) for name in plain.weights)
 
 
 def test_running_statistics_move_on_while_mini_batches_are_in_flight() -> None:

@@ -6,6 +6,7 @@ Nothing is called consistent with a baseline that did not learn: weights that ne
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,35 @@ def learned(record: Record) -> bool:
 
 
 @dataclass(frozen=True)
+class Distance:
+    """In standard deviations of one run, with the 95 % interval of the true one."""
+
+    value: float
+    low: float
+    high: float
+
+
+def interval(distance: float, runs: int, baseline_runs: int) -> tuple[float, float]:
+    """The true distances at which one as observed, or a farther one, is no rarer than 2.5 % on either side.
+
+    The exact interval of a standardized difference of means: the observed one follows a noncentral t, since
+    the standard deviation is itself estimated, from the baseline's few runs.
+    """
+    from scipy.optimize import brentq
+    from scipy.stats import nct, t
+
+    scale, freedom = math.sqrt(1 / runs + 1 / baseline_runs), baseline_runs - 1
+    observed = distance / scale
+    far = 10 * observed + 20
+
+    def bound(share: float) -> float:
+        return float(brentq(lambda centre: nct.cdf(observed, freedom, centre) - share, 0.0, far))
+
+    low = bound(0.975) if t.cdf(observed, freedom) > 0.975 else 0.0
+    return scale * low, scale * bound(0.025)
+
+
+@dataclass(frozen=True)
 class Baseline:
     """The sequential runs of one model. `problem` says why nothing can be held against them, or is empty."""
 
@@ -51,10 +81,11 @@ class Baseline:
     deviation: float
     problem: str
 
-    def distance(self, scores: Sequence[float]) -> float:
+    def distance(self, scores: Sequence[float]) -> Distance:
         """Of the mean of these scores from ours, in standard deviations of one run."""
         away = abs(statistics.fmean(scores) - self.mean)
-        return away / self.deviation if away else 0.0
+        value = away / self.deviation if away else 0.0
+        return Distance(value, *interval(value, len(scores), len(self.scores)))
 
 
 def baseline(records: Sequence[Record], model: str) -> Baseline | None:
@@ -83,9 +114,10 @@ def baseline(records: Sequence[Record], model: str) -> Baseline | None:
 
 def statistical(
     records: Sequence[Record], model: str, num_stages: int
-) -> tuple[tuple[float, ...], float | None, str]:
-    """The scores of the runs with own seeds, their mean's distance in standard deviations, and the
-    verdict."""
+) -> tuple[tuple[float, ...], Distance | None, str]:
+    """The scores of the runs with own seeds, their mean's distance in standard deviations, and the verdict:
+    "consistent" within the band, "undecided" outside it by no more than chance explains, or "deviates".
+    """
     runs = [r for r in select(records, "own seeds", model) if r.case["num_stages"] == num_stages]
     scores = tuple(score for run in runs if (score := score_of(run)) is not None)
     found = baseline(records, model)
@@ -100,7 +132,9 @@ def statistical(
     distance = found.distance(scores)
     if not all(map(learned, runs)):
         return scores, distance, "deviates: a run did not learn"
-    return scores, distance, "consistent" if distance <= NUM_DEVIATIONS else "deviates"
+    if distance.value <= NUM_DEVIATIONS:
+        return scores, distance, "consistent"
+    return scores, distance, "undecided" if distance.low <= NUM_DEVIATIONS else "deviates"
 
 
 def exact(record: Record) -> str:
@@ -122,10 +156,11 @@ def cells(records: Sequence[Record]) -> list[Ours]:
     for num_stages in (1, 2, 4, 8):
         scores, distance, verdict = statistical(records, "images", num_stages)
         quantity = None
-        if distance is not None and verdict in ("consistent", "deviates"):
+        if distance is not None and ":" not in verdict:
             quantity = Quantity(
-                name=ROW, value=distance, unit="standard deviations", provenance="measured",
-                higher_is_better=False, note=f"{len(scores)} run(s) of its own",
+                name=ROW, value=distance.value, unit="standard deviations", low=distance.low,
+                high=distance.high, provenance="measured", higher_is_better=False,
+                note=f"{len(scores)} run(s) of its own",
             )  # fmt: skip
         found.append(
             Ours(

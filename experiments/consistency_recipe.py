@@ -122,7 +122,7 @@ BILLION_WORDS = TextRecipe(
 TOPICS = replace(
     BILLION_WORDS,
     num_layers=6, d_model=48, ffn_dim=192, num_heads=4, vocab_size=512, seq_len=48, batch_size=32,
-    num_steps=100, learning_rate=0.5, warmup_steps=20, num_microbatches=4,
+    num_steps=80, learning_rate=0.5, warmup_steps=20, num_microbatches=4,
 )  # fmt: skip
 """Scaled down to seconds on a laptop."""
 

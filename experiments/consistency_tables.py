@@ -22,8 +22,9 @@ from harness.tables import text_table
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
 CHANCE = (
     "The band is made of five runs, so it is rough: one more sequential run falls outside in 14 of 100 "
-    "repetitions, the mean of two in 7 (Student's t with 4 degrees of freedom). Each K's runs are judged by "
-    "their mean. The weights are the stronger evidence: there is no band."
+    "repetitions, the mean of two in 8 (Student's t with 4 degrees of freedom). Each K's runs are judged by "
+    "their mean, whose distance has its own 95 % interval (noncentral t); outside the band but not by all of "
+    "the interval is undecided. The weights are the stronger evidence: there is no band."
 )
 WHY = {
     "images": (
@@ -78,7 +79,9 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     ]  # fmt: skip
     for num_stages in dict.fromkeys(r.case["num_stages"] for r in select(records, "own seeds", model)):
         own, distance, verdict = statistical(records, model, int(num_stages or 0))
-        away = "" if distance is None else f"{distance:.2f} sd"
+        away = (
+            "" if distance is None else f"{distance.value:.2f} sd [{distance.low:.2f}, {distance.high:.2f}]"
+        )
         shown = ", ".join(show_score(model, score) for score in own)
         lines.append(["(a) own seeds", f"K = {num_stages}", shown, away, _short(verdict)])
     for record in select(records, "same seed", model):

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from experiments import cli, consistency
 from experiments.consistency import EXPERIMENT, OWN_SEEDS, SHARED_SEED, STAGES
-from experiments.consistency_cells import METRICS, baseline, cells, exact, statistical
+from experiments.consistency_cells import METRICS, baseline, cells, exact, interval, statistical
 from experiments.consistency_figures import figures
 from experiments.consistency_tables import tables
 from harness.compare import compare
@@ -75,12 +76,42 @@ def test_the_band_is_two_standard_deviations_of_the_sequential_runs() -> None:
     assert found.mean == pytest.approx(0.98)
     assert found.deviation == pytest.approx(0.0035355, abs=1e-6)  # n - 1 in the denominator
     records = [*baselines(), *own(2, 0.9735), *own(4, 0.9725), *own(8, 0.9725, 0.9875)]
-    verdicts = {k: statistical(records, "images", k) for k in (1, 2, 4, 8)}
-    assert verdicts[2][2] == "consistent"
-    assert verdicts[2][1] == pytest.approx(1.838, abs=1e-3)
-    assert verdicts[4][2] == "deviates"
-    assert verdicts[8][1] == pytest.approx(0, abs=1e-9)
-    assert verdicts[1][2] == "not run"
+    found_by = {k: statistical(records, "images", k) for k in (1, 2, 4, 8)}
+    assert [verdict for _, _, verdict in found_by.values()] == [
+        "not run", "consistent", "undecided", "consistent",
+    ]  # fmt: skip
+    distances = {k: distance for k, (_, distance, _) in found_by.items() if distance is not None}
+    assert distances[2].value == pytest.approx(1.838, abs=1e-3)
+    assert distances[8].value == pytest.approx(0, abs=1e-9)
+
+
+def test_what_chance_does_not_explain_deviates() -> None:
+    better = [*baselines((0.975, 0.976, 0.977, 0.976, 0.976)), *own(2, 0.9795, 0.9795), *own(4, 0.984, 0.984)]
+    verdicts = [statistical(better, "images", k)[2] for k in (2, 4)]
+    assert verdicts == ["undecided", "deviates"], "in either direction"
+    worse = [*baselines(), *own(2, 0.9705), *own(4, 0.9701, 0.9701), *own(8, 0.9701, 0.9702)]
+    assert [statistical(worse, "images", k)[2] for k in (2, 4, 8)] == ["undecided"] * 3
+    found = {c.column: c.verdict for c in compare(cells(better))}
+    assert (found["pipeline-2"], found["pipeline-4"]) == ("reproduced", "deviates")
+
+
+@pytest.mark.parametrize(("runs", "baseline_runs"), [(1, 5), (2, 5), (3, 4)])
+@pytest.mark.parametrize("distance", [0.5, 3.0, 6.0])
+def test_the_interval_is_that_of_repeated_experiments(distance: float, runs: int, baseline_runs: int) -> None:
+    """At either bound, as many of 200,000 simulated experiments as should lie beyond the distance seen."""
+    random = numpy.random.default_rng(0)
+
+    def share_beyond(true: float) -> float:
+        first = random.normal(size=(200_000, baseline_runs))
+        gap = random.normal(true, 1 / runs**0.5, size=200_000) - first.mean(axis=1)
+        return float((gap / first.std(axis=1, ddof=1) > distance).mean())
+
+    low, high = interval(distance, runs, baseline_runs)
+    assert share_beyond(high) == pytest.approx(0.975, abs=0.002)
+    if low > 0:
+        assert share_beyond(low) == pytest.approx(0.025, abs=0.002)
+    else:
+        assert share_beyond(0.0) > 0.025
 
 
 def test_a_baseline_that_did_not_learn_makes_nothing_consistent() -> None:
@@ -136,7 +167,7 @@ def test_cells_are_held_against_the_papers_claim() -> None:
     records = [*baselines(), *own(1, 0.98), *own(2, 0.9725)]
     found = {c.column: c for c in compare(cells(records))}
     assert found["pipeline-1"].verdict == "reproduced"
-    assert found["pipeline-2"].verdict == "deviates"
+    assert found["pipeline-2"].verdict == "reproduced", "its interval reaches into the band"
     assert found["pipeline-8"].verdict == "not run"
     assert found["pipeline-1"].unit == "standard deviations"
 
@@ -152,7 +183,8 @@ def test_the_text_shows_all_levels_and_the_figures_are_drawn(tmp_path: Path) -> 
     ]  # fmt: skip
     text = tables(records, compare(cells(records)))
     for part in (
-        "(a) own seeds", "0.57 sd", "(b) same seed", "K = 2, 2 processes", "identical (1,000 numbers)",
+        "(a) own seeds", "0.57 sd [0.00, ", "(b) same seed", "K = 2, 2 processes",
+        "identical (1,000 numbers)",
         "(c) AmoebaNet-D", "Equal digests", "14 of 100", "2.50 x the model", "did not learn, -8.00 points",
         "asynchronous, with stashing, K = 2  ", "asynchronous, with stashing, K = 2, rate / 2",
     ):  # fmt: skip

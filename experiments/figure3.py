@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.engines import ENGINES
 from experiments.speed_models import V1_SUBJECTS
 from experiments.step_results import devices, measure, results
 from experiments.step_text import GAP, GAP_REASON, SMOKE, grid, interval, percent, published, replay_errors
+from experiments.timed_experiment import timed_experiment, timing_task
 from harness.compare import Comparison
-from harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
+from harness.experiment import Case, Ours, Outcome, RunOptions
 from harness.record import Record
 from harness.tables import text_table
 
@@ -52,28 +52,18 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    from experiments.step_timing import Task
-
     name = str(case.key["model"])
-    size = V1_SUBJECTS[name].sizes[options.profile]
+    subject = V1_SUBJECTS[name]
     plan = configurations(
-        name, size.batch_size, smoke=options.profile == "smoke", real=devices(options.device)
+        name,
+        subject.sizes[options.profile].batch_size,
+        smoke=options.profile == "smoke",
+        real=devices(options.device),
     )
-    task = Task(
-        V1_SUBJECTS[name].model,
-        size.options,
-        tuple(plan),
-        ROUNDS[options.profile],
-        options.engine or "ours",
-        options.device,
-    )
+    task, facts = timing_task(subject, plan, ROUNDS[options.profile], options)
     quantities, details = results(
         [(each, laid_out_with(each)) for each in plan], measure(task), options.device
     )
-    facts = {
-        "title": V1_SUBJECTS[name].title, "scale": size.scale, "options": size.options,
-        "engine": task.engine, "rounds": task.rounds,
-    }  # fmt: skip
     return Outcome(tuple(quantities), {**facts, **details})
 
 
@@ -217,7 +207,7 @@ def figures(records: Sequence[Record], folder: Path) -> list[Path]:
     return [path]
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = timed_experiment(
     name="figure3",
     title="Figure 3 of v1: speed-ups of ResNet-101 and AmoebaNet-D (4, 512)",
     source="arXiv v1, Figure 3",
@@ -225,16 +215,10 @@ EXPERIMENT = Experiment(
         "naive-k and pipeline-k for k = 1, 2, 4 and 8: actions measured in one process and laid out on k "
         "devices, beside real steps on k = 2."
     ),
-    profiles={
-        "smoke": "tiny models, k up to 2",
-        "short": "models scaled to two cores, with the paper's numbers of layers",
-        "full": "the paper's models, for GPUs",
-    },
+    smoke="tiny models, k up to 2",
     cases=cases,
     run=run,
     cells=cells,
     tables=tables,
     figures=figures,
-    options=("device", "engine"),
-    engines=tuple(ENGINES),
 )

@@ -13,18 +13,18 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from experiments.device_timing import barrier, copy_bandwidth, synchronize
 from experiments.engines import Engine, Setup, resolve
+from experiments.layer_seconds import layer_seconds
 from experiments.machine_usage import Usage
 from experiments.timed_actions import TimedActions, check_ran, samples_of
 from models import MODELS, example_batch, loss_fn
-from pipeline import Pipeline
 from pipeline.clock import conditions
 from pipeline.microbatch import flatten, split
 from pipeline.partition import Partition, partition
@@ -33,7 +33,6 @@ from pipeline.timeline import Timeline
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers
-COPIED_BYTES = 2**25
 
 
 class Configuration(NamedTuple):
@@ -102,7 +101,7 @@ def work(task: Task) -> Found:
     layers_s: dict[int, tuple[float, ...]] = {}
     for size in sorted({each.microbatch_size for each in task.configurations}):
         count = max(1, min(MOST_LAYER_MICROBATCHES, _largest_batch(task, size) // size))
-        layers_s[size] = _layer_seconds(task, layers, size, count, compute_loss, device)
+        layers_s[size] = layer_seconds(layers, count, compute_loss, *_example(task, size * count, device))
     optimizers = [_optimizer(layer) for layer in layers]
     for cell in cells:
         cell.build(partition(layers_s[cell.configuration.microbatch_size], cell.configuration.num_stages))
@@ -114,7 +113,7 @@ def work(task: Task) -> Found:
         tuple(cell.steps() for cell in cells),
         layers_s,
         sum(parameter.numel() for parameter in model.parameters()),
-        _copy_bandwidth(device),
+        copy_bandwidth(device),
         conditions(),
         usage.of_others(),
     )
@@ -208,19 +207,19 @@ class _Cell:
 
     def _step(self, engine: Engine) -> tuple[float, Timeline | None]:
         gc.collect()
-        _barrier()
-        _synchronize(self.device)
+        barrier()
+        synchronize(self.device)
         start_s = time.perf_counter()
         engine.step(self.batch, self.target, self.compute_loss)
-        _synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter() - start_s, getattr(engine, "timeline", None)
 
     def _update(self, optimizers: Sequence[torch.optim.Optimizer], span: range) -> float:
-        _synchronize(self.device)
+        synchronize(self.device)
         start_s = time.perf_counter()
         for layer in span:
             optimizers[layer].step()
-        _synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter() - start_s
 
     def _timed(self, timeline: Timeline, update_s: Sequence[float]) -> TimedActions:
@@ -265,34 +264,6 @@ class _Cell:
             layer.zero_grad(set_to_none=True)
 
 
-def _layer_seconds(
-    task: Task,
-    layers: Sequence[nn.Module],
-    microbatch_size: int,
-    num_microbatches: int,
-    compute_loss: Callable[..., Tensor],
-    device: torch.device,
-) -> tuple[float, ...]:
-    """Seconds of every layer, as stages of their own in a pipeline of single layers; the mean over processes,
-    so that all cut alike.
-    """
-    pipeline = Pipeline(layers, num_stages=len(layers), num_microbatches=num_microbatches, remat="always")
-    batch, target = _example(task, microbatch_size * num_microbatches, device)
-    for _ in range(2):  # the first warms up
-        _barrier()
-        pipeline.step(batch, target, compute_loss)
-    found = [0.0] * len(layers)
-    for (stage, _), samples in samples_of([pipeline.timeline]).items():
-        found[stage] += median(samples)
-    for layer in layers:
-        layer.zero_grad(set_to_none=True)
-    seconds = torch.tensor(found, dtype=torch.float64)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(seconds)
-        seconds /= dist.get_world_size()
-    return tuple(seconds.tolist())
-
-
 def _largest_batch(task: Task, microbatch_size: int) -> int:
     return max(each.batch_size for each in task.configurations if each.microbatch_size == microbatch_size)
 
@@ -316,27 +287,3 @@ def _optimizer(layer: nn.Module) -> Any:
 class _Nothing:
     def step(self) -> None:
         """A layer without parameters has nothing to update."""
-
-
-def _copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a copy in memory, which is what a message between two processes of a host is."""
-    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    samples = []
-    for _ in range(6):
-        _synchronize(device)
-        start_s = time.perf_counter()
-        target.copy_(source)
-        _synchronize(device)
-        samples.append(time.perf_counter() - start_s)
-    return COPIED_BYTES / median(samples[1:])
-
-
-def _barrier() -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from experiments.engines import ENGINES
 from experiments.speed_models import SUBJECTS, Size, Subject
 from experiments.step_results import devices, measure, results
 from experiments.table2_cells import cells
 from experiments.table2_figures import figures
 from experiments.table2_text import tables
-from harness.experiment import Case, Experiment, Outcome, RunOptions
+from experiments.timed_experiment import timed_experiment, timing_task
+from harness.experiment import Case, Outcome, RunOptions
 
 if TYPE_CHECKING:
     from experiments.step_timing import Configuration
@@ -52,28 +52,14 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    from experiments.step_timing import Task
-
     subject = SUBJECTS[str(case.key["model"])]
-    size = subject.sizes[options.profile]
-    plan, facts = _plan(subject, size, str(case.key["batch"]), options)
-    task = Task(
-        subject.model,
-        size.options,
-        tuple(configuration for configuration, _ in plan),
-        ROUNDS[options.profile][str(case.key["batch"])],
-        options.engine or "ours",
-        options.device,
+    batch = str(case.key["batch"])
+    plan, batch_facts = _plan(subject, subject.sizes[options.profile], batch, options)
+    task, facts = timing_task(
+        subject, (configuration for configuration, _ in plan), ROUNDS[options.profile][batch], options
     )
-    found = measure(task)
-    quantities, details = results(plan, found, options.device)
-    return Outcome(
-        tuple(quantities),
-        {
-            "title": subject.title, "scale": size.scale, "model": subject.model, "options": size.options,
-            "engine": task.engine, "rounds": task.rounds, **facts, **details,
-        },
-    )  # fmt: skip
+    quantities, details = results(plan, measure(task), options.device)
+    return Outcome(tuple(quantities), {**facts, "model": subject.model, **batch_facts, **details})
 
 
 def _plan(
@@ -107,7 +93,7 @@ def _plan(
     return plan, {"cap_bytes": size.cap_bytes, "modelled_peak_bytes": peaks}
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = timed_experiment(
     name="table2",
     title="Table 2: normalised throughput over K and M",
     source="arXiv v5, Table 2",
@@ -115,16 +101,10 @@ EXPERIMENT = Experiment(
         "AmoebaNet-D (18, 256) and Transformer-48 on 2, 4 and 8 stages with 1, 4 and 32 micro-batches: "
         "actions measured in one process and laid out on K devices, beside real steps on K = 2."
     ),
-    profiles={
-        "smoke": "tiny models, K up to 4, M up to 4",
-        "short": "models scaled to two cores, with the paper's numbers of layers",
-        "full": "the paper's models, for GPUs",
-    },
+    smoke="tiny models, K up to 4, M up to 4",
     cases=cases,
     run=run,
     cells=cells,
     tables=tables,
     figures=figures,
-    options=("device", "engine"),
-    engines=tuple(ENGINES),
 )

@@ -18,13 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.engines import ENGINES
 from experiments.speed_models import V1_SUBJECTS
 from experiments.step_results import devices, joined, link_of, measure, per_round, results
 from experiments.step_text import GAP, GAP_REASON, SMOKE, grid, replay_errors
 from experiments.timed_actions import take_apart
+from experiments.timed_experiment import timed_experiment, timing_task
 from harness.compare import Comparison
-from harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
+from harness.experiment import Case, Ours, Outcome, RunOptions
 from harness.record import Quantity, Record
 from harness.stats import from_samples
 from harness.tables import text_table
@@ -46,7 +46,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    from experiments.step_timing import Configuration, Task
+    from experiments.step_timing import Configuration
 
     subject = V1_SUBJECTS[str(case.key["model"])]
     size = subject.sizes[options.profile]
@@ -55,9 +55,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k == real > 1)
         for k in (STAGES[:1] if options.profile == "smoke" else STAGES)
     )
-    task = Task(
-        subject.model, size.options, plan, ROUNDS[options.profile], options.engine or "ours", options.device
-    )
+    task, facts = timing_task(subject, plan, ROUNDS[options.profile], options)
     found = measure(task)
     quantities, details = results(
         [(each, (NUM_MICROBATCHES, TIMED_MICROBATCHES)) for each in plan], found, options.device
@@ -80,10 +78,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
             )
             for part in PARTS
         ]
-    facts = {
-        "title": subject.title, "scale": size.scale, "options": size.options, "engine": task.engine,
-        "rounds": task.rounds,
-    }  # fmt: skip
     return Outcome(tuple(quantities), {**facts, **details})
 
 
@@ -214,7 +208,7 @@ def _bars(bars: Sequence[tuple[Record, str, dict[str, Any]]], path: Path) -> Pat
     return path
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = timed_experiment(
     name="table4",
     title="Table 4: where the time of a step goes",
     source="arXiv v5, Table 4; v1, Figure 4",
@@ -223,16 +217,10 @@ EXPERIMENT = Experiment(
         "to "
         "computation, recomputation, weight update, set-up, communication, load imbalance and bubble."
     ),
-    profiles={
-        "smoke": "tiny models, K = 2",
-        "short": "models scaled to two cores, with the paper's numbers of layers",
-        "full": "the paper's models, for GPUs",
-    },
+    smoke="tiny models, K = 2",
     cases=cases,
     run=run,
     cells=cells,
     tables=tables,
     figures=figures,
-    options=("device", "engine"),
-    engines=tuple(ENGINES),
 )

@@ -73,6 +73,11 @@ def run(case: Case, options: RunOptions) -> Outcome:
     )
 
 
+def steps(log: Path) -> list[int]:
+    """The cases that were run, in order, from the file that FAKE_LOG names."""
+    return [int(step) for step in log.read_text().split()]
+
+
 def cells(records: Sequence[Record]) -> list[Ours]:
     """One cell per record."""
     return [

@@ -14,6 +14,7 @@ from experiments import cli, consistency
 from experiments.consistency import EXPERIMENT, OWN_SEEDS, SHARED_SEED, STAGES
 from experiments.consistency_cells import METRICS, baseline, cells, exact, interval, statistical
 from experiments.consistency_figures import figures
+from experiments.consistency_recipe import DAWNBENCH, DIGITS
 from experiments.consistency_tables import tables
 from harness.compare import compare
 from harness.experiment import RunOptions
@@ -222,10 +223,10 @@ def test_the_papers_size_needs_data_of_ones_own(model: str, option: str) -> None
 
 def test_the_papers_recipe_is_the_published_one() -> None:
     recipe = consistency.subject_of("images", RunOptions(profile="full", data="/data")).recipe
-    assert recipe == consistency.DAWNBENCH
+    assert recipe == DAWNBENCH
     assert (recipe.num_layers, recipe.num_filters, recipe.batch_size, recipe.num_epochs) == (6, 128, 1024, 35)
     own_data = consistency.subject_of("images", RunOptions(data="/data")).recipe
-    assert own_data == replace(consistency.DIGITS, augment=True, required_accuracy=0.0)
+    assert own_data == replace(DIGITS, augment=True, required_accuracy=0.0)
 
 
 # Wrong input

@@ -28,6 +28,7 @@ from experiments.consistency_async import train_asynchronously
 from experiments.consistency_images import ImageTask, digits, own_images
 from experiments.consistency_language import TextTask, TranslationTask, blocks_of, topics
 from experiments.consistency_recipe import DAWNBENCH, DIGITS, TOPICS
+from experiments.consistency_subject import Subject
 from experiments.consistency_task import chosen, even_parts
 from experiments.consistency_training import Setting, Trained, is_statistic, latest_checkpoint, train
 from experiments.rmsprop import RMSPropTF
@@ -462,7 +463,7 @@ def test_a_killed_run_ends_with_the_same_record(tmp_path: Path) -> None:
     assert without_times(record) == json.loads(json.dumps(wanted, default=repr, sort_keys=True))
 
 
-def rank_that_kills_all(subject: consistency.Subject, setting: Setting, folder: Path, when: str) -> Trained:
+def rank_that_kills_all(subject: Subject, setting: Setting, folder: Path, when: str) -> Trained:
     """One process of several; at the given event rank 0 ends all processes of the run at once."""
     event, _, number = when.partition(":")
 

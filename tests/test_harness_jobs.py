@@ -13,6 +13,7 @@ import fake_experiment
 import psutil
 import pytest
 from command_line import START, Gate, lines, start
+from fake_experiment import steps
 
 from experiments import consistency
 from experiments.registry import EXPERIMENTS, load
@@ -29,19 +30,6 @@ COMMAND = "import dataclasses, fake_experiment\n" + (
 
 
 @pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "results")
-
-
-@pytest.fixture
-def log(tmp_path, monkeypatch):
-    path = tmp_path / "log"
-    path.touch()
-    monkeypatch.setenv("FAKE_LOG", str(path))
-    return path
-
-
-@pytest.fixture
 def gate(tmp_path):
     gate = Gate(tmp_path / "gate")
     yield gate
@@ -52,10 +40,6 @@ def go(store, jobs, **arguments):
     reporter = PlainReporter(io.StringIO())
     options = RunOptions(device="cpu")
     return run_experiment(UNTIMED, options, store, reporter=reporter, jobs=jobs, **arguments)
-
-
-def steps(log):
-    return [int(line) for line in log.read_text().split()]
 
 
 def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatch):

@@ -10,25 +10,13 @@ from datetime import UTC, datetime
 
 import fake_experiment
 import pytest
+from fake_experiment import steps
 
 import harness.execution
 from harness.experiment import Case, Outcome, RunOptions, select
 from harness.progress import PlainReporter
 from harness.runner import run_experiment
 from harness.store import Store
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "results")
-
-
-@pytest.fixture
-def log(tmp_path, monkeypatch):
-    path = tmp_path / "log"
-    path.touch()
-    monkeypatch.setenv("FAKE_LOG", str(path))
-    return path
 
 
 def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):
@@ -39,10 +27,6 @@ def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):
         on_record=lambda record, saved: seen.append((record, saved)), **arguments,
     )  # fmt: skip
     return result, seen
-
-
-def steps(log):
-    return [int(line) for line in log.read_text().split()]
 
 
 def raising(error):

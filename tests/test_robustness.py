@@ -18,16 +18,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from command_line import ROOT, START, Gate, call, lines, run_fake, start, surroundings
+from fake_experiment import steps
 from records import record
 
 from harness.codec import encode
 from harness.record import SCHEMA
 from harness.store import Store
-
-
-def steps(path):
-    """Cases that were run, in order."""
-    return [int(step) for step in path.read_text().split()]
 
 
 def stored(results):

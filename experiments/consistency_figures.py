@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.consistency_cells import METRICS, NUM_DEVIATIONS, baseline, score_of, select
-from experiments.consistency_tables import TITLES
+from experiments.consistency_tables import TITLES, name_of
 from harness.record import Record
 
 if TYPE_CHECKING:
@@ -82,13 +82,11 @@ def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
             axes.plot(*_points(record), color=colors[num_stages], marker=".", linewidth=1, label=label)
     for record in select(records, "asynchronous", model):
         if record.status == "done" and _points(record)[0]:
-            stash = record.case["stash"]
-            slow = record.case["rate"] != 1
-            label = f"asynchronous, {'with' if stash else 'without'} stashing" + (
-                ", rate / K" if slow else ""
-            )
-            color = "#8c613c" if slow else "#c44e52"
-            axes.plot(*_points(record), color=color, linestyle="--" if stash else ":", label=label)
+            color = "#c44e52" if record.case["rate"] == 1 else "#8c613c"
+            if record.case["num_stages"] == 1:
+                color = "0.2"
+            style = "--" if record.case["stash"] else ":"
+            axes.plot(*_points(record), color=color, linestyle=style, label=name_of(record))
     axes.set(xlabel="step", ylabel=METRICS[model], title=TITLES[model])
     if model == "images":
         axes.set_ylim(0, 1.02)

@@ -173,14 +173,13 @@ def _asynchronous(records: Sequence[Record], model: str) -> str:
         )  # fmt: skip
     for record in found:
         values = {q.name: q.value or 0.0 for q in record.quantities}
-        stash = "with" if record.case["stash"] else "without"
         score = score_of(record)
         verdict = "learned" if learned(record) else "did not learn"
         if reference and score is not None:
             verdict += f", {_against(model, score, score_of(reference[0]))}"
         lines.append(
             [
-                f"asynchronous, {stash} stashing, K = {record.case['num_stages']}{_slower(record)}",
+                name_of(record),
                 show_score(model, score),
                 _loss(record.details["curve"]),
                 " ".join(map(str, record.details["staleness"])),
@@ -192,17 +191,22 @@ def _asynchronous(records: Sequence[Record], model: str) -> str:
     title = f"{TITLES[model]}: what inconsistency looks like (measured; the same seed and data)"
     note = (
         "Staleness is counted in updates between a mini-batch's forward and the update with its "
-        "gradient. Rates are the recipe's, and those divided by K, since a gradient that stays in use K "
-        "times as long allows a step as much smaller. Times are not compared: the stages take turns in one "
-        "process."
+        "gradient. Rates are the recipe's, and those divided by K, as staleness of K updates asks for; the "
+        "sequential training at that rate shows what is the rate's doing. Times are not compared: the stages "
+        "take turns in one process."
     )
     return _table(title, headers, lines, note)
 
 
-def _slower(record: Record) -> str:
-    """`, rate / 8` where it is not the recipe's own."""
-    rate = float(record.case["rate"] or 1.0)
-    return "" if rate == 1 else f", rate / {1 / rate:g}"
+def name_of(record: Record) -> str:
+    """Of an asynchronous training: `asynchronous, with stashing, K = 8, rate / 8`. With one stage nothing is
+    stale, so it is a sequential one.
+    """
+    num_stages, rate = record.case["num_stages"], float(record.case["rate"] or 1.0)
+    slower = "" if rate == 1 else f", rate / {1 / rate:g}"
+    if num_stages == 1:
+        return f"sequential{slower}"
+    return f"asynchronous, {'with' if record.case['stash'] else 'without'} stashing, K = {num_stages}{slower}"
 
 
 def _loss(curve: Sequence[Sequence[float | None]]) -> str:

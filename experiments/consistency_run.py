@@ -20,8 +20,9 @@ from harness.experiment import Case, Outcome, RunOptions
 from harness.record import Quantity
 
 if TYPE_CHECKING:
+    from experiments.consistency_disk import Trained
     from experiments.consistency_task import Task
-    from experiments.consistency_training import Setting, Trained
+    from experiments.consistency_training import Setting
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -74,7 +75,8 @@ def _trained(
     """Trains, goes on, or reads what this very code has already finished."""
     import torch
 
-    from experiments.consistency_training import folder_name, train
+    from experiments.consistency_disk import folder_name
+    from experiments.consistency_training import train
 
     name = folder_name(
         subject=subject, setting=setting, processes=processes,
@@ -161,7 +163,7 @@ def _run_deep(key: dict[str, Any], options: RunOptions) -> Outcome:
 
 def _differences(trained: Trained, reference: Trained) -> list[Quantity]:
     """Of the weights, and of everything that is kept, running statistics included."""
-    from experiments.consistency_training import is_statistic
+    from experiments.consistency_disk import is_statistic
 
     largest = squares = total = 0.0
     different = number = 0

@@ -1,33 +1,36 @@
 """One training, from its seed to its weights: sequential or pipelined, in one process or one per stage.
 
 It writes a checkpoint after every evaluation and takes up where the latest one was written, so a training
-that was killed ends with the weights of one that was not. A checkpoint appears by renaming a folder that is
-complete: a kill while it is written leaves the one before.
+that was killed ends with the weights of one that was not.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
 
+from experiments.consistency_disk import (
+    Trained,
+    Watch,
+    alone,
+    drop_checkpoints,
+    keep,
+    kept,
+    latest_checkpoint,
+    save_checkpoint,
+)
 from experiments.consistency_task import Task
 from experiments.weight_average import WeightAverage
-from harness.lock import file_lock
 from pipeline import Pipeline, checkpoint
 from pipeline.rng import run_plain
-
-Watch = Callable[[str, int], None]
-"""Told what has just happened ("step", "saving", "saved", "finished") and how many steps are done."""
 
 
 @dataclass(frozen=True)
@@ -43,33 +46,6 @@ class Setting:
     def __post_init__(self) -> None:
         if self.engine == "sequential" and (self.num_stages, self.num_microbatches) != (1, 1):
             raise ValueError("a sequential training has one stage and one micro-batch; use engine='pipeline'")
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a training ended with. `curve` holds (steps done, mean training loss since the last, score)."""
-
-    curve: tuple[tuple[int, float, float], ...]
-    weights: dict[str, Tensor]  # parameters and buffers
-    layers_per_stage: tuple[int, ...]
-
-    @property
-    def score(self) -> float:
-        return self.curve[-1][2]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all weights, without the running statistics."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.weights.items()):
-            if not is_statistic(name):
-                digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-        return digest.hexdigest()
-
-
-def is_statistic(name: str) -> bool:
-    """Whether an entry of a state dict is batch normalization's and not a weight."""
-    return name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Trainer(Protocol):
@@ -165,9 +141,9 @@ def train(
     each returns the weights of its own stage, and only the last rank's scores count.
     """
     rank = 0 if group is None else distributed.get_rank(group)
-    with _alone(folder, rank, group):
-        finished = _finished(folder, rank)
-        return finished or _train(task, setting, folder, rank, group, watch)
+    with alone(folder, rank, group):
+        known = kept(folder, rank)
+        return known or _train(task, setting, folder, rank, group, watch)
 
 
 def _train(
@@ -215,10 +191,11 @@ def _train(
             losses = []
             if done < task.num_steps:
                 state = {"done": done, "curve": curve, "average": average and average.average}
-                _save(folder, trainer, optimizer, state, rank, group, watch)
+                write = partial(trainer.save, optimizer=optimizer)
+                save_checkpoint(folder, write, state, rank, group, watch)
     weights = {name: tensor.detach().cpu() for name, tensor in trainer.module.state_dict().items()}
     trained = Trained(tuple(curve), weights, layers)
-    _finish(folder, trained, rank)
+    keep(folder, trained, rank)
     if group is not None:
         distributed.barrier(group)
     if rank == 0:
@@ -250,82 +227,3 @@ def _as_it_is() -> Iterator[None]:
 
 def _moved(inputs: Any, device: str) -> Any:
     return tuple(t.to(device) for t in inputs) if isinstance(inputs, tuple) else inputs.to(device)
-
-
-# What is on disk
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint with the most steps."""
-    found = [path for path in folder.glob("step-*") if path.suffix != ".part"]
-    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
-
-
-def drop_checkpoints(folder: Path, but: Path | None = None) -> None:
-    for path in folder.glob("step-*"):
-        if path != but:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _save(
-    folder: Path,
-    trainer: Trainer,
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
-    rank: int,
-    group: distributed.ProcessGroup | None,
-    watch: Watch,
-) -> None:
-    target = folder / f"step-{state['done']:08d}"
-    part = target.with_name(target.name + ".part")
-    if rank == 0:
-        shutil.rmtree(part, ignore_errors=True)  # what a killed run left
-        part.mkdir(parents=True)
-    if group is not None:
-        distributed.barrier(group)
-    trainer.save(part, optimizer)
-    torch.save(dict(state), part / f"loop-{rank}.pt")
-    watch("saving", state["done"])
-    if group is not None:
-        distributed.barrier(group)
-    if rank == 0:
-        part.rename(target)
-        drop_checkpoints(folder, but=target)
-    watch("saved", state["done"])
-
-
-@contextmanager
-def _alone(folder: Path, rank: int, group: distributed.ProcessGroup | None) -> Iterator[None]:
-    """Keeps out another run, and worker processes that outlive a killed one; waits until they are done."""
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as file, file_lock(file.fileno()):
-            if group is not None:
-                distributed.barrier(group)
-            yield
-        return
-    distributed.barrier(group)
-    yield
-
-
-def _finish(folder: Path, trained: Trained, rank: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"final-{rank}.pt.part"
-    content = {"curve": trained.curve, "weights": trained.weights, "layers": trained.layers_per_stage}
-    torch.save(content, part)
-    part.rename(folder / f"final-{rank}.pt")
-
-
-def _finished(folder: Path, rank: int) -> Trained | None:
-    path = folder / f"final-{rank}.pt"
-    if not path.exists():
-        return None
-    content = torch.load(path, weights_only=True)
-    return Trained(tuple(tuple(point) for point in content["curve"]), content["weights"], content["layers"])
-
-
-def folder_name(**what: object) -> str:
-    """A folder name for a training: a digest of all that its result depends on."""
-    plain = {key: repr(value) for key, value in what.items()}
-    text = json.dumps(plain, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -25,12 +25,13 @@ from torch import Tensor, distributed, nn
 
 from experiments import consistency
 from experiments.consistency_async import train_asynchronously
+from experiments.consistency_disk import Trained, is_statistic, latest_checkpoint
 from experiments.consistency_images import ImageTask, digits, own_images
 from experiments.consistency_language import TextTask, TranslationTask, blocks_of, topics
 from experiments.consistency_recipe import DAWNBENCH, DIGITS, TOPICS
 from experiments.consistency_subject import Subject
 from experiments.consistency_task import chosen, even_parts
-from experiments.consistency_training import Setting, Trained, is_statistic, latest_checkpoint, train
+from experiments.consistency_training import Setting, train
 from experiments.rmsprop import RMSPropTF
 from experiments.weight_average import WeightAverage
 from harness.experiment import RunOptions

@@ -24,7 +24,7 @@ from torch import distributed as dist
 
 import models
 from models.drop_path import set_drop_path
-from pipeline import Pipeline, agreement, checkpoint, distributed, introduction
+from pipeline import Pipeline, agreement, checkpoint, distributed, introduction, sending
 from pipeline.errors import ActionError
 from pipeline.failure import Lookout
 from pipeline.schedule import REMAT_MODES, SCHEDULES, gpipe
@@ -487,7 +487,7 @@ def messages_that_take_memory() -> None:
     for small_bytes in (0, (min(gradients) + max(gradients)) // 2 * 4):
         with (
             mock.patch.object(agreement, "SMALL_BYTES", small_bytes),
-            mock.patch.object(distributed, "SMALL_BYTES", small_bytes),
+            mock.patch.object(sending, "SMALL_BYTES", small_bytes),
         ):
             for share_memory in (True, False):
                 mini_batches_of_changing_shapes(Ranks(share_memory=share_memory))

@@ -34,10 +34,11 @@ from pipeline.clock import Clock
 from pipeline.distributed import PointToPoint
 from pipeline.errors import ActionError, PeerError
 from pipeline.gather import check_equal, concatenate, gather_timeline
+from pipeline.layers import LossFn
 from pipeline.microbatch import Tree, merge, num_examples, sizes, split, tensors_of
 from pipeline.partition import partition
 from pipeline.schedule import Schedule
-from pipeline.stage import LossFn, Stage
+from pipeline.stage import Stage
 from pipeline.timeline import Timeline
 from pipeline.transport import InProcess, Plan, Transport
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from pipeline.errors import PeerError
-from pipeline.neighbour import Neighbour
+from pipeline.neighbour import Arrival, Departure, Neighbour
 from pipeline.schedule import Action
 
 # No message has this tag, so a receive of it can only time out.
@@ -117,6 +117,17 @@ class Connection:
             return self._backend.send([tensor], target, tag)  # type: ignore[no-any-return]
         except RuntimeError as error:
             raise unreachable(action, target, error) from error
+
+    def wait(self, work: Work, action: Action | None, peer: int) -> None:
+        """Waits for a message from or to rank `peer`; `action` is what an error will name."""
+        try:
+            # While this process waits for the network, nobody moves its messages to neighbours along.
+            if self._neighbours and not isinstance(work, Arrival | Departure):
+                for neighbour in self._neighbours.values():
+                    neighbour.drain()
+            work.wait()
+        except RuntimeError as error:
+            raise unreachable(action, peer, error) from error
 
     def cut(self) -> None:
         """Makes every wait fail, here and on the other ranks; the connection cannot be used again."""

@@ -11,42 +11,27 @@ before each step, so the other ranks need not see the batch.
 from __future__ import annotations
 
 import pickle
-from collections import deque
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from pipeline.agreement import MOST_TENSORS, SMALL_BYTES, Agreement, Outline, Receiver
-from pipeline.connection import Buffer, Connection, Form, Work, backend, flat, store_of, unreachable
+from pipeline.agreement import MOST_TENSORS, Agreement, Outline, Receiver
+from pipeline.connection import Buffer, Connection, Form, Work, backend, store_of
 from pipeline.errors import ActionError, PeerError, summary
 from pipeline.failure import Blackboard, Lookout
 from pipeline.introduction import meet
 from pipeline.microbatch import Message, sizes
-from pipeline.neighbour import Arrival, Departure
 from pipeline.ring import activation_ring, gradient_ring
 from pipeline.schedule import Action, Kind, Schedule
+from pipeline.sending import Sender, changed, conform
 from pipeline.stage import Gradients
 from pipeline.transport import Plan
 
-# Sends on the way, per direction, that may be more than `SMALL_BYTES` together. With one, a late receiver
-# would hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its
-# receives already.
-SENDS_ON_THE_WAY = 2
 _OUTLINE_TAG, _HEADER_TAG, _LOSS_TAG = 0, 2**28, 2**29
 _HEADER = Form((3,), (1,), torch.int64)  # number of the agreement, examples, training or not
-
-
-class _Sending(NamedTuple):
-    works: list[Work]
-    tensors: list[Tensor]  # kept until they are gone
-    action: Action  # what receives them
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class PointToPoint:
@@ -71,7 +56,6 @@ class PointToPoint:
         store, cuda = store_of(group), device.type != "cpu"
         near = meet(store, self.rank, self.num_stages, willing=share_memory, timeout_s=timeout_s)
         near = {} if cuda else near
-        self._near = tuple(near.values())
         # Headers and outlines are read by the host, so they never go through NCCL.
         self._control = Connection(self._backend(store, "control", cuda=False, timeout_s=timeout_s), 0, near)
         self._activations = Connection(
@@ -91,9 +75,9 @@ class PointToPoint:
         # A receiver that knows no outline yet has posted nothing, and may wait for something else than it is
         # sent.
         self._patient = False
-        self._control_sent: deque[_Sending] = deque()
-        self._activations_sent: deque[_Sending] = deque()
-        self._gradients_sent: deque[_Sending] = deque()
+        self._control_sender = Sender(self._control)
+        self._activation_sender = Sender(self._activations)
+        self._gradient_sender = Sender(self._gradients)
         self._header_buffer: Buffer | None = None
         self._header_work: Work | None = None  # posted a step ahead
         self._loss_buffer: Buffer | None = None
@@ -135,12 +119,12 @@ class PointToPoint:
         else:
             assert self._header_buffer is not None
             assert self._header_work is not None
-            self._wait(self._header_work, None, self.rank - 1)
+            self._control.wait(self._header_work, None, self.rank - 1)
             header = self._header_buffer.tensor.clone()
             self._post_header()
         if self.rank + 1 < self.num_stages:
             target = Action(self.rank + 1, Kind.F, 0)
-            self._send(self._control, [header], target, self._control_sent, _HEADER_TAG)
+            self._control_sender.send([header], target, _HEADER_TAG, bounded=self._patient)
         number, examples, training = header.tolist()
         self._training = bool(training)
         self._patient = number < len(self._agreements)
@@ -169,11 +153,9 @@ class PointToPoint:
             agreement.activations_sent[length] = outline
             self._send_outline(outline, target)
         elif (message.structure, message.needs_grad) != (outline.structure, outline.needs_grad):
-            raise RuntimeError(
-                _changed(f"what the output of stage {stage} consists of and what needs a gradient")
-            )
-        tensors = self._flatten(message.tensors, outline, f"output of stage {stage}")
-        self._send(self._activations, tensors, target, self._activations_sent)
+            raise changed(f"what the output of stage {stage} consists of and what needs a gradient")
+        tensors = conform(message.tensors, outline, self._device, f"output of stage {stage}")
+        self._activation_sender.send(tensors, target, bounded=self._patient)
 
     def receive_activation(self, stage: int, microbatch: int) -> Message:
         receiver, agreement = self._inputs, self._agreement
@@ -184,7 +166,7 @@ class PointToPoint:
             agreement.activations[length] = self._receive_outline(source)
             receiver.post()
         for work in receiver.works(microbatch):
-            self._wait(work, source, self.rank - 1)
+            self._activations.wait(work, source, self.rank - 1)
         outline = agreement.activations[length]
         return Message(receiver.take(microbatch), outline.structure, outline.needs_grad)  # type: ignore[arg-type]
 
@@ -197,8 +179,8 @@ class PointToPoint:
             outline = Outline(tuple([None if g is None else Form.of(g) for g in gradients]))
             agreement.gradients_sent[length] = outline
             self._send_outline(outline, target)
-        tensors = self._flatten(gradients, outline, f"gradient of the input of stage {stage}")
-        self._send(self._gradients, tensors, target, self._gradients_sent)
+        tensors = conform(gradients, outline, self._device, f"gradient of the input of stage {stage}")
+        self._gradient_sender.send(tensors, target, bounded=self._patient)
 
     def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
         receiver, agreement = self._output_gradients, self._agreement
@@ -209,7 +191,7 @@ class PointToPoint:
             receiver.post()
             self._post_loss()
         for work in receiver.works(microbatch):
-            self._wait(work, source, self.rank + 1)
+            self._gradients.wait(work, source, self.rank + 1)
         return receiver.take(microbatch)
 
     def release(self, stage: int, microbatch: int) -> None:
@@ -231,9 +213,8 @@ class PointToPoint:
         """
         if self._training:
             loss = self._pass_loss(loss)
-        for queue in (self._activations_sent, self._gradients_sent, self._control_sent):
-            while queue:
-                self._wait_sent(queue.popleft())
+        for sender in (self._activation_sender, self._gradient_sender, self._control_sender):
+            sender.finish()
         return loss
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
@@ -249,46 +230,6 @@ class PointToPoint:
         return self._failed
 
     # Parts of a step
-
-    def _send(
-        self,
-        connection: Connection,
-        tensors: list[Tensor],
-        target: Action,
-        queue: deque[_Sending],
-        tag: int | None = None,
-    ) -> None:
-        first = target.microbatch * MOST_TENSORS if tag is None else tag
-        works = [
-            connection.send(tensor, target.stage, first + i, target)
-            for i, tensor in enumerate(tensors)
-            if tensor.numel()
-        ]
-        queue.append(_Sending(works, tensors, target))
-        if self._patient and len(queue) > SENDS_ON_THE_WAY and len(queue) * queue[0].num_bytes > SMALL_BYTES:
-            self._wait_sent(queue.popleft())
-
-    def _flatten(self, tensors: Sequence[Tensor | None], outline: Outline, what: str) -> list[Tensor]:
-        """The tensors as the receiver expects them: of the agreed forms, flat."""
-        found = []
-        for tensor, form in zip(tensors, outline.forms, strict=True):
-            if form is None:
-                if tensor is not None:
-                    raise RuntimeError(_changed(f"whether there is a {what}"))
-                tensor = torch.empty(0)
-            elif tensor is None:
-                tensor = form.empty(self._device).zero_()
-            elif not form.fits(tensor):
-                now = f"{tuple(tensor.shape)} {tensor.dtype}"
-                raise RuntimeError(
-                    _changed(
-                        f"the shape or dtype of the {what}, {form.shape} {form.dtype} before and {now} now,"
-                    )
-                )
-            elif tensor.stride() != form.stride:
-                tensor = form.empty(self._device).copy_(tensor)
-            found.append(flat(tensor))
-        return found
 
     def _post_header(self) -> None:
         """Posts the receive of the next step's header."""
@@ -317,7 +258,7 @@ class PointToPoint:
             self._post_loss()
             assert self._loss_work is not None
             assert self._loss_buffer is not None
-            self._wait(self._loss_work, source, self.rank + 1)
+            self._gradients.wait(self._loss_work, source, self.rank + 1)
             self._loss_work = None
             loss = self._loss_buffer.tensor.clone()
         else:
@@ -326,13 +267,13 @@ class PointToPoint:
             target = Action(self.rank - 1, Kind.B, 0)
             if new:
                 self._send_outline(Outline((agreement.loss,)), target)
-            self._send(self._gradients, [loss], target, self._gradients_sent, _LOSS_TAG)
+            self._gradient_sender.send([loss], target, _LOSS_TAG, bounded=self._patient)
         return loss
 
     def _send_outline(self, outline: Outline, target: Action) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(outline)), dtype=torch.uint8)
         length = torch.tensor([len(data)])
-        self._send(self._control, [length, data], target, self._control_sent, _OUTLINE_TAG)
+        self._control_sender.send([length, data], target, _OUTLINE_TAG, bounded=self._patient)
 
     def _receive_outline(self, source: Action) -> Outline:
         length = self._receive_now(Form((1,), (1,), torch.int64), source, _OUTLINE_TAG)
@@ -341,31 +282,9 @@ class PointToPoint:
         assert isinstance(outline, Outline)
         return outline
 
-    def _wait(self, work: Work, action: Action | None, peer: int) -> None:
-        try:
-            # While this process waits for the network, nobody moves its messages to neighbours along.
-            if self._near and not isinstance(work, Arrival | Departure):
-                for neighbour in self._near:
-                    neighbour.drain()
-            work.wait()
-        except RuntimeError as error:
-            raise unreachable(action, peer, error) from error
-
-    def _wait_sent(self, sending: _Sending) -> None:
-        for work in sending.works:
-            self._wait(work, sending.action, sending.action.stage)
-
     def _receive_now(self, form: Form, source: Action, tag: int) -> Tensor:
         buffer = self._control.buffer(form, source.stage, torch.device("cpu"))
-        self._wait(self._control.receive(buffer, source.stage, tag, source), source, source.stage)
+        self._control.wait(self._control.receive(buffer, source.stage, tag, source), source, source.stage)
         data = buffer.tensor.clone()
         self._control.give_back(buffer, source.stage)
         return data
-
-
-def _changed(what: str) -> str:
-    return (
-        f"{what} changed since the ranks agreed on what travels; call Pipeline.refresh() on every rank "
-        "after changing the "
-        f"model, and give every kind of mini-batch shapes of its own"
-    )

@@ -24,7 +24,7 @@ from torch import distributed as dist
 
 import models
 from models.drop_path import set_drop_path
-from pipeline import Pipeline, agreement, checkpoint, distributed, introduction
+from pipeline import Pipeline, agreement, checkpoint, distributed, introduction, sending
 from pipeline.errors import ActionError
 from pipeline.failure import Lookout
 from pipeline.schedule import REMAT_MODES, SCHEDULES, gpipe
@@ -315,14 +315,14 @@ def buffers_are_no_more_than_micro_batches_in_flight() -> None:
         pipeline = ranks.pipeline(seeded(mlp), 6, schedule=schedule, remat="never")
         stage = pipeline.stages[0]
         addresses: set[int] = set()
-        take_inputs = stage._take_inputs
+        forward = stage.forward
 
-        def spy(state, m, received, take_inputs=take_inputs, addresses=addresses):
+        def spy(m, received, graph, forward=forward, addresses=addresses):
             if received is not None:
                 addresses.update(tensor.data_ptr() for tensor in received.tensors)
-            return take_inputs(state, m, received)
+            return forward(m, received, graph)
 
-        stage._take_inputs = spy
+        stage.forward = spy
         for _ in range(3):
             pipeline.step(*ranks.own(*mlp_batch(12)), mse_loss)
         assert len(addresses) == (min(most, 6) if schedule != "1f1b" else 5 - ranks.rank) * (
@@ -487,7 +487,7 @@ def messages_that_take_memory() -> None:
     for small_bytes in (0, (min(gradients) + max(gradients)) // 2 * 4):
         with (
             mock.patch.object(agreement, "SMALL_BYTES", small_bytes),
-            mock.patch.object(distributed, "SMALL_BYTES", small_bytes),
+            mock.patch.object(sending, "SMALL_BYTES", small_bytes),
         ):
             for share_memory in (True, False):
                 mini_batches_of_changing_shapes(Ranks(share_memory=share_memory))

@@ -53,11 +53,11 @@ GRADIENTS = (
     Mutant(
         name="one accumulation dropped",
         file="pipeline/stage.py",
-        old="            self._run_backward(roots, seeds, keep_graph=False)\n",
+        old="            self._runner.run_backward(roots, seeds, keep_graph=False)\n",
         new="""\
             last = self._parameters[-1] if m == 1 and self._parameters else None
             kept = None if last is None or last.grad is None else last.grad.clone()
-            self._run_backward(roots, seeds, keep_graph=False)
+            self._runner.run_backward(roots, seeds, keep_graph=False)
             if last is not None:
                 last.grad = kept
 """,
@@ -68,9 +68,9 @@ GRADIENTS = (
     Mutant(
         name="one gradient scaled by 1.01",
         file="pipeline/stage.py",
-        old="            self._run_backward(roots, seeds, keep_graph=False)\n",
+        old="            self._runner.run_backward(roots, seeds, keep_graph=False)\n",
         new="""\
-            self._run_backward(roots, seeds, keep_graph=False)
+            self._runner.run_backward(roots, seeds, keep_graph=False)
             if m == 0 and self._parameters and self._parameters[0].grad is not None:
                 self._parameters[0].grad.mul_(1.01)
 """,
@@ -80,7 +80,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="input gradient scaled by 1.01",
-        file="pipeline/stage.py",
+        file="pipeline/kept.py",
         old="        ctx.exits[ctx.position] = gradient\n",
         new="        ctx.exits[ctx.position] = gradient * 1.01\n",
         why="errors at a boundary show in the earlier stages alone",
@@ -153,14 +153,14 @@ GRADIENTS = (
     Mutant(
         name="what needs a gradient never asked again",
         file="pipeline/stage.py",
-        old="            self._needs_grad.clear()\n        self._autocast",
-        new="        self._autocast",
+        old="            self._needs_grad.clear()\n        self._runner",
+        new="        self._runner",
         why="unfreezing a parameter changes what travels back",
         tests=("tests/test_transparency.py::test_stages_without_anything_to_train[frozen0-always]",),
     ),
     Mutant(
         name="autocast during the backward",
-        file="pipeline/stage.py",
+        file="pipeline/layers.py",
         old="            if not self._autocast:\n                run(",
         new="            if True:\n                run(",
         why="the context that chose the precisions must not choose those of the backward",
@@ -171,7 +171,7 @@ GRADIENTS = (
 RANDOMNESS = (
     Mutant(
         name="one random stream for all micro-batches",
-        file="pipeline/stage.py",
+        file="pipeline/layers.py",
         old="                    generators.seed(mix(key ^ m))\n",
         new="                    generators.seed(mix(key))\n",
         why="all micro-batches would drop the same units",
@@ -180,7 +180,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="recomputation not seeded",
-        file="pipeline/stage.py",
+        file="pipeline/layers.py",
         old="                    generators.seed(mix(key ^ m))\n",
         new="                    if recording:\n                        generators.seed(mix(key ^ m))\n",
         why="the recomputation draws what the generator happens to hold",
@@ -189,7 +189,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="recomputation with another stream",
-        file="pipeline/stage.py",
+        file="pipeline/layers.py",
         old="                    generators.seed(mix(key ^ m))\n",
         new="                    generators.seed(mix(key ^ (m if recording else m + 1)))\n",
         why="the recomputation draws what another micro-batch drew",
@@ -197,7 +197,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="streams numbered within the stage",
-        file="pipeline/stage.py",
+        file="pipeline/layers.py",
         old="layer_key(self.seed, step, self.first_layer + i)",
         new="layer_key(self.seed, step, i)",
         why="masks would depend on where the model is cut",
@@ -205,7 +205,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="the loss has one stream for all micro-batches",
-        file="pipeline/stage.py",
+        file="pipeline/layers.py",
         old="self._generators.seed(mix(self._loss_key ^ m))",
         new="self._generators.seed(mix(self._loss_key))",
         why="a loss may draw too",
@@ -213,7 +213,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="the user's generator not given back",
-        file="pipeline/stage.py",
+        file="pipeline/layers.py",
         old="            if states is not None:\n                generators.restore(states)\n",
         new="",
         why="data loading after a step would repeat itself",
@@ -265,15 +265,15 @@ STATISTICS = (
     Mutant(
         name="averages see the recomputation too",
         file="pipeline/stage.py",
-        old="unflatten(self._enter(state), state.structure), recording=False)",
-        new="unflatten(self._enter(state), state.structure), recording=True)",
+        old="unflatten(state.enter(), state.structure), recording=False)",
+        new="unflatten(state.enter(), state.structure), recording=True)",
         why="every micro-batch would count twice, or once where it keeps its activations",
         tests=AVERAGES,
         required=True,
     ),
     Mutant(
         name="averages see what a layer recomputes itself",
-        file="pipeline/stage.py",
+        file="pipeline/layers.py",
         old="            self.statistics.redirect(recording=False)\n",
         new="            self.statistics.redirect(recording=True)\n",
         why="a layer that checkpoints its own parts runs them once more inside the backward",
@@ -351,9 +351,9 @@ BOUNDARIES = (
     ),
     Mutant(
         name="strides of single examples lost at a boundary",
-        file="pipeline/stage.py",
-        old="            tensor.detach()\n        )  # unlike",
-        new="            tensor.view_as(tensor)\n        )  # unlike",
+        file="pipeline/kept.py",
+        old="        return tensor.detach()\n",
+        new="        return tensor.view_as(tensor)\n",
         why="masks follow the memory layout, so bits would depend on the cuts",
         tests=("tests/test_mutation_gaps.py::test_strides_of_single_examples_survive_a_boundary",),
     ),
@@ -394,9 +394,9 @@ LIFETIMES = (
     ),
     Mutant(
         name="outputs kept by the graph's owner",
-        file="pipeline/stage.py",
-        old="        state.places = tuple(",
-        new="        state.gradients = tuple(outputs)\n        state.places = tuple(",
+        file="pipeline/kept.py",
+        old="        self.places = tuple(",
+        new="        self.gradients = tuple(outputs)\n        self.places = tuple(",
         why="an output lives on only if a layer saved it",
         tests=("tests/test_stage.py::test_graphs_and_inputs_alive_at_every_action[never-gpipe]",),
     ),

@@ -10,8 +10,8 @@ from experiments.guard_benchmarks import BENCHMARKS
 from experiments.guard_counters import CASES, content, counters, of_schedule
 from experiments.verb_guard import COUNTERS, benchmark_changes
 from harness.guard_counters import differences, encode, load
+from pipeline.layers import LayerRunner
 from pipeline.schedule import gpipe, one_f_one_b
-from pipeline.stage import Stage
 
 SMALL = CASES[0]
 
@@ -55,14 +55,14 @@ def test_every_benchmark_splits_its_batch_and_recomputes() -> None:
 
 
 def test_a_second_recomputation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, once = counters(SMALL), Stage._run_layers
+    before, once = counters(SMALL), LayerRunner.run
 
-    def twice(self: Stage, m: int, value: object, *, recording: bool) -> object:
+    def twice(self: LayerRunner, m: int, value: object, *, recording: bool) -> object:
         if not recording:  # a recomputation
             once(self, m, value, recording=False)
         return once(self, m, value, recording=recording)
 
-    monkeypatch.setattr(Stage, "_run_layers", twice)
+    monkeypatch.setattr(LayerRunner, "run", twice)
     (line,) = differences({"case": before}, {"case": counters(SMALL)})
     assert line.startswith(f"case: flops {before['flops']} -> ")
     assert line.endswith("(+25.000%)")

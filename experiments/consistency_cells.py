@@ -58,18 +58,12 @@ def interval(distance: float, runs: int, baseline_runs: int) -> tuple[float, flo
     The exact interval of a standardized difference of means: the observed one follows a noncentral t, since
     the standard deviation is itself estimated, from the baseline's few runs.
     """
-    from scipy.optimize import brentq
-    from scipy.stats import nct, t
+    from scipy.special import nctdtrinc
 
     scale, freedom = math.sqrt(1 / runs + 1 / baseline_runs), baseline_runs - 1
-    observed = distance / scale
-    far = 10 * observed + 20
-
-    def bound(share: float) -> float:
-        return float(brentq(lambda centre: nct.cdf(observed, freedom, centre) - share, 0.0, far))
-
-    low = bound(0.975) if t.cdf(observed, freedom) > 0.975 else 0.0
-    return scale * low, scale * bound(0.025)
+    # Centres of the distributions of which this many percent lie below what was observed.
+    low, high = (float(nctdtrinc(freedom, share, distance / scale)) for share in (0.975, 0.025))
+    return scale * max(0.0, low), scale * high
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.consistency_cells import METRICS, NUM_DEVIATIONS, baseline, score_of, select
 from experiments.consistency_tables import TITLES, name_of
@@ -13,43 +13,55 @@ from harness.record import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 STAGES = (1, 2, 4, 8)
 
 
 def figures(records: Sequence[Record], folder: Path) -> list[Path]:
     """As PNG and SVG; a picture without records is left out."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     import seaborn
+    from matplotlib.figure import Figure
 
     models = [model for model in TITLES if len(select(records, "baseline", model)) > 1]
     deep = [r for r in records if r.case.get("part") == "trainability" and r.status == "done"]
-    paths = []
+    drawn = []
     with seaborn.axes_style("whitegrid"), seaborn.plotting_context("paper", font_scale=1.1):
-        drawn = []
         if models:
-            figure, axes = plt.subplots(2, len(models), figsize=(6 * len(models), 8), squeeze=False)
+            figure = Figure(figsize=(2.4 + 4.8 * len(models), 7), layout="constrained")
+            axes = figure.subplots(2, len(models), squeeze=False)
             for place, model in enumerate(models):
                 _draw_curves(axes[0][place], records, model)
                 _draw_distances(axes[1][place], records, model)
+            _add_legend(figure, list(axes[0]), "outside right upper")
+            _add_legend(figure, list(axes[1]), "outside right lower")
             drawn.append(("consistency", figure))
         if deep:
             rates = list(dict.fromkeys(r.case["rate"] for r in deep))
-            figure, axes = plt.subplots(1, len(rates), figsize=(6 * len(rates), 4), squeeze=False)
+            figure = Figure(figsize=(2.4 + 4.2 * len(rates), 3.6), layout="constrained")
+            axes = figure.subplots(1, len(rates), squeeze=False)
             for place, rate in enumerate(rates):
                 _draw_norms(axes[0][place], [r for r in deep if r.case["rate"] == rate], float(rate or 0))
+            _add_legend(figure, list(axes[0]), "outside right upper")
             drawn.append(("consistency-deep", figure))
+        paths = []
         for name, figure in drawn:
             seaborn.despine(figure)
-            figure.tight_layout()
             for suffix in ("png", "svg"):
                 paths.append(folder / f"{name}.{suffix}")
                 figure.savefig(paths[-1], dpi=150)
-            plt.close(figure)
     return paths
+
+
+def _add_legend(
+    figure: Figure, several: Sequence[Axes], place: Literal["outside right upper", "outside right lower"]
+) -> None:
+    """One for all the panels beside each other, outside of them."""
+    found: dict[str, Any] = {}
+    for axes in several:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    figure.legend(list(found.values()), list(found), loc=place, fontsize="small", frameon=False)
 
 
 def _points(record: Record) -> tuple[list[float], list[float]]:
@@ -62,7 +74,7 @@ def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
     """Mean and band of the sequential runs over the steps, and every other run as a line."""
     import seaborn
 
-    colors = dict(zip(STAGES, seaborn.color_palette("deep", len(STAGES)), strict=True))
+    colors = dict(zip(STAGES, seaborn.color_palette("crest", len(STAGES)), strict=True))
     runs = [_points(r)[1] for r in select(records, "baseline", model) if r.status == "done"]
     steps = _points(select(records, "baseline", model)[0])[0]
     length = min(len(steps), *(len(run) for run in runs))
@@ -92,28 +104,29 @@ def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
         axes.set_ylim(0, 1.02)
     else:
         axes.set_yscale("log")
-    axes.legend(fontsize="small", frameon=True)
 
 
 def _draw_distances(axes: Axes, records: Sequence[Record], model: str) -> None:
-    """Final scores minus the sequential mean, in standard deviations; the same seeds share a colour."""
+    """Final scores minus the sequential mean, in standard deviations; one colour per kind of seed."""
     found = baseline(records, model)
     assert found is not None, "drawn only with a baseline"
     deviation = found.deviation or 1.0
-    groups: list[tuple[str, list[Record], str]] = [("sequential", select(records, "baseline", model), "0.4")]
+    groups = [("all", select(records, "baseline", model), "0.4", "sequential runs")]
     for num_stages in STAGES:
         own = [r for r in select(records, "own seeds", model) if r.case["num_stages"] == num_stages]
-        groups.append((f"K = {num_stages}", own, "#4c72b0"))
+        groups.append((f"K={num_stages}", own, "#4c72b0", "own seeds"))
     for record in select(records, "same seed", model):
-        name = f"K = {record.case['num_stages']}" + (" (2 p.)" if record.case["processes"] != 1 else "")
-        groups.append((f"{name}\nsame seed", [record], "#dd8452"))
+        name = f"K={record.case['num_stages']}"
+        if record.case["processes"] != 1:
+            name += f"\n{record.case['processes']} proc."
+        groups.append((name, [record], "#dd8452", "the seed of the first K = 1"))
     groups = [group for group in groups if group[1]]
     axes.axhspan(-NUM_DEVIATIONS, NUM_DEVIATIONS, color="0.9", zorder=0)
     axes.axhline(0, color="0.4", linewidth=1)
-    for place, (_, runs, color) in enumerate(groups):
+    for place, (_, runs, color, label) in enumerate(groups):
         values = [(score - found.mean) / deviation for r in runs if (score := score_of(r)) is not None]
-        axes.scatter([place] * len(values), values, color=color, s=28, zorder=3)
-    axes.set_xticks(range(len(groups)), [name for name, _, _ in groups], rotation=30, ha="right")
+        axes.scatter([place] * len(values), values, color=color, s=28, zorder=3, label=label)
+    axes.set_xticks(range(len(groups)), [name for name, _, _, _ in groups])
     unit = "points" if model == "images" else ""
     size = f"{100 * deviation:.2f} {unit}" if model == "images" else f"{deviation:.3g}"
     axes.set(
@@ -133,4 +146,3 @@ def _draw_norms(axes: Axes, records: Sequence[Record], rate: float) -> None:
         )  # fmt: skip
     axes.set_yscale("log")
     axes.set(xlabel="step", ylabel="norm of the gradient", title=f"deep narrow Transformer, rate {rate:g}")
-    axes.legend(fontsize="small", frameon=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.compare import Comparison
 from harness.environment import COMPARABLE_FIELDS
-from harness.units import show
+from harness.units import show_with_interval
 
 _ABSENT = "-"
 
@@ -108,9 +108,7 @@ def cell_text(cell: Comparison | None) -> str:
         return _ABSENT
     if cell.ours is None:
         return cell.verdict
-    number = show(cell.ours, cell.unit)
-    if cell.low is not None and cell.high is not None:
-        number += f" [{show(cell.low, cell.unit)}, {show(cell.high, cell.unit)}]"
+    number = show_with_interval(cell.ours, cell.low, cell.high, cell.unit)
     return f"{number} {cell.provenance}" + (f", {cell.verdict}" if cell.printed else "")
 
 

@@ -20,7 +20,7 @@ from harness.machines import SideBySide, cell_text, difference_text, side_table,
 from harness.report_chart import Chart
 from harness.report_page import Counts, TableView
 from harness.report_summary import Summary
-from harness.units import show
+from harness.units import show, show_interval
 from harness.verdict import VERDICTS
 
 if TYPE_CHECKING:
@@ -124,10 +124,10 @@ def ours_text(cell: Comparison) -> str:
 
 
 def interval_text(cell: Comparison) -> str:
-    """`[3.6, 3.7]` with units, or nothing where the number is exact."""
+    """`[3.6, 3.7]`, in the number's unit, or nothing where the number is exact."""
     if cell.low is None or cell.high is None:
         return ""
-    return f"[{show(cell.low, cell.unit)}, {show(cell.high, cell.unit)}]"
+    return show_interval(cell.low, cell.high, cell.unit)
 
 
 def paper_text(cell: Comparison) -> str:

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 
 from harness.compare import Comparison, numbered_footnotes, totals
-from harness.units import show
+from harness.units import show_with_interval
 
 _WIDTH = 110
 
@@ -98,9 +98,7 @@ def _peer(cell: Comparison | None) -> str:
 def _ours(cell: Comparison | None, with_provenance: bool) -> str:
     if cell is None or cell.ours is None:
         return "-"
-    number = show(cell.ours, cell.unit)
-    if cell.low is not None and cell.high is not None:
-        number += f" [{show(cell.low, cell.unit)}, {show(cell.high, cell.unit)}]"
+    number = show_with_interval(cell.ours, cell.low, cell.high, cell.unit)
     return f"{number} {cell.provenance}" if with_provenance else number
 
 

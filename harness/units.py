@@ -73,6 +73,20 @@ def show(value: float, unit: str, digits: int = 4) -> str:
     return f"{number} {unit}"
 
 
+def show_with_interval(value: float, low: float | None, high: float | None, unit: str) -> str:
+    """`0.752 [0.739, 0.765]`, `34.51 [34.2, 34.8] GB`: the unit once, behind the interval if there is one."""
+    if low is None or high is None:
+        return show(value, unit)
+    end = f" {unit}" if show(value, unit).endswith(f" {unit}") else ""
+    return f"{show(value, unit).removesuffix(end)} {show_interval(low, high, unit)}{end}"
+
+
+def show_interval(low: float, high: float, unit: str) -> str:
+    """`[34.2, 34.8]`, to stand beside a number that names the unit; scaled counts keep their letter."""
+    end = f" {unit}"
+    return f"[{show(low, unit).removesuffix(end)}, {show(high, unit).removesuffix(end)}]"
+
+
 def _digits(value: float, digits: int) -> str:
     if float(value).is_integer() and abs(value) < 1e6:
         return f"{value:.0f}"

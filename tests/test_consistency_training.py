@@ -464,6 +464,32 @@ def test_a_killed_run_ends_with_the_same_record(tmp_path: Path) -> None:
     assert without_times(record) == json.loads(json.dumps(wanted, default=repr, sort_keys=True))
 
 
+@pytest.mark.slow
+def test_killed_trainings_beside_each_other_end_with_the_same_records(tmp_path: Path) -> None:
+    """SIGKILL to the run and both its processes when the first of two trainings is done."""
+    only = ("--only", "part=baseline", "--only", "model=text")
+    command = [sys.executable, "-m", "experiments", "run", "consistency", "--profile", "smoke", *only]
+    command += ["--device", "cpu", "--json", "--jobs", "2", "--results"]
+    killed = subprocess.Popen(
+        [*command, str(tmp_path / "killed")], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    assert killed.stdout is not None
+    assert b'"status":"done"' in killed.stdout.readline()
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    for name in ("killed", "undisturbed"):
+        subprocess.run(
+            [*command, str(tmp_path / name)], cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=300
+        )  # fmt: skip
+    records = {
+        name: {str(r.case): without_times(r) for r in Store(tmp_path / name).load("consistency").records}
+        for name in ("killed", "undisturbed")
+    }
+    assert len(records["undisturbed"]) == 2
+    assert records["killed"] == records["undisturbed"]
+
+
 def rank_that_kills_all(subject: Subject, setting: Setting, folder: Path, when: str) -> Trained:
     """One process of several; at the given event rank 0 ends all processes of the run at once."""
     event, _, number = when.partition(":")

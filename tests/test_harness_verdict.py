@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from harness.experiment import Ours
 from harness.paper import PaperCell, parse_printed
 from harness.record import Quantity
+from harness.units import show_with_interval
 from harness.verdict import VERDICTS, band, judge
 
 
@@ -120,6 +121,20 @@ def test_the_interval_counts_on_the_side_it_reaches_out_to():
 def test_lower_may_be_better():
     assert judge(paper("6.26GB", "GB"), ours(5.0, "GB", better=False)).verdict == "exceeds"
     assert judge(paper("6.26GB", "GB"), ours(7.0, "GB", better=False)).verdict == "deviates"
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "unit", "text"),
+    [
+        (0.752, 0.739, 0.7652, "ratio", "0.752 [0.739, 0.765]"),
+        (2.5, 0.0, 4.825, "standard deviations", "2.500 [0, 4.825] standard deviations"),
+        (34.51, 34.2, 34.8, "GB", "34.51 [34.20, 34.80] GB"),
+        (81.79e6, 81e6, 1.2e9, "parameters", "81.79M [81M, 1.200B]"),
+        (3.5, None, None, "ms", "3.500 ms"),
+    ],
+)
+def test_an_interval_names_the_unit_once(value, low, high, unit, text):
+    assert show_with_interval(value, low, high, unit) == text
 
 
 def test_units_are_converted_and_different_kinds_refused():

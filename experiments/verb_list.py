@@ -13,10 +13,10 @@ import msgspec
 from experiments import cli
 from experiments.output import print_line
 from experiments.registry import EXPERIMENTS, load
-from harness.environment import usable_cores
 from harness.experiment import Experiment, RunOptions
 from harness.progress import words
 from harness.store import Store, latest
+from harness.workers import sensible_jobs
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,7 +67,7 @@ def _time(experiment: Experiment, profile: str, store: Store) -> dict[str, Any]:
         if record.profile == profile and record.status == "done"
     }
     known = sum(case.label in took for case in cases)
-    jobs = min(usable_cores(), len(cases)) if experiment.untimed else 1
+    jobs = min(sensible_jobs(), len(cases)) if experiment.untimed else 1
     return {
         "cases": len(cases),
         "on_record": known,

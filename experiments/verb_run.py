@@ -18,12 +18,12 @@ from experiments.selection import merge, select_records
 from experiments.show import comparisons_of, text_of
 from harness.codec import encode, printable
 from harness.compare import Comparison
-from harness.environment import usable_cores
 from harness.experiment import Experiment, RunOptions
 from harness.progress import Reporter, reporter
 from harness.record import Record
 from harness.runner import RunResult, run_experiment
 from harness.store import Store
+from harness.workers import sensible_jobs
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -147,7 +147,7 @@ def _jobs(asked: int | None, experiment: Experiment, device: str) -> int:
     """As asked, or what is sensible: all cores where nothing is timed, but one case at a time on GPUs."""
     if asked is not None:
         return asked
-    return usable_cores() if experiment.untimed and device != "cuda" else 1
+    return sensible_jobs() if experiment.untimed and device != "cuda" else 1
 
 
 def _engine(asked: str | None, experiment: Experiment) -> str | None:

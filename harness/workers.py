@@ -22,11 +22,18 @@ from multiprocessing.context import SpawnProcess
 from typing import NoReturn
 
 from harness.codec import decode, encode
+from harness.environment import usable_cores
 from harness.execution import execute
 from harness.experiment import Case, Experiment, RunOptions
 from harness.record import Record
 
 STOP_S = 5.0  # until a process that was asked to end is killed
+MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
+
+
+def sensible_jobs() -> int:
+    """Cases at the same time that a machine takes without being asked: one per core, not too many."""
+    return min(usable_cores(), MOST_JOBS)
 
 
 class StoppedError(Exception):

@@ -17,10 +17,12 @@ from fake_experiment import steps
 
 from experiments import consistency
 from experiments.registry import EXPERIMENTS, load
+from harness import environment
 from harness.experiment import RunOptions
 from harness.progress import PlainReporter
 from harness.runner import run_experiment
 from harness.store import Store
+from harness.workers import sensible_jobs
 
 UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
 # The fake experiment, as one that times nothing, on the command line.
@@ -131,6 +133,13 @@ def test_the_processes_end_with_a_killed_run(tmp_path, gate):
     run.wait(60)
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
+
+
+@pytest.mark.parametrize(("cores", "share", "jobs"), [(1, None, 1), (2, None, 2), (64, None, 8), (4, 1.5, 1)])
+def test_as_many_by_default_as_the_cores_and_the_container_allow(monkeypatch, cores, share, jobs):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(environment, "_cgroup_cpus", lambda: share)
+    assert sensible_jobs() == jobs
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -66,6 +66,13 @@ def interval(distance: float, runs: int, baseline_runs: int) -> tuple[float, flo
     return scale * max(0.0, low), scale * high
 
 
+def outside_by_chance(runs: int, baseline_runs: int) -> float:
+    """How often the mean of runs that are just like the baseline's lies outside their band."""
+    from scipy.special import stdtr
+
+    return float(2 * stdtr(baseline_runs - 1, -NUM_DEVIATIONS / math.sqrt(1 / runs + 1 / baseline_runs)))
+
+
 @dataclass(frozen=True)
 class Baseline:
     """The sequential runs of one model. `problem` says why nothing can be held against them, or is empty."""

@@ -11,6 +11,7 @@ from experiments.consistency_cells import (
     baseline,
     exact,
     learned,
+    outside_by_chance,
     score_of,
     select,
     statistical,
@@ -20,12 +21,6 @@ from harness.record import Record
 from harness.tables import text_table
 
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
-CHANCE = (
-    "The band is made of five runs, so it is rough: one more sequential run falls outside in 14 of 100 "
-    "repetitions, the mean of two in 8 (Student's t with 4 degrees of freedom). Each K's runs are judged by "
-    "their mean, whose distance has its own 95 % interval (noncentral t); outside the band but not by all of "
-    "the interval is undecided. The weights are the stronger evidence: there is no band."
-)
 WHY = {
     "images": (
         "Micro-batches change results here by what they are for batch normalization: each is normalized "
@@ -77,11 +72,13 @@ def _evidence(records: Sequence[Record], model: str) -> str:
         ["", "mean, standard deviation", show_score(model, found.mean),
          _spread(model, found.deviation), f"band {show_score(model, low)} to {show_score(model, high)}"],
     ]  # fmt: skip
+    own_runs = []
     for num_stages in dict.fromkeys(r.case["num_stages"] for r in select(records, "own seeds", model)):
         own, distance, verdict = statistical(records, model, int(num_stages or 0))
         away = (
             "" if distance is None else f"{distance.value:.2f} sd [{distance.low:.2f}, {distance.high:.2f}]"
         )
+        own_runs.append(len(own))
         shown = ", ".join(show_score(model, score) for score in own)
         lines.append(["(a) own seeds", f"K = {num_stages}", shown, away, _short(verdict)])
     for record in select(records, "same seed", model):
@@ -99,8 +96,23 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     problem = f"Not judged: {found.problem}." if found.problem else ""
     requirement = f"Required of every run: {runs[0].details['requirement']}."
     heading = f"{TITLES[model]}: {METRICS[model]} (measured), M = {runs[0].case['num_microbatches']}"
+    chance = _chance(max(own_runs, default=1), len(found.scores))
     return _table(
-        heading, ["evidence", "", METRICS[model], "distance", "verdict"], lines, requirement, problem, CHANCE
+        heading, ["evidence", "", METRICS[model], "distance", "verdict"], lines, requirement, problem, chance
+    )
+
+
+def _chance(runs: int, baseline_runs: int) -> str:
+    """What the band is worth, in words."""
+    if baseline_runs < 2:
+        return ""
+    one, several = (100 * outside_by_chance(number, baseline_runs) for number in (1, runs))
+    mean = f", the mean of {runs} in {several:.0f}" if runs > 1 else ""
+    return (
+        f"The band is made of {baseline_runs} runs, so it is rough: one more sequential run falls outside in "
+        f"{one:.0f} of 100 repetitions{mean} (Student's t). Each K's runs are judged by their mean, whose "
+        "distance has its own 95 % interval (noncentral t); outside the band but not by all of the interval "
+        "is undecided. The weights are the stronger evidence: there is no band."
     )
 
 

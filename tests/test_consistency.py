@@ -12,7 +12,15 @@ import pytest
 
 from experiments import cli, consistency
 from experiments.consistency import EXPERIMENT, OWN_SEEDS, SHARED_SEED, STAGES
-from experiments.consistency_cells import METRICS, baseline, cells, exact, interval, statistical
+from experiments.consistency_cells import (
+    METRICS,
+    baseline,
+    cells,
+    exact,
+    interval,
+    outside_by_chance,
+    statistical,
+)
 from experiments.consistency_figures import figures
 from experiments.consistency_recipe import DAWNBENCH, DIGITS
 from experiments.consistency_tables import tables
@@ -84,6 +92,15 @@ def test_the_band_is_two_standard_deviations_of_the_sequential_runs() -> None:
     distances = {k: distance for k, (_, distance, _) in found_by.items() if distance is not None}
     assert distances[2].value == pytest.approx(1.838, abs=1e-3)
     assert distances[8].value == pytest.approx(0, abs=1e-9)
+
+
+def test_the_bands_worth_is_that_of_repeated_experiments() -> None:
+    random = numpy.random.default_rng(0)
+    first = random.normal(size=(200_000, 5))
+    for runs in (1, 2, 3):
+        gap = random.normal(0, 1 / runs**0.5, size=200_000) - first.mean(axis=1)
+        outside = float((abs(gap) > 2 * first.std(axis=1, ddof=1)).mean())
+        assert outside_by_chance(runs, 5) == pytest.approx(outside, abs=0.003)
 
 
 def test_what_chance_does_not_explain_deviates() -> None:

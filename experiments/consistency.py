@@ -24,6 +24,10 @@ from harness.experiment import Case, Experiment, RunOptions
 
 MODELS = ("images", "text")
 STAGES = (1, 2, 4, 8)
+FIRST_SEED = {"images": 1000, "text": 0}
+"""Added to all seeds of a model. The recipe for digits was chosen by trainings with seeds below 1000; to use
+them again would set runs that it was chosen for against runs that it was not."""
+
 BASELINE_SEEDS = (0, 1, 2, 3, 4)
 OWN_SEEDS = {1: 11, 2: 12, 4: 14, 8: 18}
 """The first seed of each number of stages; further ones are 100 apart."""
@@ -66,7 +70,8 @@ def _training_cases(model: str, options: RunOptions) -> list[Case]:
     def case(part: str, num_stages: int, num_microbatches: int, seed: int, **more: Any) -> Case:
         key = {
             "part": part, "model": model, "engine": more.pop("engine", "pipeline"), "num_stages": num_stages,
-            "num_microbatches": num_microbatches, "seed": seed, "processes": more.pop("processes", 1),
+            "num_microbatches": num_microbatches, "seed": FIRST_SEED[model] + seed,
+            "processes": more.pop("processes", 1),
         }  # fmt: skip
         return Case(key, seconds)
 
@@ -96,7 +101,7 @@ def _asynchronous_cases(model: str, *, smoke: bool) -> list[Case]:
 
     def case(num_stages: int, stash: bool, rate: float) -> Case:
         key: dict[str, Any] = {"part": "asynchronous", "model": model, "num_stages": num_stages}
-        key |= {"stash": stash, "rate": rate, "seed": SHARED_SEED}
+        key |= {"stash": stash, "rate": rate, "seed": FIRST_SEED[model] + SHARED_SEED}
         return Case(key, SECONDS[model] / (10 if smoke else 1))
 
     most = STAGES[-1]

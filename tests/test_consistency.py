@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from experiments import cli, consistency
-from experiments.consistency import EXPERIMENT, OWN_SEEDS, SHARED_SEED, STAGES
+from experiments.consistency import EXPERIMENT, FIRST_SEED, OWN_SEEDS, STAGES
 from experiments.consistency_cells import (
     METRICS,
     baseline,
@@ -228,7 +228,7 @@ def test_seeds_of_baseline_and_stages_are_their_own() -> None:
         assert {c["num_stages"] for c in found if c["part"] == "own seeds"} == set(STAGES)
         same = [c for c in found if c["part"] == "same seed"]
         assert {(c["num_stages"], c["processes"]) for c in same} == {(2, 1), (4, 1), (8, 1), (2, 2)}
-        assert {c["seed"] for c in same} == {SHARED_SEED} == {OWN_SEEDS[1]}
+        assert {c["seed"] for c in same} == {FIRST_SEED[model] + OWN_SEEDS[1]}
 
 
 @pytest.mark.parametrize(("model", "option"), [("images", "--data"), ("text", "--text")])

@@ -1,9 +1,10 @@
 """Consistent training: the same network, whatever the partition (v1, section 4.3.1).
 
-Expected: held-out accuracy of AmoebaNet-D on digits of at least 97 % in every run; with 1, 2, 4 and 8 stages
-within two standard deviations of five sequential runs, as in the paper; and, stronger, from the same seed
-not one bit of any weight different. Beside it what does change results (micro-batches under batch
-normalization) and what an asynchronous pipeline does. About ten minutes on two laptop cores:
+Expected: held-out accuracy of AmoebaNet-D on digits of at least 97 % for sequential runs and every number of
+stages; with 1, 2, 4 and 8 stages within two standard deviations of five sequential runs, as in the paper;
+and, stronger, from the same seed not one bit of any weight different. Beside it what does change results
+(micro-batches under batch normalization) and what an asynchronous pipeline does. About ten minutes on two
+laptop cores:
 
     python -m experiments run consistency
     python -m experiments run consistency --profile full --device cuda --data /data/imagenet --text corpus.txt

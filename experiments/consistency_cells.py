@@ -37,8 +37,10 @@ def score_of(record: Record) -> float | None:
 def learned(record: Record) -> bool:
     """Whether the training met its own stated requirement."""
     score = score_of(record)
-    if score is None:
-        return False
+    return score is not None and _suffices(score, record)
+
+
+def _suffices(score: float, record: Record) -> bool:
     required = float(record.details["required"])
     return score >= required if record.details["higher_is_better"] else score <= required
 
@@ -131,8 +133,8 @@ def statistical(
     if len(scores) < len(runs):
         return scores, None, "deviates: a run diverged"
     distance = found.distance(scores)
-    if not all(map(learned, runs)):
-        return scores, distance, "deviates: a run did not learn"
+    if not _suffices(statistics.fmean(scores), runs[0]):
+        return scores, distance, "deviates: did not learn"
     if distance.value <= NUM_DEVIATIONS:
         return scores, distance, "consistent"
     return scores, distance, "undecided" if distance.low <= NUM_DEVIATIONS else "deviates"

@@ -94,7 +94,11 @@ def _evidence(records: Sequence[Record], model: str) -> str:
             ]
         )
     problem = f"Not judged: {found.problem}." if found.problem else ""
-    requirement = f"Required of every run: {runs[0].details['requirement']}."
+    missed = sum(not learned(record) for record in select(records, "own seeds", model))
+    requirement = (
+        f"Required of every sequential run and of the mean of each K: {runs[0].details['requirement']}"
+        + (f"; {missed} of {sum(own_runs)} single runs with own seeds missed it." if missed else ".")
+    )
     heading = f"{TITLES[model]}: {METRICS[model]} (measured), M = {runs[0].case['num_microbatches']}"
     chance = _chance(max(own_runs, default=1), len(found.scores))
     return _table(

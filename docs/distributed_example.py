@@ -13,8 +13,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from pipeline import Pipeline
-from pipeline.launch import start_process
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.ranks.launch import start_process
 
 
 def main() -> None:

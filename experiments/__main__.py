@@ -2,7 +2,7 @@
 
 import sys
 
-from experiments.cli import main
+from gpipe_bench.experiments.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,10 +1,10 @@
 """A first real run: AmoebaNet-D on handwritten digits, two stages in two processes.
 
-    python -m experiments.first_run
+    python -m gpipe_bench.experiments.first_run
 
 or with as many stages as processes, on one host or several, started by torchrun (docs/running.md):
 
-    torchrun --nproc-per-node 2 -m experiments.first_run
+    torchrun --nproc-per-node 2 -m gpipe_bench.experiments.first_run
 
 About half a minute on two cores. It shows the engine as a user meets it (five lines in `train`), trains on
 real images (scikit-learn's bundled digits: nothing is downloaded) and fails if the loss does not halve.
@@ -18,9 +18,9 @@ import sys
 import torch
 from torch import Tensor, distributed
 
-from models import MODELS, loss_fn
-from pipeline import Pipeline
-from pipeline.launch import launch, start_process
+from gpipe_bench.models import MODELS, loss_fn
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.ranks.launch import launch, start_process
 
 MODEL = {"num_layers": 3, "num_filters": 16, "num_classes": 10, "image_size": 32, "aux_head": False}
 BATCH_SIZE, NUM_MICROBATCHES, NUM_STAGES = 64, 4, 2
@@ -61,7 +61,7 @@ def train(num_steps: int, seed: int = 0) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 1 if the loss has not halved."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.first_run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m gpipe_bench.experiments.first_run", description=__doc__)
     parser.add_argument("--steps", type=int, default=60, help="default: %(default)s")
     num_steps = parser.parse_args(arguments).steps
     if num_steps < 2:

@@ -8,18 +8,18 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harness.experiment import Experiment
+    from gpipe_bench.harness.experiment import Experiment
 
 EXPERIMENTS: dict[str, str] = {
-    "table1": "experiments.table1",
-    "table2": "experiments.table2",
-    "table3": "experiments.table3",
-    "table4": "experiments.table4",
-    "figure2": "experiments.figure2",
-    "figure3": "experiments.figure3",
-    "engine": "experiments.engine_bench",
-    "consistency": "experiments.consistency",
-    "peers": "experiments.peers",
+    "table1": "gpipe_bench.experiments.table1.experiment",
+    "table2": "gpipe_bench.experiments.table2.experiment",
+    "table3": "gpipe_bench.experiments.table3.experiment",
+    "table4": "gpipe_bench.experiments.table4.experiment",
+    "figure2": "gpipe_bench.experiments.figure2.experiment",
+    "figure3": "gpipe_bench.experiments.figure3.experiment",
+    "engine": "gpipe_bench.experiments.side_by_side.engine",
+    "consistency": "gpipe_bench.experiments.consistency.experiment",
+    "peers": "gpipe_bench.experiments.side_by_side.peers",
 }
 
 

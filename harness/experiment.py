@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.record import Quantity, Record, Scalar, Status, identity, label
+from gpipe_bench.harness.records.record import Quantity, Record, Scalar, Status, identity, label
 
 if TYPE_CHECKING:
-    from harness.compare import Comparison
+    from gpipe_bench.harness.judging.compare import Comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,9 +5,9 @@ that one profile serves all of them. Everything can be built on the meta device,
 memory.
 """
 
-from models.counting import count_parameters, layer_parameters
-from models.drop_path import set_drop_path
-from models.registry import MODELS, example_batch, loss_fn
+from gpipe_bench.models.amoebanet.drop_path import set_drop_path
+from gpipe_bench.models.counting import count_parameters, layer_parameters
+from gpipe_bench.models.registry import MODELS, example_batch, loss_fn
 
 __all__ = [
     "MODELS",

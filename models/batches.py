@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import checks
+from gpipe_bench.models import checks
 
 Batch = tuple[Any, Tensor]
 

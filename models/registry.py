@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import checks
-from models.amoebanet import PRESETS, amoebanet
-from models.batches import image_batch, language_batch, translation_batch
-from models.losses import class_loss, token_loss
-from models.resnet import resnet101
-from models.transformer_lm import transformer_lm
-from models.transformer_seq2seq import transformer_seq2seq
+from gpipe_bench.models import checks
+from gpipe_bench.models.amoebanet.network import PRESETS, amoebanet
+from gpipe_bench.models.batches import image_batch, language_batch, translation_batch
+from gpipe_bench.models.losses import class_loss, token_loss
+from gpipe_bench.models.resnet import resnet101
+from gpipe_bench.models.transformer.lm import transformer_lm
+from gpipe_bench.models.transformer.seq2seq import transformer_seq2seq
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from models import checks
+from gpipe_bench.models import checks
 
 EXPANSION = 4
 RESNET101_BLOCKS = (3, 4, 23, 3)

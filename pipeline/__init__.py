@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.api import Pipeline
+    from gpipe_bench.pipeline.api import Pipeline
 
 __all__ = ["Pipeline"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Pipeline":
-        from pipeline.api import Pipeline
+        from gpipe_bench.pipeline.api import Pipeline
 
         return Pipeline
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from pipeline import engine
-from pipeline.arguments import (
+from gpipe_bench.pipeline import engine
+from gpipe_bench.pipeline.arguments import (
     Device,
     costs_of,
     devices_of,
@@ -30,17 +30,17 @@ from pipeline.arguments import (
     schedule_of,
     stage_of,
 )
-from pipeline.clock import Clock
-from pipeline.distributed import PointToPoint
-from pipeline.errors import ActionError, PeerError
-from pipeline.gather import check_equal, concatenate, gather_timeline
-from pipeline.layers import LossFn
-from pipeline.microbatch import Tree, merge, num_examples, sizes, split, tensors_of
-from pipeline.partition import partition
-from pipeline.schedule import Schedule
-from pipeline.stage import Stage
-from pipeline.timeline import Timeline
-from pipeline.transport import InProcess, Plan, Transport
+from gpipe_bench.pipeline.clock import Clock
+from gpipe_bench.pipeline.errors import ActionError, PeerError
+from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.ranks.distributed import PointToPoint
+from gpipe_bench.pipeline.ranks.gather import check_equal, concatenate, gather_timeline
+from gpipe_bench.pipeline.stage.layers import LossFn
+from gpipe_bench.pipeline.stage.microbatch import Tree, merge, num_examples, sizes, split, tensors_of
+from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.transport import InProcess, Plan, Transport
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.

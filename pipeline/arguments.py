@@ -11,9 +11,9 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipeline.cost import layer_costs
-from pipeline.microbatch import Tree
-from pipeline.schedule import SCHEDULES, Schedule
+from gpipe_bench.pipeline.memory.cost import layer_costs
+from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
+from gpipe_bench.pipeline.stage.microbatch import Tree
 
 Device = torch.device | str
 

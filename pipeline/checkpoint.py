@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from pipeline.api import Pipeline
-from pipeline.checkpoint_file import Planner, Reader
+from gpipe_bench.pipeline.api import Pipeline
+from gpipe_bench.pipeline.checkpoint_file import Planner, Reader
 
 # Optimizer entries by name: positions in a parameter group depend on the split.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeline.schedule import Action
-from pipeline.timeline import Event, Timeline
+from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 
 
 class Clock:

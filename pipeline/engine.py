@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-from pipeline.clock import Clock
-from pipeline.errors import ActionError
-from pipeline.replay import SLOTS, replay
-from pipeline.schedule import Action, Kind, Schedule, execution_order, validate
-from pipeline.stage import Stage
-from pipeline.transport import Transport
+from gpipe_bench.pipeline.clock import Clock
+from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order, validate
+from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.transport import Transport
 
 __all__ = ["ActionError", "Observer", "Step", "prepare", "run"]
 

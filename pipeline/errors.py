@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.schedule import Action
+from gpipe_bench.pipeline.plan.schedule import Action
 
 
 class ActionError(RuntimeError):

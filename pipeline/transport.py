@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.errors import ActionError, summary
-from pipeline.microbatch import Message
-from pipeline.schedule import Action
-from pipeline.stage import Gradients
+from gpipe_bench.pipeline.errors import ActionError, summary
+from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.stage.microbatch import Message
+from gpipe_bench.pipeline.stage.stage import Gradients
 
 
 class Plan(NamedTuple):

@@ -15,9 +15,9 @@ START = """
 import signal
 import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import experiments.registry
-experiments.registry.EXPERIMENTS["fake"] = "fake_experiment"
-from experiments.cli import main
+import gpipe_bench.experiments.registry
+gpipe_bench.experiments.registry.EXPERIMENTS["fake"] = "fake_experiment"
+from gpipe_bench.experiments.commands.cli import main
 sys.exit(main())
 """
 NO_TORCH = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.store import Store
+from gpipe_bench.harness.records.store import Store
 
 torch.set_num_threads(1)
 

@@ -22,12 +22,13 @@ from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step
 from torch import Tensor, nn
 from torch import distributed as dist
 
-import models
-from models.drop_path import set_drop_path
-from pipeline import Pipeline, agreement, checkpoint, distributed, introduction, sending
-from pipeline.errors import ActionError
-from pipeline.failure import Lookout
-from pipeline.schedule import REMAT_MODES, SCHEDULES, gpipe
+from gpipe_bench import models
+from gpipe_bench.models.amoebanet.drop_path import set_drop_path
+from gpipe_bench.pipeline import Pipeline, checkpoint
+from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe
+from gpipe_bench.pipeline.ranks import agreement, distributed, introduction, sending
+from gpipe_bench.pipeline.ranks.failure import Lookout
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 EXACT = {"rtol": 1e-12, "atol": 1e-14}

@@ -12,8 +12,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
-from harness.record import Quantity, Record
+from gpipe_bench.harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
+from gpipe_bench.harness.records.record import Quantity, Record
 
 TABLE = "table1-amoebanet"
 COLUMNS = {1: "naive-1", 2: "pipeline-1", 3: "pipeline-2", 4: "pipeline-4", 5: "pipeline-8"}

@@ -43,7 +43,7 @@ PADDING = ("tests/test_models_padding.py::test_pools_by_hand",)
 GRADIENTS = (
     Mutant(
         name="outputs in reverse order",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="            self.outputs[m] = output\n",
         new="            self.outputs[-1 - m] = output\n",
         why="the micro-batches' outputs must be merged in the order of the examples",
@@ -52,7 +52,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="one accumulation dropped",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="            self._runner.run_backward(roots, seeds, keep_graph=False)\n",
         new="""\
             last = self._parameters[-1] if m == 1 and self._parameters else None
@@ -67,7 +67,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="one gradient scaled by 1.01",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="            self._runner.run_backward(roots, seeds, keep_graph=False)\n",
         new="""\
             self._runner.run_backward(roots, seeds, keep_graph=False)
@@ -80,7 +80,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="input gradient scaled by 1.01",
-        file="pipeline/kept.py",
+        file="pipeline/stage/kept.py",
         old="        ctx.exits[ctx.position] = gradient\n",
         new="        ctx.exits[ctx.position] = gradient * 1.01\n",
         why="errors at a boundary show in the earlier stages alone",
@@ -88,7 +88,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="one micro-batch detached",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="for t in tensors]), structure, needs_grad)\n",
         new="for t in tensors]), structure, needs_grad if m != 1 else (False,) * len(tensors))\n",
         why="a boundary input that is no leaf cuts earlier stages off, without any error",
@@ -97,7 +97,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="accumulation over steps dropped",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="        self.statistics.begin()\n",
         new="""\
         self.statistics.begin()
@@ -109,7 +109,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="loss not weighted by its share",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="        key = (self._shares[m], metadata.dtype)\n",
         new="        key = (1 / len(self._shares), metadata.dtype)\n",
         why="with micro-batches of unequal size the mean of means is not the mean",
@@ -118,7 +118,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="reported loss not weighted by its share",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="self.losses.append(loss.detach() * self._shares[m])",
         new="self.losses.append(loss.detach() / len(self._shares))",
         why="the loss that is returned is the mini-batch's, too",
@@ -134,7 +134,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="weights' half of a split backward skipped once",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="        if weights and edges:\n",
         new="        if weights and edges and m:\n",
         why="I and W together are one backward",
@@ -142,7 +142,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="overwritten input recomputed",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="        if state.versions != tuple([tensor._version for tensor in state.inputs]):\n",
         new="        if len(state.versions) != len(state.inputs):\n",
         why="a layer that overwrites the stage's input makes the recomputation silently wrong",
@@ -152,7 +152,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="what needs a gradient never asked again",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="            self._needs_grad.clear()\n        self._runner",
         new="        self._runner",
         why="unfreezing a parameter changes what travels back",
@@ -160,7 +160,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="autocast during the backward",
-        file="pipeline/layers.py",
+        file="pipeline/stage/layers.py",
         old="            if not self._autocast:\n                run(",
         new="            if True:\n                run(",
         why="the context that chose the precisions must not choose those of the backward",
@@ -171,7 +171,7 @@ GRADIENTS = (
 RANDOMNESS = (
     Mutant(
         name="one random stream for all micro-batches",
-        file="pipeline/layers.py",
+        file="pipeline/stage/layers.py",
         old="                    generators.seed(mix(key ^ m))\n",
         new="                    generators.seed(mix(key))\n",
         why="all micro-batches would drop the same units",
@@ -180,7 +180,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="recomputation not seeded",
-        file="pipeline/layers.py",
+        file="pipeline/stage/layers.py",
         old="                    generators.seed(mix(key ^ m))\n",
         new="                    if recording:\n                        generators.seed(mix(key ^ m))\n",
         why="the recomputation draws what the generator happens to hold",
@@ -189,7 +189,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="recomputation with another stream",
-        file="pipeline/layers.py",
+        file="pipeline/stage/layers.py",
         old="                    generators.seed(mix(key ^ m))\n",
         new="                    generators.seed(mix(key ^ (m if recording else m + 1)))\n",
         why="the recomputation draws what another micro-batch drew",
@@ -197,7 +197,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="streams numbered within the stage",
-        file="pipeline/layers.py",
+        file="pipeline/stage/layers.py",
         old="layer_key(self.seed, step, self.first_layer + i)",
         new="layer_key(self.seed, step, i)",
         why="masks would depend on where the model is cut",
@@ -205,7 +205,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="the loss has one stream for all micro-batches",
-        file="pipeline/layers.py",
+        file="pipeline/stage/layers.py",
         old="self._generators.seed(mix(self._loss_key ^ m))",
         new="self._generators.seed(mix(self._loss_key))",
         why="a loss may draw too",
@@ -213,7 +213,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="the user's generator not given back",
-        file="pipeline/layers.py",
+        file="pipeline/stage/layers.py",
         old="            if states is not None:\n                generators.restore(states)\n",
         new="",
         why="data loading after a step would repeat itself",
@@ -221,7 +221,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="the same streams in every step",
-        file="pipeline/rng.py",
+        file="pipeline/stage/rng.py",
         old="mix(mix(mix(seed & _MASK) ^ step) ^ layer)",
         new="mix(mix(mix(seed & _MASK)) ^ layer)",
         why="every step would drop the same units",
@@ -256,7 +256,7 @@ RANDOMNESS = (
 STATISTICS = (
     Mutant(
         name="averages moved by every micro-batch",
-        file="pipeline/batchnorm.py",
+        file="pipeline/stage/batchnorm.py",
         old="        if self.recording:\n            self.fold()\n",
         new="        if self.recording:\n            self.fold()\n            self.commit()\n",
         why="GPipe tracks the averages of the mini-batch (section 2.2)",
@@ -264,7 +264,7 @@ STATISTICS = (
     ),
     Mutant(
         name="averages see the recomputation too",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="unflatten(state.enter(), state.structure), recording=False)",
         new="unflatten(state.enter(), state.structure), recording=True)",
         why="every micro-batch would count twice, or once where it keeps its activations",
@@ -273,7 +273,7 @@ STATISTICS = (
     ),
     Mutant(
         name="averages see what a layer recomputes itself",
-        file="pipeline/layers.py",
+        file="pipeline/stage/layers.py",
         old="            self.statistics.redirect(recording=False)\n",
         new="            self.statistics.redirect(recording=True)\n",
         why="a layer that checkpoints its own parts runs them once more inside the backward",
@@ -281,7 +281,7 @@ STATISTICS = (
     ),
     Mutant(
         name="biased variance",
-        file="pipeline/batchnorm.py",
+        file="pipeline/stage/batchnorm.py",
         old="[1.0 / max(m.count - 1, 1) for m in meters]",
         new="[1.0 / max(m.count, 1) for m in meters]",
         why="torch keeps the unbiased variance",
@@ -289,7 +289,7 @@ STATISTICS = (
     ),
     Mutant(
         name="means of micro-batches not merged into the variance",
-        file="pipeline/batchnorm.py",
+        file="pipeline/stage/batchnorm.py",
         old="        self.squares.add_(shift)\n",
         new="",
         why="the mean of the micro-batches' variances is not the mini-batch's variance",
@@ -297,7 +297,7 @@ STATISTICS = (
     ),
     Mutant(
         name="statistics of a failed step linger",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="        self.statistics.forget()\n",
         new="",
         why="half a mini-batch would be counted with the next one",
@@ -335,7 +335,7 @@ BOUNDARIES = (
     ),
     Mutant(
         name="a repeated tensor travels twice",
-        file="pipeline/microbatch.py",
+        file="pipeline/stage/microbatch.py",
         old="positions.setdefault(id(tensor), len(distinct))",
         new="positions.setdefault(len(structure), len(distinct))",
         why="gradients that meet in it would be summed in another grouping, behind some cuts",
@@ -343,7 +343,7 @@ BOUNDARIES = (
     ),
     Mutant(
         name="a repeated tensor charged twice",
-        file="pipeline/boundary.py",
+        file="pipeline/memory/boundary.py",
         old="first.setdefault(id(tensor), index)",
         new="first.setdefault(index, index)",
         why="the memory model must agree with the transport on what travels",
@@ -351,7 +351,7 @@ BOUNDARIES = (
     ),
     Mutant(
         name="strides of single examples lost at a boundary",
-        file="pipeline/kept.py",
+        file="pipeline/stage/kept.py",
         old="        return tensor.detach()\n",
         new="        return tensor.view_as(tensor)\n",
         why="masks follow the memory layout, so bits would depend on the cuts",
@@ -375,7 +375,7 @@ BOUNDARIES = (
     ),
     Mutant(
         name="smaller micro-batches first",
-        file="pipeline/microbatch.py",
+        file="pipeline/stage/microbatch.py",
         old="    return (size + 1,) * larger + (size,) * (num_microbatches - larger)\n",
         new="    return (size,) * (num_microbatches - larger) + (size + 1,) * larger\n",
         why="profiles are taken of the first micro-batch, which is to be the largest",
@@ -386,7 +386,7 @@ BOUNDARIES = (
 LIFETIMES = (
     Mutant(
         name="graph kept after its backward",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="        state.drop()\n        if roots:\n",
         new="        if roots:\n",
         why="memory is freed at the earliest action",
@@ -394,7 +394,7 @@ LIFETIMES = (
     ),
     Mutant(
         name="outputs kept by the graph's owner",
-        file="pipeline/kept.py",
+        file="pipeline/stage/kept.py",
         old="        self.places = tuple(",
         new="        self.gradients = tuple(outputs)\n        self.places = tuple(",
         why="an output lives on only if a layer saved it",
@@ -402,7 +402,7 @@ LIFETIMES = (
     ),
     Mutant(
         name="forward with a graph under re-materialization",
-        file="pipeline/stage.py",
+        file="pipeline/stage/stage.py",
         old="        with torch.set_grad_enabled(graph or (known is None and not self.is_last)):\n",
         new="        with torch.enable_grad():\n",
         why="the gradients stay right while the memory that was to be saved is spent",
@@ -413,7 +413,7 @@ LIFETIMES = (
 SCHEDULES = (
     Mutant(
         name="except_last shifted by one",
-        file="pipeline/schedule.py",
+        file="pipeline/plan/schedule.py",
         old="microbatch != num_microbatches - 1)",
         new="microbatch != num_microbatches - 2)",
         why="the micro-batch that keeps its activations is the one whose backward comes first",
@@ -422,7 +422,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="drain in the order of the forwards",
-        file="pipeline/schedule.py",
+        file="pipeline/plan/schedule.py",
         old="        for m in reversed(range(num_microbatches)):\n",
         new="        for m in range(num_microbatches):\n",
         why="GPipe's drain takes the micro-batches in reverse",
@@ -430,7 +430,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="warm-up of 1F1B one forward too long",
-        file="pipeline/schedule.py",
+        file="pipeline/plan/schedule.py",
         old="min(num_microbatches, num_stages - 1 - s)",
         new="min(num_microbatches, num_stages - s)",
         why="one more micro-batch would be in flight on every stage",
@@ -438,7 +438,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="backward does not wait for its forward",
-        file="pipeline/schedule.py",
+        file="pipeline/plan/schedule.py",
         old="            maker = Kind.R if schedule.recomputes(microbatch) else Kind.F\n"
         "            needs[action].append(Action(stage, maker, microbatch))\n",
         new="            pass\n",
@@ -448,7 +448,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="recomputation does not wait for its forward",
-        file="pipeline/schedule.py",
+        file="pipeline/plan/schedule.py",
         old="            needs[action].append(Action(stage, Kind.F, microbatch))\n",
         new="            pass\n",
         why="there is nothing to recompute before the inputs have come",
@@ -456,7 +456,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="the last boundary's gradients forgotten",
-        file="pipeline/schedule.py",
+        file="pipeline/plan/schedule.py",
         old="action.stage < schedule.num_stages - 1:\n",
         new="action.stage < schedule.num_stages - 2:\n",
         why="one dependency of a whole stage is missing",
@@ -464,7 +464,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="channels not checked",
-        file="pipeline/schedule.py",
+        file="pipeline/plan/schedule.py",
         old="    _validate_channels(schedule)\n    execution_order",
         new="    execution_order",
         why="messages that leave in another order than they are needed deadlock between processes",
@@ -472,7 +472,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="recomputation waits for the gradient",
-        file="pipeline/schedule.py",
+        file="pipeline/plan/schedule.py",
         old="            needs[action].append(Action(stage, Kind.F, microbatch))\n",
         new="            needs[action].append(Action(stage, Kind.F, microbatch))\n"
         "            if stage < schedule.num_stages - 1:\n"
@@ -482,7 +482,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="serial recomputation in the replay",
-        file="pipeline/replay.py",
+        file="pipeline/plan/replay.py",
         old="        self.early_recompute = early_recompute\n",
         new="        self.early_recompute = False\n",
         why="K - 1 forwards more per step",
@@ -490,7 +490,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="the earliest stage that can go on comes next",
-        file="pipeline/schedule.py",
+        file="pipeline/plan/schedule.py",
         old="            stage = waiting[-1]\n",
         new="            stage = waiting[0]\n",
         why="with all stages in one process the last that can go on holds the most",
@@ -501,7 +501,7 @@ SCHEDULES = (
 MODELLED = (
     Mutant(
         name="partition's bisection skips a cap",
-        file="pipeline/partition.py",
+        file="pipeline/plan/partition.py",
         old="            low = cap + 1\n",
         new="            low = cap + 2\n",
         why="the split is near the optimum and not the optimum",
@@ -509,7 +509,7 @@ MODELLED = (
     ),
     Mutant(
         name="partition fills below the cap",
-        file="pipeline/partition.py",
+        file="pipeline/plan/partition.py",
         old="        stop = min(bisect_right(prefix, prefix[start] + cap) - 1, num_layers - remaining)\n",
         new="        stop = min(bisect_left(prefix, prefix[start] + cap) - 1, num_layers - remaining)\n",
         why="a stage that is exactly full is full, not over",
@@ -517,7 +517,7 @@ MODELLED = (
     ),
     Mutant(
         name="partition's ties go to later stages",
-        file="pipeline/partition.py",
+        file="pipeline/plan/partition.py",
         old="                (squares + (end - prefix[start]) ** 2, -start)\n",
         new="                (squares + (end - prefix[start]) ** 2, start)\n",
         why="equal costs must be split the same way everywhere",
@@ -525,7 +525,7 @@ MODELLED = (
     ),
     Mutant(
         name="memory without the boundary",
-        file="pipeline/memory.py",
+        file="pipeline/memory/peaks.py",
         old="            boundary=user_bytes + boundary,\n",
         new="            boundary=user_bytes,\n",
         why="M kept inputs are what re-materialization costs",
@@ -533,7 +533,7 @@ MODELLED = (
     ),
     Mutant(
         name="memory without the gradients",
-        file="pipeline/memory.py",
+        file="pipeline/memory/peaks.py",
         old="            stage.gradient_bytes if demand.after_first_backward else 0,\n",
         new="            0,\n",
         why="gradients are there from the first backward on",
@@ -541,7 +541,7 @@ MODELLED = (
     ),
     Mutant(
         name="memory without the graphs in flight",
-        file="pipeline/memory.py",
+        file="pipeline/memory/peaks.py",
         old="            demand.graphs * stage.saved_bytes,\n",
         new="            0,\n",
         why="without re-materialization the graphs are nearly all",
@@ -549,7 +549,7 @@ MODELLED = (
     ),
     Mutant(
         name="a storage belongs to its latest holder",
-        file="pipeline/footprint.py",
+        file="pipeline/memory/footprint.py",
         old="            if storage in story.kept and name not in links.boundary and name not in holder:\n"
         "                holder[name] = index\n"
         "                saved += links.sizes[name]\n",
@@ -561,7 +561,7 @@ MODELLED = (
     ),
     Mutant(
         name="a storage charged by every holder",
-        file="pipeline/footprint.py",
+        file="pipeline/memory/footprint.py",
         old=" and name not in links.boundary and name not in holder:\n",
         new=" and name not in links.boundary:\n",
         why="neighbours keep the same tensor, which exists once",
@@ -572,7 +572,7 @@ MODELLED = (
 MODELS = (
     Mutant(
         name="SAME padding on the wrong side",
-        file="models/same_padding.py",
+        file="models/amoebanet/same_padding.py",
         old="    return total // 2, total - total // 2\n",
         new="    return total - total // 2, total // 2\n",
         why="the sampling grid of every strided operation moves by a pixel",
@@ -580,7 +580,7 @@ MODELS = (
     ),
     Mutant(
         name="averages count the padding",
-        file="models/same_padding.py",
+        file="models/amoebanet/same_padding.py",
         old="ceil_mode=True, count_include_pad=False)",
         new="ceil_mode=True, count_include_pad=True)",
         why="the reference leaves the padding out of the divisor",
@@ -588,7 +588,7 @@ MODELS = (
     ),
     Mutant(
         name="symmetric averages count the padding",
-        file="models/amoebanet_ops.py",
+        file="models/amoebanet/ops.py",
         old="nn.AvgPool2d(kernel, stride, kernel // 2, count_include_pad=False)",
         new="nn.AvgPool2d(kernel, stride, kernel // 2)",
         why="the same in the other padding convention",
@@ -596,7 +596,7 @@ MODELS = (
     ),
     Mutant(
         name="odd pixels taken from the even grid",
-        file="models/amoebanet_ops.py",
+        file="models/amoebanet/ops.py",
         old="x[:, :, 1::2, 1::2]",
         new="x[:, :, ::2, ::2]",
         why="the factorized reduction exists to lose no pixel",
@@ -612,7 +612,7 @@ MODELS = (
     ),
     Mutant(
         name="auxiliary logits dropped",
-        file="models/amoebanet.py",
+        file="models/amoebanet/network.py",
         old="        return (logits, *aux) if aux else logits\n",
         new="        return logits\n",
         why="the same from the model's side",
@@ -623,7 +623,7 @@ MODELS = (
     ),
     Mutant(
         name="kept examples not scaled by drop path",
-        file="models/drop_path.py",
+        file="models/amoebanet/drop_path.py",
         old="(kept.to(x.dtype) / self.keep)",
         new="kept.to(x.dtype)",
         why="the expected output would change with the keep probability",
@@ -631,7 +631,7 @@ MODELS = (
     ),
     Mutant(
         name="attention sees one token ahead",
-        file="models/transformer.py",
+        file="models/transformer/blocks.py",
         old="device=q.device).triu(1)\n",
         new="device=q.device).triu(2)\n",
         why="a language model that sees the next token learns nothing and reports a fine loss",

@@ -32,7 +32,7 @@ from pathlib import Path
 from mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("pipeline", "models", "harness", "experiments", "tests", "pyproject.toml")
+COPIED = ("gpipe_bench", "pipeline", "models", "harness", "experiments", "tests", "pyproject.toml")
 TIMEOUT_S = 120.0  # of the tests of one mutant, which take seconds
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that no test was judged
 
@@ -86,7 +86,9 @@ def pristine(mutants: Sequence[Mutant], root: Path | None = None) -> Iterator[Pa
         copy.mkdir()
         for name in COPIED:
             if (root / name).is_dir():
-                shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    root / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
                 shutil.copy2(root / name, copy / name)
         check(mutants, copy)
@@ -102,7 +104,7 @@ def judge(mutant: Mutant, copy: Path) -> Outcome:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-", dir=copy.parent) as parent:
         folder = Path(parent, "code")
-        shutil.copytree(copy, folder)  # with the compiled files, which saves a second
+        shutil.copytree(copy, folder, symlinks=True)  # with the compiled files, which saves a second
         path = folder / mutant.file
         path.write_text(mutated(mutant, path.read_text()))
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pipeline import Pipeline
-from pipeline.boundary import Boundary, as_tuple
-from pipeline.memory import StageMemory, pipeline_memory
-from pipeline.microbatch import Tree, split
-from pipeline.profile import LayerProfile, Profiler
-from pipeline.schedule import Action
-from pipeline.tracker import LiveMemory
-from pipeline.transport import InProcess
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
+from gpipe_bench.pipeline.memory.peaks import StageMemory, pipeline_memory
+from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
+from gpipe_bench.pipeline.memory.tracker import LiveMemory
+from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.stage.microbatch import Tree, split
+from gpipe_bench.pipeline.transport import InProcess
 
 Loss = Callable[..., Tensor]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.record import SCHEMA, Quantity, Record, Scalar
+from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record, Scalar
 
 
 def record(step: Scalar = 1, **changes: Any) -> Record:

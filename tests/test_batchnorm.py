@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline import Pipeline
-from pipeline.batchnorm import Statistics
-from pipeline.microbatch import split
-from pipeline.schedule import REMAT_MODES, SCHEDULES
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES
+from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.microbatch import split
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
 

@@ -14,10 +14,10 @@ import torch
 from tiny_models import everything, everything_batch, seeded
 from torch import Tensor, nn
 
-import models
-from models.drop_path import set_drop_path
-from pipeline import Pipeline
-from pipeline.transport import InProcess
+from gpipe_bench import models
+from gpipe_bench.models.amoebanet.drop_path import set_drop_path
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.transport import InProcess
 
 AMOEBANET = {
     "num_layers": 3, "num_filters": 16, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,

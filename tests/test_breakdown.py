@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.breakdown import PARTS, Breakdown, breakdown
-from pipeline.links import FREE, LINKS, Link
-from pipeline.replay import SLOTS, replay
-from pipeline.schedule import REMAT_MODES, SCHEDULES, Kind, gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.breakdown import PARTS, Breakdown, breakdown
+from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Kind, gpipe, one_f_one_b
 
 
 def parts(found: Breakdown) -> dict[str, float]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import Pipeline, checkpoint
+from gpipe_bench.pipeline import Pipeline, checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process
 

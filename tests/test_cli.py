@@ -10,8 +10,8 @@ import sys
 import pytest
 from command_line import NO_TORCH, ROOT, Gate, call, lines, run_fake, start
 
-from experiments.cli import main
-from experiments.registry import EXPERIMENTS, load
+from gpipe_bench.experiments.commands.cli import main
+from gpipe_bench.experiments.registry import EXPERIMENTS, load
 
 
 def without_time(records):
@@ -411,8 +411,8 @@ def test_every_experiment_lists_its_cases_without_torch(name):
     code = (
         NO_TORCH.replace("sys.exit(main())", "")
         + f"""
-from harness.experiment import RunOptions
-experiment = experiments.registry.load({name!r})
+from gpipe_bench.harness.experiment import RunOptions
+experiment = gpipe_bench.experiments.registry.load({name!r})
 assert experiment.name == {name!r}
 for profile in experiment.profiles:
     cases = experiment.cases(RunOptions(profile=profile, device="cpu"))
@@ -488,7 +488,7 @@ def test_the_doctor_survives_a_torch_that_does_not_and_a_folder_that_is_none(tmp
 
 
 def test_the_doctor_names_missing_packages_and_how_to_get_them(monkeypatch, capsys, tmp_path):
-    from experiments import doctor
+    from gpipe_bench.experiments.commands import doctor
 
     monkeypatch.setattr(doctor, "_requirements", lambda: ["msgspec", "no-such-package"])
     assert main(["doctor", "--results", str(tmp_path)]) == 1

@@ -10,9 +10,9 @@ from typing import Any
 import numpy
 import pytest
 
-from experiments import cli, consistency
-from experiments.consistency import EXPERIMENT, FIRST_SEED, OWN_SEEDS, STAGES
-from experiments.consistency_cells import (
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.consistency import experiment as consistency
+from gpipe_bench.experiments.consistency.cells import (
     METRICS,
     baseline,
     cells,
@@ -21,12 +21,13 @@ from experiments.consistency_cells import (
     outside_by_chance,
     statistical,
 )
-from experiments.consistency_figures import figures
-from experiments.consistency_recipe import DAWNBENCH, DIGITS
-from experiments.consistency_tables import tables
-from harness.compare import compare
-from harness.experiment import RunOptions
-from harness.record import SCHEMA, Quantity, Record
+from gpipe_bench.experiments.consistency.experiment import EXPERIMENT, FIRST_SEED, OWN_SEEDS, STAGES
+from gpipe_bench.experiments.consistency.figures import figures
+from gpipe_bench.experiments.consistency.recipe import DAWNBENCH, DIGITS
+from gpipe_bench.experiments.consistency.tables import tables
+from gpipe_bench.harness.experiment import RunOptions
+from gpipe_bench.harness.judging.compare import compare
+from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record
 
 BASE = (0.975, 0.980, 0.985, 0.980, 0.980)
 

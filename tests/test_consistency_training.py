@@ -23,21 +23,21 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch import Tensor, distributed, nn
 
-from experiments import consistency
-from experiments.consistency_async import train_asynchronously
-from experiments.consistency_disk import Trained, is_statistic, latest_checkpoint
-from experiments.consistency_images import ImageTask, digits, own_images
-from experiments.consistency_language import TextTask, TranslationTask, blocks_of, topics
-from experiments.consistency_recipe import DAWNBENCH, DIGITS, TOPICS
-from experiments.consistency_subject import Subject
-from experiments.consistency_task import chosen, even_parts
-from experiments.consistency_training import Setting, train
-from experiments.rmsprop import RMSPropTF
-from experiments.weight_average import WeightAverage
-from harness.experiment import RunOptions
-from harness.record import Record
-from harness.store import Store
-from models.torchvision_shim import import_torchvision
+from gpipe_bench.experiments.consistency import experiment as consistency
+from gpipe_bench.experiments.consistency.asynchronous import train_asynchronously
+from gpipe_bench.experiments.consistency.disk import Trained, is_statistic, latest_checkpoint
+from gpipe_bench.experiments.consistency.images import ImageTask, digits, own_images
+from gpipe_bench.experiments.consistency.language import TextTask, TranslationTask, blocks_of, topics
+from gpipe_bench.experiments.consistency.recipe import DAWNBENCH, DIGITS, TOPICS
+from gpipe_bench.experiments.consistency.rmsprop import RMSPropTF
+from gpipe_bench.experiments.consistency.subject import Subject
+from gpipe_bench.experiments.consistency.task import chosen, even_parts
+from gpipe_bench.experiments.consistency.training import Setting, train
+from gpipe_bench.experiments.consistency.weight_average import WeightAverage
+from gpipe_bench.harness.experiment import RunOptions
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.store import Store
+from gpipe_bench.models.torchvision_shim import import_torchvision
 
 ROOT = Path(__file__).parents[1]
 TEXT = replace(TOPICS, num_steps=4, d_model=16, ffn_dim=32, seq_len=12, batch_size=8, vocab_size=256)
@@ -421,7 +421,8 @@ def test_every_stage_keeps_as_many_versions_as_it_is_stale() -> None:
 
 KILL = """
 import os, signal, sys
-from experiments import cli, consistency_training
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.consistency import training as consistency_training
 real, (event, steps) = consistency_training.train, sys.argv[1].split(":")
 
 def watch(happened, done):
@@ -506,8 +507,8 @@ TWO_PROCESSES = """
 import sys
 from pathlib import Path
 from test_consistency_training import SMOKE_TEXT, rank_that_kills_all
-from experiments.consistency_training import Setting
-from pipeline.launch import launch
+from gpipe_bench.experiments.consistency.training import Setting
+from gpipe_bench.pipeline.ranks.launch import launch
 
 if __name__ == "__main__":
     folder, when = Path(sys.argv[1]), sys.argv[2]

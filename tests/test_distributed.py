@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from pipeline.launch import launch
+from gpipe_bench.pipeline.ranks.launch import launch
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.experiment import Experiment, RunOptions
-from harness.progress import PlainReporter
-from harness.runner import run_experiment
-from harness.store import Store
+from gpipe_bench.harness.experiment import Experiment, RunOptions
+from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.running.progress import PlainReporter
+from gpipe_bench.harness.running.runner import run_experiment
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/*.md")])

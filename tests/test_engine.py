@@ -12,12 +12,20 @@ import torch
 from tiny_models import everything, mlp, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 
-from pipeline import Pipeline
-from pipeline.drawing import from_csv
-from pipeline.engine import ActionError, prepare
-from pipeline.replay import SLOTS, replay
-from pipeline.schedule import REMAT_MODES, SCHEDULES, Action, Kind, dependencies, execution_order, gpipe
-from pipeline.transport import InProcess
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.engine import ActionError, prepare
+from gpipe_bench.pipeline.plan.drawing import from_csv
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import (
+    REMAT_MODES,
+    SCHEDULES,
+    Action,
+    Kind,
+    dependencies,
+    execution_order,
+    gpipe,
+)
+from gpipe_bench.pipeline.transport import InProcess
 
 mse_loss = nn.functional.mse_loss
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import engine_bench
-from experiments.engine_bench import EXPERIMENT
-from experiments.engine_bench_arms import (
+from gpipe_bench.experiments.engines.checks import counting
+from gpipe_bench.experiments.side_by_side import engine as engine_bench
+from gpipe_bench.experiments.side_by_side.engine import EXPERIMENT
+from gpipe_bench.experiments.side_by_side.engine_arms import (
     Arm,
     Subject,
     bare_model,
@@ -25,7 +26,9 @@ from experiments.engine_bench_arms import (
     sequential,
     verify,
 )
-from experiments.engine_bench_rounds import (
+from gpipe_bench.experiments.side_by_side.engine_text import TARGETS, Target, tables, verdict
+from gpipe_bench.experiments.side_by_side.engine_work import Result, Task
+from gpipe_bench.experiments.side_by_side.rounds import (
     against_itself,
     differences,
     measure,
@@ -34,12 +37,9 @@ from experiments.engine_bench_rounds import (
     ratios,
     slowest,
 )
-from experiments.engine_bench_text import TARGETS, Target, tables, verdict
-from experiments.engine_bench_work import Result, Task
-from experiments.engine_checks import counting
-from harness.experiment import RunOptions
-from harness.record import SCHEMA, Quantity, Record
-from harness.stats import from_samples
+from gpipe_bench.harness.experiment import RunOptions
+from gpipe_bench.harness.judging.stats import from_samples
+from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record
 
 ROOT = Path(__file__).parents[1]
 
@@ -181,7 +181,7 @@ def test_counting_leaves_no_hooks_behind() -> None:
 
 def test_torchgpipe_is_counted_alike() -> None:
     pytest.importorskip("torchgpipe", reason="the optional extra `peers` is not installed")
-    from experiments.engine_bench_arms import torchgpipe
+    from gpipe_bench.experiments.side_by_side.engine_arms import torchgpipe
 
     for remat in ("never", "except_last"):
         subject = tiny()

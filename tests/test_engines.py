@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from experiments.engine_checks import (
+from gpipe_bench.experiments.engines.checks import (
     Count,
     check_count,
     expected_rows,
@@ -23,10 +23,10 @@ from experiments.engine_checks import (
     reference,
     verify,
 )
-from experiments.engines import ENGINES, Engine, Setup, pinned, resolve
-from models import MODELS, example_batch, loss_fn
-from pipeline.launch import launch
-from pipeline.timeline import Timeline
+from gpipe_bench.experiments.engines.setup import ENGINES, Engine, Setup, pinned, resolve
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.ranks.launch import launch
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLE = "own_engine_example:FillDrain"
@@ -90,11 +90,14 @@ def test_known_engines_resolve_and_keep_their_names(name: str) -> None:
         ("", "unknown engine ''"),
         ("no_such_thing:Engine", "no module 'no_such_thing' in .*; start from the folder"),
         ("my-engine.py:Engine", "is not module:attribute; write mine:MyEngine"),
-        ("experiments.engines:", "is not module:attribute"),
+        ("gpipe_bench.experiments.engines.setup:", "is not module:attribute"),
         ("experiments.nothing:Engine", r"no module 'experiments.nothing'"),
-        ("experiments.engines_known:Torchgpip", r"no attribute 'Torchgpip' \(did you mean 'Torchgpipe'\?\)"),
         (
-            "experiments.engines:ENGINES",
+            "gpipe_bench.experiments.engines.known:Torchgpip",
+            r"no attribute 'Torchgpip' \(did you mean 'Torchgpipe'\?\)",
+        ),
+        (
+            "gpipe_bench.experiments.engines.setup:ENGINES",
             "ENGINES is of type dict and can't be called; name a class or function",
         ),
     ],
@@ -126,7 +129,7 @@ def test_the_users_engine_is_found_in_the_working_directory_and_pinned_to_its_co
 
 
 def test_names_are_looked_up_without_loading_torch() -> None:
-    tree = ast.parse((DOCS.parent / "experiments" / "engines.py").read_text())
+    tree = ast.parse((DOCS.parent / "experiments" / "engines" / "setup.py").read_text())
     imported = {
         alias.name.split(".")[0]
         for node in tree.body

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import record
 
-from experiments.figure2 import EXPERIMENT
-from experiments.figure2_cells import cells
-from experiments.figure2_memory import peak
-from experiments.figure2_schedules import VARIANTS, graphs_alive, peak_activations
-from experiments.figure2_traffic import Shape, shape, traffic
-from harness.compare import compare
-from harness.experiment import RunOptions
-from harness.record import Record
-from pipeline.schedule import gpipe, one_f_one_b
+from gpipe_bench.experiments.figure2.cells import cells
+from gpipe_bench.experiments.figure2.experiment import EXPERIMENT
+from gpipe_bench.experiments.figure2.memory import peak
+from gpipe_bench.experiments.figure2.schedules import VARIANTS, graphs_alive, peak_activations
+from gpipe_bench.experiments.figure2.traffic import Shape, shape, traffic
+from gpipe_bench.harness.experiment import RunOptions
+from gpipe_bench.harness.judging.compare import compare
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
 
 
 def finished(**wanted: object) -> list[Record]:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from experiments import first_run
+from gpipe_bench.experiments import first_run
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_the_loss_falls_over_two_processes() -> None:
-    command = [sys.executable, "-m", "experiments.first_run", "--steps", "15"]
+    command = [sys.executable, "-m", "gpipe_bench.experiments.first_run", "--steps", "15"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert process.returncode == 0, process.stdout + process.stderr
     first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", process.stdout)[0])
@@ -34,7 +34,7 @@ def test_two_agents_of_torchrun_form_one_pipeline() -> None:
     ]  # fmt: skip
     agents = [
         subprocess.Popen(
-            [*command, "--node-rank", str(rank), "-m", "experiments.first_run", "--steps", "15"],
+            [*command, "--node-rank", str(rank), "-m", "gpipe_bench.experiments.first_run", "--steps", "15"],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in (0, 1)

@@ -10,11 +10,11 @@ import torch
 from real_steps import Step, count, profiles
 from torch import Tensor, nn
 
-from pipeline.boundary import Boundary, TensorSpec
-from pipeline.footprint import footprint
-from pipeline.profile import Profiler
-from pipeline.schedule import Kind
-from pipeline.story import Received
+from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.footprint import footprint
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.story import Received
+from gpipe_bench.pipeline.plan.schedule import Kind
 
 N, C, SIDE = 4, 8, 8
 NUM_MICROBATCHES = 2

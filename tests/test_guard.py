@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from harness.guard import (
+from gpipe_bench.harness.guard.judge import (
     LOOKS,
     MAX_RUNS,
     THRESHOLD,
@@ -27,7 +27,7 @@ from harness.guard import (
     needs_another_run,
     verdict_of,
 )
-from harness.guard_rounds import ARMS, orders, repeats_for, run_rounds
+from gpipe_bench.harness.guard.rounds import ARMS, orders, repeats_for, run_rounds
 
 
 def sampler(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.guard_benchmarks import BENCHMARKS
-from experiments.guard_counters import CASES, content, counters, of_schedule
-from experiments.verb_guard import COUNTERS, benchmark_changes
-from harness.guard_counters import differences, encode, load
-from pipeline.layers import LayerRunner
-from pipeline.schedule import gpipe, one_f_one_b
+from gpipe_bench.experiments.commands.guard import COUNTERS, benchmark_changes
+from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
+from gpipe_bench.experiments.guard.counters import CASES, content, counters, of_schedule
+from gpipe_bench.harness.guard.counters import differences, encode, load
+from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
+from gpipe_bench.pipeline.stage.layers import LayerRunner
 
 SMALL = CASES[0]
 

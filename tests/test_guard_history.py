@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.guard import Change, Judgement
-from harness.guard_history import Commit, Entry, github, pytest_benchmark, save, stats
+from gpipe_bench.harness.guard.history import Commit, Entry, github, pytest_benchmark, save, stats
+from gpipe_bench.harness.guard.judge import Change, Judgement
 
 NOW = datetime(2026, 3, 1, 12, 0, 5, tzinfo=UTC)
 COMMIT = Commit("0123456789abcdef", dirty=False, branch="main")

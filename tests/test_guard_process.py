@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from harness.guard_process import Worker, WorkerError, terminate_like_interrupt
+from gpipe_bench.harness.guard.process import Worker, WorkerError, terminate_like_interrupt
 
 ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
 
@@ -86,7 +86,7 @@ def test_killing_it_ends_its_children_too(start) -> None:
 
 
 def test_one_that_ignores_its_end_is_killed(start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.guard_process.STOP_S", 0.2)
+    monkeypatch.setattr("gpipe_bench.harness.guard.process.STOP_S", 0.2)
     worker = start("import time\nprint('{}', flush=True)\nwhile True: time.sleep(1)")
     worker.receive(10)
     worker.stop()

@@ -16,15 +16,17 @@ import psutil
 import pytest
 import yaml
 
-from experiments import cli, guard_trials, verb_guard
-from experiments.guard_arms import Arm, arms_of
-from experiments.guard_benchmarks import BENCHMARKS
-from experiments.guard_run import Finding, guard, measure
-from experiments.guard_text import conclusion, table
-from harness.guard import Change, Judgement, Look
-from harness.guard_counters import encode
-from harness.guard_process import WorkerError
-from harness.guard_tree import Base
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import guard as verb_guard
+from gpipe_bench.experiments.guard import trials as guard_trials
+from gpipe_bench.experiments.guard.arms import Arm, arms_of
+from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
+from gpipe_bench.experiments.guard.run import Finding, guard, measure
+from gpipe_bench.experiments.guard.text import conclusion, table
+from gpipe_bench.harness.guard.counters import encode
+from gpipe_bench.harness.guard.judge import Change, Judgement, Look
+from gpipe_bench.harness.guard.process import WorkerError
+from gpipe_bench.harness.guard.tree import Base
 
 ROOT = Path(__file__).parents[1]
 NONE = Change(0.0, -0.01, 0.01)
@@ -72,8 +74,10 @@ def test_two_processes_take_a_step_together(tmp_path: Path) -> None:
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """Another revision: the packages under test and nothing else, no guard among them."""
-    for package in ("pipeline", "models"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("gpipe_bench", "pipeline", "models"):
+        shutil.copytree(
+            ROOT / package, tmp_path / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     return tmp_path
 
 
@@ -120,8 +124,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Mapping[str, str]) -> li
         verdict = verdicts[finding.benchmark].split()[len(finding.runs)]
         return replace(SAME, verdict=verdict)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("experiments.guard_run.arms_of", no_arms)
-    monkeypatch.setattr("experiments.guard_run.measure", judged)
+    monkeypatch.setattr("gpipe_bench.experiments.guard.run.arms_of", no_arms)
+    monkeypatch.setattr("gpipe_bench.experiments.guard.run.measure", judged)
     return order
 
 
@@ -163,7 +167,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(verb_guard, "ROOT", tmp_path)
     monkeypatch.setattr(verb_guard, "COUNTERS", path)
     content = {"benchmarks": sorted(BENCHMARKS), "counters": {"case": {"flops": 8}}}
-    monkeypatch.setattr("experiments.guard_counters.content", lambda: content)
+    monkeypatch.setattr("gpipe_bench.experiments.guard.counters.content", lambda: content)
     path.parent.mkdir(parents=True)
     path.write_text(encode(content))
     return path

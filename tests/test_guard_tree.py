@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.guard_tree import base_tree, merge_base
+from gpipe_bench.harness.guard.tree import base_tree, merge_base
 
 
 def git(root: Path, *arguments: str) -> str:

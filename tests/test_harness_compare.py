@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from harness.compare import compare, numbered_footnotes, totals
-from harness.experiment import Ours
-from harness.paper import load_paper
-from harness.record import Quantity
-from harness.tables import markdown_table, text_table
+from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.compare import compare, numbered_footnotes, totals
+from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.report.tables import markdown_table, text_table
 
 TABLE = "table1-transformer"
 

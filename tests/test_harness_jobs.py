@@ -15,14 +15,14 @@ import pytest
 from command_line import START, Gate, lines, start
 from fake_experiment import steps
 
-from experiments import consistency
-from experiments.registry import EXPERIMENTS, load
-from harness import environment
-from harness.experiment import RunOptions
-from harness.progress import PlainReporter
-from harness.runner import run_experiment
-from harness.store import Store
-from harness.workers import sensible_jobs
+from gpipe_bench.experiments.consistency import experiment as consistency
+from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.harness.experiment import RunOptions
+from gpipe_bench.harness.records import environment
+from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.running.progress import PlainReporter
+from gpipe_bench.harness.running.runner import run_experiment
+from gpipe_bench.harness.running.workers import sensible_jobs
 
 UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
 # The fake experiment, as one that times nothing, on the command line.

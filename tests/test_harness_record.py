@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import quantity, record
 
-from harness.codec import decode, encode
-from harness.record import SCHEMA
+from gpipe_bench.harness.records.codec import decode, encode
+from gpipe_bench.harness.records.record import SCHEMA
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)

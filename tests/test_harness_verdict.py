@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.experiment import Ours
-from harness.paper import PaperCell, parse_printed
-from harness.record import Quantity
-from harness.units import show_with_interval
-from harness.verdict import VERDICTS, band, judge
+from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.paper import PaperCell, parse_printed
+from gpipe_bench.harness.judging.units import show_with_interval
+from gpipe_bench.harness.judging.verdict import VERDICTS, band, judge
+from gpipe_bench.harness.records.record import Quantity
 
 
 def paper(printed="3.5x", unit="ratio", **changes):

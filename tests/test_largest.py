@@ -6,9 +6,16 @@ import dataclasses
 
 import pytest
 
-from experiments import largest as search
-from experiments.largest import Placement, Setting, largest, place, place_anyhow, place_best
-from experiments.paper_models import COLUMNS, GIB, Column
+from gpipe_bench.experiments.table1 import largest as search
+from gpipe_bench.experiments.table1.largest import (
+    Placement,
+    Setting,
+    largest,
+    place,
+    place_anyhow,
+    place_best,
+)
+from gpipe_bench.experiments.table1.paper_models import COLUMNS, GIB, Column
 
 PIPELINES = [each for each in COLUMNS["transformer"] if not each.is_naive]
 

@@ -7,13 +7,14 @@ import json
 import pytest
 from records import quantity, record
 
-from experiments import cli, registry
-from experiments.compare_machines import comparable, machine_folders
-from experiments.report_records import REFERENCE
-from harness.compare import compare
-from harness.experiment import Experiment, Ours
-from harness.machines import side_by_side, side_table
-from harness.store import Store
+from gpipe_bench.experiments import registry
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.compare_machines import comparable, machine_folders
+from gpipe_bench.harness.experiment import Experiment, Ours
+from gpipe_bench.harness.judging.compare import compare
+from gpipe_bench.harness.judging.machines import side_by_side, side_table
+from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness.records.store import Store
 
 
 @pytest.fixture(autouse=True)

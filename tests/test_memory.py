@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from real_steps import Counted, Step, compare
 from torch import Tensor, nn
 
-from experiments.verify_memory import verify
-from pipeline.footprint import Footprint, Moment
-from pipeline.memory import OPTIMIZERS, StageMemory, demands, pipeline_memory, stage_memory
-from pipeline.schedule import SCHEDULES, Action, Kind, Schedule, gpipe, naive, one_f_one_b
+from gpipe_bench.experiments.table1.verify_memory import verify
+from gpipe_bench.pipeline.memory.footprint import Footprint, Moment
+from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory, demands, pipeline_memory, stage_memory
+from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Action, Kind, Schedule, gpipe, naive, one_f_one_b
 
 C, SIDE = 8, 8
 

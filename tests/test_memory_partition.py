@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.boundary import Boundary, TensorSpec
-from pipeline.memory import OPTIMIZERS, pipeline_memory
-from pipeline.memory_partition import StagePeaks
-from pipeline.profile import LayerProfile, Profiler
-from pipeline.schedule import Schedule, gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.cut import StagePeaks
+from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, pipeline_memory
+from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
+from gpipe_bench.pipeline.plan.schedule import Schedule, gpipe, naive, one_f_one_b
 
 PROFILER = Profiler()
 WIDTHS = (4, 16, 64)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.microbatch import flatten, merge, sizes, split, unflatten
+from gpipe_bench.pipeline.stage.microbatch import flatten, merge, sizes, split, unflatten
 
 
 @settings(deadline=None)

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models import MODELS, loss_fn
-from models.amoebanet import PRESETS, Classifier, Stem
-from models.amoebanet_cell import Cell
-from models.amoebanet_ops import Style
-from models.drop_path import DropPath
-from models.genotypes import GENOTYPES, OPERATIONS
+from gpipe_bench.models import MODELS, loss_fn
+from gpipe_bench.models.amoebanet.cell import Cell
+from gpipe_bench.models.amoebanet.drop_path import DropPath
+from gpipe_bench.models.amoebanet.genotypes import GENOTYPES, OPERATIONS
+from gpipe_bench.models.amoebanet.network import PRESETS, Classifier, Stem
+from gpipe_bench.models.amoebanet.ops import Style
 
 # A second transcription, in the reference's form: operations, the states they read, and 1 for each state
 # that is used inside the cell and therefore not concatenated.

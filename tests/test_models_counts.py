@@ -5,8 +5,12 @@ import itertools
 import pytest
 import torch
 
-from models import MODELS, count_parameters, layer_parameters
-from models.formulas import amoebanet_d_layers, transformer_lm_parameters, transformer_seq2seq_parameters
+from gpipe_bench.models import MODELS, count_parameters, layer_parameters
+from gpipe_bench.models.formulas import (
+    amoebanet_d_layers,
+    transformer_lm_parameters,
+    transformer_seq2seq_parameters,
+)
 
 # (L, D): tf with auxiliary head 1001, tf 1000, tf 1001, torchgpipe 1000, torchgpipe 1001 classes; all at
 # 224 pixels.

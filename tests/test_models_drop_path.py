@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from models import MODELS, set_drop_path
-from models.drop_path import DropPath, keep_at_cell, keep_at_step
+from gpipe_bench.models import MODELS, set_drop_path
+from gpipe_bench.models.amoebanet.drop_path import DropPath, keep_at_cell, keep_at_step
 
 
 def test_examples_are_dropped_whole_and_the_kept_ones_scaled():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from models import MODELS
-from models.resnet import from_torchvision
-from models.torchvision_shim import import_torchvision
+from gpipe_bench.models import MODELS
+from gpipe_bench.models.resnet import from_torchvision
+from gpipe_bench.models.torchvision_shim import import_torchvision
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models import MODELS, example_batch, loss_fn
-from models.transformer import Attention, FeedForward, sinusoids, to_cut
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.models.transformer.blocks import Attention, FeedForward, sinusoids, to_cut
 
 LM = {"num_layers": 2, "vocab_size": 11, "d_model": 8, "ffn_dim": 12, "num_heads": 2, "seq_len": 6}
 SEQ2SEQ = {"num_layers": 2, "vocab_size": 11, "d_model": 8, "ffn_dim": 12, "num_heads": 2, "head_dim": 3} | {

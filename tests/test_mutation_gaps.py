@@ -11,9 +11,9 @@ from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as run_again_in_the_backward
 
-from pipeline import Pipeline, checkpoint
-from pipeline.drawing import from_csv
-from pipeline.schedule import (
+from gpipe_bench.pipeline import Pipeline, checkpoint
+from gpipe_bench.pipeline.plan.drawing import from_csv
+from gpipe_bench.pipeline.plan.schedule import (
     REMAT_MODES,
     SCHEDULES,
     Action,
@@ -23,7 +23,7 @@ from pipeline.schedule import (
     gpipe,
     validate,
 )
-from pipeline.transport import InProcess
+from gpipe_bench.pipeline.transport import InProcess
 
 mse_loss, cross_entropy = nn.functional.mse_loss, nn.functional.cross_entropy
 

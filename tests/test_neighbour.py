@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.introduction import machine_id, meet
-from pipeline.neighbour import Neighbour
+from gpipe_bench.pipeline.ranks.introduction import machine_id, meet
+from gpipe_bench.pipeline.ranks.neighbour import Neighbour
 
 TIMEOUT_S = 10.0
 

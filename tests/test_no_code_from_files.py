@@ -19,8 +19,8 @@ FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "ya
 
 # Pickles between processes of one run, which run the same code anyway: no file of theirs outlives it.
 BETWEEN_PROCESSES = {
-    "pipeline/distributed.py": "shapes of boundary tensors, over the run's own connections",
-    "experiments/slow_link.py": "a task and its results, through a folder that only this user can enter",
+    "pipeline/ranks/distributed.py": "shapes of boundary tensors, over the run's own connections",
+    "experiments/table3/slow_link.py": "a task and its results, in a folder that only this user can enter",
     "pipeline/checkpoint_file.py": "an unpickler that finds no code, in front of the one of torch",
 }
 

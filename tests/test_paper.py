@@ -9,8 +9,8 @@ import csv
 
 import pytest
 
-from harness.paper import COLUMNS, PATH, load_paper
-from harness.units import UNITS
+from gpipe_bench.harness.judging.paper import COLUMNS, PATH, load_paper
+from gpipe_bench.harness.judging.units import UNITS
 
 
 @pytest.fixture(scope="module")

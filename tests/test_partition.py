@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.partition import Partition, cumulative_shares, partition, partition_by
+from gpipe_bench.pipeline.plan.partition import Partition, cumulative_shares, partition, partition_by
 
 costs_lists = st.one_of(
     st.lists(st.integers(0, 30), min_size=1, max_size=9),

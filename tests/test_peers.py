@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from experiments.engines import ENGINES
-from experiments.peers import ALWAYS, EXPERIMENT, MODELS, ROUNDS, engines_of, outcome
-from experiments.peers_text import TARGETS, tables
-from experiments.peers_work import Result, Task
-from harness.experiment import RunOptions
-from harness.record import SCHEMA, Record
+from gpipe_bench.experiments.engines.setup import ENGINES
+from gpipe_bench.experiments.side_by_side.peers import ALWAYS, EXPERIMENT, MODELS, ROUNDS, engines_of, outcome
+from gpipe_bench.experiments.side_by_side.peers_text import TARGETS, tables
+from gpipe_bench.experiments.side_by_side.peers_work import Result, Task
+from gpipe_bench.harness.experiment import RunOptions
+from gpipe_bench.harness.records.record import SCHEMA, Record
 
 ROOT = Path(__file__).parents[1]
 USERS = "mine:Engine@01234567"

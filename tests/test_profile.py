@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
 
-from pipeline.boundary import Boundary, TensorSpec
-from pipeline.footprint import footprint
-from pipeline.profile import LayerProfile, Profiler
-from pipeline.story import Story
+from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.footprint import footprint
+from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
+from gpipe_bench.pipeline.memory.story import Story
 
 N, C, SIDE = 2, 4, 8  # examples, channels, height and width
 X = N * C * SIDE * SIDE * 4  # bytes of one activation
@@ -394,7 +394,7 @@ def test_a_model_of_84_billion_parameters_is_profiled_without_its_memory() -> No
     script = """
 import re
 from pathlib import Path
-from experiments.largest import Setting, place
+from gpipe_bench.experiments.table1.largest import Setting, place
 placement = place(Setting("transformer", 128, False, "float32"), 1663, 0, 32)
 assert placement is not None
 peak_kib = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import readme
+from gpipe_bench.experiments.report import readme
+from gpipe_bench.harness.places import ROOT
 
 TEXT = readme.README.read_text(encoding="utf-8")
 
 
 def test_the_table_is_that_of_the_reference_records() -> None:
-    assert readme.rewritten(TEXT) == TEXT, "stale: run python -m experiments.readme"
+    assert readme.rewritten(TEXT) == TEXT, "stale: run python -m gpipe_bench.experiments.report.readme"
     assert "| reproduced |" in TEXT
     assert "nothing fits" in TEXT
 
@@ -58,12 +59,12 @@ def test_command_lines_run(command: str, tmp_path: Path) -> None:
     elif (
         " compare " in command and "--results" not in command
     ):  # a fresh clone has the reference records alone
-        command += f" --results {readme.REFERENCE.relative_to(readme.ROOT)}"
+        command += f" --results {readme.RECORDS.relative_to(ROOT)}"
     elif "first_run" in command:
         command += " --help"  # tests/test_first_run.py runs it
     process = subprocess.run(
         [sys.executable, *command.split()[1:]],
-        cwd=readme.ROOT, capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert process.stdout

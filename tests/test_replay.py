@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.paper import load_paper
-from pipeline.links import FREE, LINKS, Link
-from pipeline.replay import SLOTS, makespan_slots, replay
-from pipeline.schedule import (
+from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
+from gpipe_bench.pipeline.plan.replay import SLOTS, makespan_slots, replay
+from gpipe_bench.pipeline.plan.schedule import (
     REMAT_MODES,
     SCHEDULES,
     Action,
@@ -30,7 +30,7 @@ from pipeline.schedule import (
     transfers,
     validate,
 )
-from pipeline.timeline import Timeline
+from gpipe_bench.pipeline.plan.timeline import Timeline
 
 seconds = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=12)
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 12))

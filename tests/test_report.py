@@ -20,22 +20,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import quantity, record
 
-from experiments import cli, registry, report_records, verb_report
-from experiments.figure_files import draw, drawn
-from experiments.report_gantt import charts_of, timelines
-from experiments.report_records import REFERENCE, Source, answers, folders, sources
-from experiments.report_tables import TABLES, table_infos
-from harness.compare import compare
-from harness.experiment import Ours
-from harness.paper import load_paper
-from harness.report import html, markdown
-from harness.report_chart import Box, Chart, within
-from harness.report_page import Answer, Counts, TableInfo, table_views
-from harness.store import Store
-from harness.verdict import VERDICTS
-from pipeline.replay import SLOTS, replay
-from pipeline.schedule import gpipe
-from pipeline.timeline import Timeline
+from gpipe_bench.experiments import registry
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import report as verb_report
+from gpipe_bench.experiments.report import records as report_records
+from gpipe_bench.experiments.report.figure_files import draw, drawn
+from gpipe_bench.experiments.report.records import Source, answers, folders, sources
+from gpipe_bench.experiments.report.tables import TABLES, table_infos
+from gpipe_bench.experiments.report.timelines import charts_of, timelines
+from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.compare import compare
+from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.judging.verdict import VERDICTS
+from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.report.chart import Box, Chart, within
+from gpipe_bench.harness.report.page import Answer, Counts, TableInfo, table_views
+from gpipe_bench.harness.report.render import html, markdown
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = REFERENCE / "cpu-2-cores"
@@ -195,7 +199,7 @@ def test_markdown_has_the_same_verdicts(page):
 def test_no_torch_and_quick_from_the_command_line(tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from experiments.cli import main\n"
+        "from gpipe_bench.experiments.commands.cli import main\n"
         f"sys.exit(main(['report', '--results', {str(tmp_path)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments import cli, registry
-from experiments.report_records import REFERENCE
-from harness.store import Store
-from harness.units import convert
-from pipeline.timeline import Timeline
+from gpipe_bench.experiments import registry
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.harness.judging.units import convert
+from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness.records.store import Store
+from gpipe_bench.pipeline.plan.timeline import Timeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -103,7 +104,7 @@ def test_numbers_in_the_page_are_those_of_the_records(open_page):
 
 
 def _paper():
-    from harness.paper import load_paper
+    from gpipe_bench.harness.judging.paper import load_paper
 
     return [cell for cell in load_paper() if cell.source == "paper"]
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_schedule import schedules
 
-from pipeline.ring import Ring, activation_ring, gradient_ring
-from pipeline.schedule import Kind, Schedule, gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.ring import Ring, activation_ring, gradient_ring
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, gpipe, one_f_one_b
 
 
 def test_gpipe_posts_every_activation_at_once() -> None:

@@ -9,9 +9,9 @@ import torch
 from tiny_models import mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
-from pipeline import Pipeline
-from pipeline.rng import Generators, may_draw, mix, run_plain, stream_key
-from pipeline.schedule import REMAT_MODES, SCHEDULES
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES
+from gpipe_bench.pipeline.stage.rng import Generators, may_draw, mix, run_plain, stream_key
 
 
 class Mask(nn.Module):

@@ -21,9 +21,9 @@ from command_line import ROOT, START, Gate, call, lines, run_fake, start, surrou
 from fake_experiment import steps
 from records import record
 
-from harness.codec import encode
-from harness.record import SCHEMA
-from harness.store import Store
+from gpipe_bench.harness.records.codec import encode
+from gpipe_bench.harness.records.record import SCHEMA
+from gpipe_bench.harness.records.store import Store
 
 
 def stored(results):
@@ -43,14 +43,15 @@ def gate(tmp_path):
 KILLER = """
 import json, os, signal, sys
 from pathlib import Path
-import fake_experiment, harness.environment, harness.store
-from harness.experiment import RunOptions
-from harness.progress import PlainReporter
-from harness.runner import run_experiment
+import fake_experiment, gpipe_bench.harness.records.environment, gpipe_bench.harness.records.store
+from gpipe_bench.harness.experiment import RunOptions
+from gpipe_bench.harness.running.progress import PlainReporter
+from gpipe_bench.harness.running.runner import run_experiment
 
-WATCHED = tuple(str(Path(harness.store.__file__).with_name(f"{name}.py")) for name in ("store", "lock"))
+records = Path(gpipe_bench.harness.records.store.__file__)
+WATCHED = tuple(str(records.with_name(f"{name}.py")) for name in ("store", "lock"))
 BASE = Path(sys.argv[1])
-harness.environment.environment()  # once for all the processes below
+gpipe_bench.harness.records.environment.environment()  # once for all the processes below
 write = os.write
 
 
@@ -85,7 +86,7 @@ def run(folder, point=None):
             kill_before(point)
         options = RunOptions(device="cpu", only={"step": ("1", "2")})
         reporter = PlainReporter(sys.stderr)
-        store = harness.store.Store(folder)
+        store = gpipe_bench.harness.records.store.Store(folder)
         result = run_experiment(fake_experiment.EXPERIMENT, options, store, reporter=reporter)
         os._exit(len(result.records) != 2)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -93,7 +94,7 @@ def run(folder, point=None):
 
 def state(folder):
     path = folder / "fake.jsonl"
-    loaded = harness.store.Store(folder).load("fake")
+    loaded = gpipe_bench.harness.records.store.Store(folder).load("fake")
     return {
         "ran": (folder / "log").read_text().split(),
         "stored": [each.case["step"] for each in loaded.records],
@@ -422,7 +423,7 @@ def test_the_report_leaves_out_what_no_experiment_can_read(tmp_path):
 BACKWARDS = """
 import time
 from datetime import datetime
-import harness.execution
+import gpipe_bench.harness.running.execution
 
 class Backwards(datetime):
     seconds = 2_000_000_000
@@ -432,7 +433,7 @@ class Backwards(datetime):
         cls.seconds -= 86_400
         return datetime.fromtimestamp(cls.seconds, tz)
 
-harness.execution.datetime = Backwards
+gpipe_bench.harness.running.execution.datetime = Backwards
 time.time = lambda: Backwards.now().timestamp()
 """
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experiments.model_costs import amoebanet_profile
-from pipeline.boundary import Boundary, TensorSpec
-from pipeline.profile import LayerProfile, Profiler
-from pipeline.scaling import Point, fit
+from gpipe_bench.experiments.table1.model_costs import amoebanet_profile
+from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
+from gpipe_bench.pipeline.memory.scaling import Point, fit
 
 PLANE = ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))  # quadratic in the width, affine in the micro-batch size
 SAMPLES = [(4, 1), (6, 1), (10, 1), (4, 3), (6, 3)]

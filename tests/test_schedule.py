@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.drawing import draw, from_csv, to_csv
-from pipeline.replay import SLOTS, makespan_slots, replay
-from pipeline.schedule import (
+from gpipe_bench.pipeline.plan.drawing import draw, from_csv, to_csv
+from gpipe_bench.pipeline.plan.replay import SLOTS, makespan_slots, replay
+from gpipe_bench.pipeline.plan.schedule import (
     REMAT_MODES,
     SCHEDULES,
     Action,

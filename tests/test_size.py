@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from experiments.cli import main
+from gpipe_bench.experiments.commands.cli import main
 
 
 def size(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

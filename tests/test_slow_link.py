@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from experiments import slow_link
-from experiments.slow_link import UnavailableError, existing, set_rate
-from experiments.slow_link_steps import LinkTask, steps_at_rates
+from gpipe_bench.experiments.table3 import slow_link
+from gpipe_bench.experiments.table3.slow_link import UnavailableError, existing, set_rate
+from gpipe_bench.experiments.table3.slow_link_steps import LinkTask, steps_at_rates
 
 RATE = 20e6
 REPOSITORY = Path(__file__).parent.parent
@@ -125,7 +125,8 @@ def test_an_exception_leaves_nothing_behind(link: slow_link.SlowLink) -> None:
 
 def test_what_a_killed_run_leaves_is_removed_by_the_next(link: slow_link.SlowLink) -> None:
     code = (
-        "import time\nfrom experiments.slow_link import slow_link\nwith slow_link() as made:\n"
+        "import time\nfrom gpipe_bench.experiments.table3.slow_link import slow_link\n"
+        "with slow_link() as made:\n"
         "    print(*made.namespaces, flush=True)\n    time.sleep(600)\n"
     )
     command = [sys.executable, "-c", code]

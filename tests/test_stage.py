@@ -12,10 +12,10 @@ import torch
 from tiny_models import mlp_batch, seeded
 from torch import Tensor, nn
 
-from pipeline import Pipeline
-from pipeline.replay import SLOTS, replay
-from pipeline.schedule import REMAT_MODES, SCHEDULES, Action, Kind, Schedule
-from pipeline.transport import InProcess
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Action, Kind, Schedule
+from gpipe_bench.pipeline.transport import InProcess
 
 mse_loss = nn.functional.mse_loss
 

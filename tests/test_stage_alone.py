@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import paper_models, stage_alone
-from experiments.largest import Placement, Setting
-from experiments.model_costs import ModelProfile
-from models import MODELS, example_batch, loss_fn
-from pipeline.boundary import Boundary
-from pipeline.memory_partition import StagePeaks
-from pipeline.profile import Profiler
+from gpipe_bench.experiments.table1 import paper_models, stage_alone
+from gpipe_bench.experiments.table1.largest import Placement, Setting
+from gpipe_bench.experiments.table1.model_costs import ModelProfile
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.cut import StagePeaks
+from gpipe_bench.pipeline.memory.profile import Profiler
 
 HALVES = {
     "amoebanet": {"num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True},

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.table1 import EXPERIMENT
-from experiments.table1_cells import cells
-from harness.compare import Comparison, compare
-from harness.experiment import Case, RunOptions
-from harness.record import SCHEMA, Quantity, Record
+from gpipe_bench.experiments.table1.cells import cells
+from gpipe_bench.experiments.table1.experiment import EXPERIMENT
+from gpipe_bench.harness.experiment import Case, RunOptions
+from gpipe_bench.harness.judging.compare import Comparison, compare
+from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,16 +11,18 @@ import pytest
 from records import record
 from test_timed_actions import timed
 
-from experiments import figure3, table2, table4
-from experiments.fitted_batch import fitted_microbatch, peak_bytes
-from experiments.speed_models import SUBJECTS, V1_SUBJECTS
-from experiments.step_results import results
-from experiments.step_timing import Configuration, Found, Steps, Task, work
-from harness.compare import compare
-from harness.experiment import Case, Outcome, RunOptions
-from harness.record import Record
-from pipeline.launch import launch
-from pipeline.timeline import Timeline
+from gpipe_bench.experiments.figure3 import experiment as figure3
+from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, V1_SUBJECTS
+from gpipe_bench.experiments.measuring.step_results import results
+from gpipe_bench.experiments.measuring.step_timing import Configuration, Found, Steps, Task, work
+from gpipe_bench.experiments.table2 import experiment as table2
+from gpipe_bench.experiments.table2.fitted_batch import fitted_microbatch, peak_bytes
+from gpipe_bench.experiments.table4 import experiment as table4
+from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
+from gpipe_bench.harness.judging.compare import compare
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.ranks.launch import launch
 
 TINY = {
     "num_layers": 3, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8, "vocab_size": 40,

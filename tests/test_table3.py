@@ -12,18 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import record
 
-from experiments import slow_link, table3
-from experiments.bandwidths import HIDDEN, hidden_from, same_share, slowdowns, spread_evenly
-from experiments.roofline import P100, Accelerator, Estimate, _Stopwatch, estimate
-from experiments.slow_link_steps import LinkFound, Measured
-from experiments.table3 import EXPERIMENT
-from experiments.table3_results import PCIE, SHARE_OF_PEAK, modelled, over_link, replayed
-from experiments.timed_actions import TimedActions, lay_out
-from harness.compare import compare
-from harness.experiment import Case, RunOptions
-from harness.record import Record
-from pipeline.links import Link
-from pipeline.schedule import Kind
+from gpipe_bench.experiments.measuring.bandwidths import (
+    HIDDEN,
+    hidden_from,
+    same_share,
+    slowdowns,
+    spread_evenly,
+)
+from gpipe_bench.experiments.measuring.roofline import P100, Accelerator, Estimate, _Stopwatch, estimate
+from gpipe_bench.experiments.measuring.timed_actions import TimedActions, lay_out
+from gpipe_bench.experiments.table3 import experiment as table3
+from gpipe_bench.experiments.table3 import slow_link
+from gpipe_bench.experiments.table3.experiment import EXPERIMENT
+from gpipe_bench.experiments.table3.results import PCIE, SHARE_OF_PEAK, modelled, over_link, replayed
+from gpipe_bench.experiments.table3.slow_link_steps import LinkFound, Measured
+from gpipe_bench.harness.experiment import Case, RunOptions
+from gpipe_bench.harness.judging.compare import compare
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.schedule import Kind
 
 MODELS = ("amoebanet", "transformer")
 

@@ -7,12 +7,19 @@ from fractions import Fraction
 
 import pytest
 
-from experiments.partition_rules import bound_shares
-from experiments.timed_actions import TimedActions, balanced, check_ran, lay_out, samples_of, take_apart
-from pipeline.links import Link
-from pipeline.replay import replay
-from pipeline.schedule import Kind, gpipe
-from pipeline.timeline import Event, Timeline
+from gpipe_bench.experiments.measuring.timed_actions import (
+    TimedActions,
+    balanced,
+    check_ran,
+    lay_out,
+    samples_of,
+    take_apart,
+)
+from gpipe_bench.experiments.table2.partition_rules import bound_shares
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.replay import replay
+from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 
 
 def timed(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.gantt import gantt, save_gantt
-from pipeline.replay import SLOTS, replay
-from pipeline.schedule import Action, Kind, gpipe, one_f_one_b
-from pipeline.timeline import Event, Timeline
+from gpipe_bench.experiments.report.gantt import gantt, save_gantt
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 
 
 def test_events_are_ordered_and_start_at_zero() -> None:

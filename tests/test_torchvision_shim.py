@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from models import torchvision_shim
-from models.torchvision_shim import import_torchvision
+from gpipe_bench.models import torchvision_shim
+from gpipe_bench.models.torchvision_shim import import_torchvision
 
 
 class Recorder:
@@ -100,7 +100,7 @@ def test_beside_a_cuda_build_the_failure_is_shown(failing_import, monkeypatch):
 def test_the_installed_torchvision_can_be_imported_and_models_does_not_do_it():
     script = (
         "import sys, models; assert 'torchvision' not in sys.modules; "
-        "from models.torchvision_shim import import_torchvision as load; "
+        "from gpipe_bench.models.torchvision_shim import import_torchvision as load; "
         "tv = load(); assert tv is load(); import torch, torchvision; assert torchvision is tv; "
         "print(tv.transforms.CenterCrop(2)(torch.ones(3, 4, 4)).shape)"
     )

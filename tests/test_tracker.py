@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.tracker import EventLog, LiveMemory
+from gpipe_bench.pipeline.memory.tracker import EventLog, LiveMemory
 
 KIB = 1024
 

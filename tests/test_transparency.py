@@ -23,9 +23,9 @@ from tiny_models import (
 )
 from torch import Tensor, nn
 
-from pipeline import Pipeline
-from pipeline.schedule import REMAT_MODES, SCHEDULES
-from pipeline.transport import InProcess
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES
+from gpipe_bench.pipeline.transport import InProcess
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
 cross_entropy = nn.functional.cross_entropy

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pipeline.microbatch import Tree, sizes, split
-from pipeline.rng import Generators, run_plain, stream_key
+from gpipe_bench.pipeline.stage.microbatch import Tree, sizes, split
+from gpipe_bench.pipeline.stage.rng import Generators, run_plain, stream_key
 
 
 class Start(nn.Module):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline import Pipeline
-from pipeline.schedule import gpipe
-from pipeline.timeline import Timeline
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.timeline import Timeline
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from models import MODELS, example_batch, loss_fn
-from pipeline.boundary import Boundary
-from pipeline.memory import pipeline_memory
-from pipeline.memory_partition import StagePeaks
-from pipeline.profile import LayerProfile, Profiler
-from pipeline.schedule import gpipe
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.cut import StagePeaks
+from gpipe_bench.pipeline.memory.peaks import pipeline_memory
+from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
+from gpipe_bench.pipeline.plan.schedule import gpipe
 
 OPTIONS: dict[str, Any] = {
     "num_layers": 12, "vocab_size": 1000, "d_model": 64, "ffn_dim": 256, "num_heads": 4, "seq_len": 32,

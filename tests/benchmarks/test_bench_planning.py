@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.partition import partition
-from pipeline.replay import SLOTS, replay
-from pipeline.schedule import SCHEDULES, execution_order, gpipe, transfers, validate
+from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import SCHEDULES, execution_order, gpipe, transfers, validate
 
 NUM_STAGES, NUM_MICROBATCHES = 8, 32
 NUM_LAYERS = 1665  # the paper's deepest Transformer

@@ -1,0 +1,183 @@
+"""The command line: parses, calls one verb, and turns what happens into an exit status.
+
+Nothing heavy is imported before a verb needs it; `--help` and a typing error answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gpipe_bench.experiments.commands.output import give_up_unwritable, prepare_streams
+from gpipe_bench.harness.places import own_results
+
+DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
+"""Exit statuses of what went as it should and of what the user asked to know."""
+
+IO_FAILED, INTERRUPTED, READER_GONE = 74, 130, 141
+"""Exit statuses that are expected of a program that could not write (sysexits.h), or that was stopped by the
+keyboard or a closed pipe."""
+
+PROFILES = ("smoke", "short", "full")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status. Bad usage is one line on standard error."""
+    prepare_streams()
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        options = _parser().parse_args(arguments)
+        options.arguments = arguments
+        status = _verb(options.verb)(options)
+        sys.stdout.flush()
+    except ValueError as error:
+        return _complain(str(error))
+    except ImportError as error:
+        return _complain(f"{error}; `doctor` says what is missing and how to get it")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has seen enough, as with `| head`
+        return READER_GONE
+    except OSError as error:  # a full disk behind standard output, a folder that vanished
+        return _complain(str(error), IO_FAILED)
+    finally:
+        give_up_unwritable()
+    return status
+
+
+def _verb(name: str) -> Callable[[argparse.Namespace], int]:
+    if name == "list":
+        from gpipe_bench.experiments.commands.list import run
+    elif name == "doctor":
+        from gpipe_bench.experiments.commands.doctor import run
+    elif name == "compare":
+        from gpipe_bench.experiments.commands.compare import run
+    elif name == "report":
+        from gpipe_bench.experiments.commands.report import run
+    elif name == "size":
+        from gpipe_bench.experiments.commands.size import run
+    elif name == "guard":
+        from gpipe_bench.experiments.commands.guard import run
+    else:
+        from gpipe_bench.experiments.commands.run import run
+    return run
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        sys.exit(_complain(f"{message}; see {self.prog} --help"))
+
+
+def _complain(message: str, status: int = BAD_USAGE) -> int:
+    with contextlib.suppress(OSError):  # the exit status says it too
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m experiments",
+        description="Reproduce the tables and figures of GPipe (arXiv 1811.06965), and compare.",
+        epilog="exit status: 0 done, 1 a verdict failed under --assert, 2 bad usage, 3 a case failed",
+        allow_abbrev=False,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    verb = _add(verbs, "list", "what there is, and how long it takes")
+    verb.add_argument(
+        "--models", action="store_true", help="the model zoo instead: layers and exact parameters"
+    )
+
+    _add(verbs, "doctor", "what this machine can run, and what it lacks")
+
+    verb = _add(verbs, "run", "run an experiment; what is on record is not run again")
+    verb.add_argument("name", metavar="NAME", help="an experiment, see list")
+    verb.add_argument("--profile", choices=PROFILES, default="short", help="default: %(default)s")
+    verb.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
+    )
+    verb.add_argument("--engine", metavar="NAME", help="the engine under test, where an experiment runs one")
+    verb.add_argument("--data", type=Path, metavar="PATH", help="your own images, where it trains on some")
+    verb.add_argument("--text", type=Path, metavar="PATH", help="your own text, likewise")
+    verb.add_argument(
+        "--parallel-text", type=Path, metavar="PATH", help="its translation, line by line, to train on pairs"
+    )
+    verb.add_argument(
+        "--only", action="append", default=[], metavar="KEY=VALUE",
+        help="only the cases with this value; the same key again adds a value, another key narrows",
+    )  # fmt: skip
+    verb.add_argument("--fresh", action="store_true", help="run again what is on record")
+    verb.add_argument(
+        "--jobs", type=int, metavar="N",
+        help="cases at the same time, where none is timed (consistency); default there: cores, at most 8",
+    )  # fmt: skip
+    verb.add_argument(
+        "--assert",
+        dest="assert_",
+        action="store_true",
+        help="exit with 1 if a verdict is `deviates`, after printing",
+    )
+
+    verb = _add(verbs, "compare", "paper | ours | verdict, from records alone")
+    verb.add_argument("name", metavar="NAME", help="an experiment, see list")
+    verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
+    verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
+    verb.add_argument(
+        "--machines", nargs="+", metavar="MACHINE",
+        help="several machines in one table: names under results/reference, local, or folders of records",
+    )  # fmt: skip
+
+    verb = _add(verbs, "report", "every number of the paper beside ours, as one HTML page and markdown")
+    verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")
+    verb.add_argument("--no-figures", action="store_true", help="numbers and timelines only")
+
+    verb = _add(verbs, "guard", "exact counters against the committed ones; speed against another revision")
+    verb.add_argument(
+        "--base", metavar="REF", help="time the working tree against where it left this revision"
+    )
+    verb.add_argument(
+        "--update",
+        action="store_true",
+        help="write the committed counters anew; the reason goes into the commit",
+    )
+    verb.add_argument(
+        "--only", action="append", default=[], metavar="BENCHMARK", help="time only this one; may be repeated"
+    )
+    verb.add_argument(
+        "--removed",
+        action="append",
+        default=[],
+        metavar="BENCHMARK",
+        help="a benchmark of the base that is gone on purpose",
+    )
+    verb.add_argument(
+        "--budget-s", type=float, default=150.0, metavar="S", help="time for all rounds; default: %(default)g"
+    )
+    verb.add_argument("--history", type=Path, metavar="DIR", help="also write files for trend tools there")
+
+    verb = _add(verbs, "size", "the largest model for your accelerators, or where to cut one you have")
+    verb.add_argument("model", metavar="MODEL", help="transformer-lm or amoebanet-d, with Table 1's options")
+    verb.add_argument("--num-stages", type=int, required=True, metavar="K", help="accelerators")
+    verb.add_argument("--cap-gib", type=float, required=True, metavar="GIB", help="memory of each")
+    verb.add_argument("--num-layers", type=int, metavar="L", help="of a given model; without it, search")
+    verb.add_argument("--num-filters", type=int, metavar="D", help="of a given AmoebaNet")
+    verb.add_argument("--num-microbatches", type=int, metavar="M", help="default: what needs least memory")
+    verb.add_argument(
+        "--precision", choices=("float32", "bfloat16"), default="float32",
+        help="of the activations (autocast); default: %(default)s",
+    )  # fmt: skip
+    return parser
+
+
+def _add(verbs: Any, name: str, text: str) -> argparse.ArgumentParser:
+    verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+    verb.add_argument(
+        "--results", type=Path, default=own_results(), metavar="DIR", help="default: results/local"
+    )
+    verb.add_argument("--json", action="store_true", help="JSON lines on standard output and nothing else")
+    return verb

@@ -1,0 +1,65 @@
+"""`compare NAME`: paper | ours | verdict, re-derived from records alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.registry import load
+from gpipe_bench.experiments.report.readable import readable
+from gpipe_bench.experiments.report.selection import select_records
+from gpipe_bench.experiments.report.show import comparisons_of, environment_warnings, text_of
+from gpipe_bench.harness.records.store import Store, lines_of
+from gpipe_bench.harness.report.tables import markdown_table
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb."""
+    experiment = load(arguments.name)
+    if arguments.machines:
+        from gpipe_bench.experiments.commands.compare_machines import run as run_machines
+
+        return run_machines(arguments, experiment)
+    store = Store(arguments.results)
+    loaded = store.load(experiment.name)
+    for line in lines_of(loaded.problems):
+        print(f"warning: {line}", file=sys.stderr)
+    records = select_records(loaded.records, experiment, arguments.profile)
+    if not records:
+        raise ValueError(_nothing(experiment.name, experiment.revision, arguments, loaded.records))
+    groups = {tuple(sorted(record.options.items(), key=str)): record.options for record in records}
+    if len(groups) > 1:  # the latest group; the others are named, never mixed in
+        last = records[-1].options
+        print(
+            f"warning: shown are records with {last}; there are others: {list(groups.values())}",
+            file=sys.stderr,
+        )
+        records = [record for record in records if record.options == last]
+    records, left_out = readable(experiment, records)
+    if not records:
+        raise ValueError(f"{left_out[0]}; make records anew with: run {experiment.name} --fresh")
+    for line in left_out:
+        print(f"warning: {line}", file=sys.stderr)
+    for warning in environment_warnings(records):
+        print(f"warning: {warning}", file=sys.stderr)
+    comparisons = comparisons_of(experiment, records)
+    if arguments.json:
+        for comparison in comparisons:
+            print_line(msgspec.json.encode(comparison))
+    elif arguments.markdown:
+        print(markdown_table(comparisons))
+    else:
+        print(f"profile {records[-1].profile}, {len(records)} records\n")
+        print(text_of(experiment, records, comparisons))
+    return cli.DONE
+
+
+def _nothing(name: str, revision: int, arguments: argparse.Namespace, records: tuple) -> str:  # type: ignore[type-arg]
+    wanted = f" of profile {arguments.profile}" if arguments.profile else ""
+    profile = f" --profile {arguments.profile}" if arguments.profile else ""
+    older = f" (there are {len(records)} of other profiles or an earlier revision)" if records else ""
+    return f"no records of {name}{wanted} in {arguments.results}{older}; make them with: run {name}{profile}"

@@ -1,0 +1,118 @@
+"""`compare NAME --machines A B`: the same cells on several machines, in one table.
+
+A machine is a folder of records: one of those committed under results/reference, by its name, or any other
+by its path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.registry import suggestion
+from gpipe_bench.experiments.report.readable import readable
+from gpipe_bench.experiments.report.selection import select_records
+from gpipe_bench.experiments.report.show import comparisons_of
+from gpipe_bench.harness.experiment import Experiment, Ours
+from gpipe_bench.harness.judging.compare import Comparison, compare
+from gpipe_bench.harness.judging.machines import SideBySide, side_by_side, side_table
+from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.store import Store, lines_of
+
+LOCAL = "local"
+
+
+def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
+    """Exit status of the verb. Raises ValueError for an unknown machine or one without such records."""
+    found = {
+        name: _records(name, folder, experiment, arguments.profile)
+        for name, folder in machine_folders(arguments.machines, arguments.results).items()
+    }
+    profiles = {name: records[-1].profile for name, records in found.items()}
+    if len(set(profiles.values())) > 1:
+        each = ", ".join(f"{name} has {profile}" for name, profile in profiles.items())
+        print(f"warning: the profiles differ: {each}; choose one with --profile", file=sys.stderr)
+    side = side_by_side(
+        {name: comparable(experiment, records) for name, records in found.items()},
+        {name: [record.environment for record in records] for name, records in found.items()},
+    )
+    if arguments.json:
+        _print_json(side)
+    else:
+        heading = ", ".join(f"{name} (profile {profiles[name]})" for name in found)
+        print(f"{experiment.title}: {heading}\n")
+        print(side_table(side, "github" if arguments.markdown else "simple"))
+    return cli.DONE
+
+
+def machine_folders(names: Sequence[str], results: Path, references: Path = REFERENCE) -> dict[str, Path]:
+    """Folder of each machine; `local` is the results folder. Raises ValueError naming those there are."""
+    known = {path.name: path for path in sorted(references.glob("*")) if path.is_dir()}
+    if results.is_dir():
+        known.setdefault(LOCAL, results)
+    found: dict[str, Path] = {}
+    for name in names:
+        folder = known.get(name, Path(name))
+        if not folder.is_dir():
+            raise ValueError(
+                f"unknown machine {name!r}{suggestion(name, known)}; there are: "
+                f"{', '.join(known) or 'none'}, or give the path of a folder with records"
+            )
+        if folder.resolve() in {other.resolve() for other in found.values()}:
+            raise ValueError(f"machine {name!r} is given twice; side by side takes different ones")
+        label = name if name in known or folder.name in found else folder.name
+        found[label] = folder
+    if len(found) < 2:
+        raise ValueError(
+            f"--machines takes at least two, got {', '.join(found)}; there are: {', '.join(known)}"
+        )
+    return found
+
+
+def comparable(experiment: Experiment, records: Sequence[Record]) -> list[Comparison]:
+    """The experiment's cells of the paper, or every quantity of its records where it reports no cell."""
+    cells = comparisons_of(experiment, records)
+    if any(cell.ours is not None for cell in cells):
+        return cells
+    quantities: dict[tuple[str, str], Ours] = {}
+    for record in records:
+        for quantity in record.quantities:
+            quantities[quantity.name, record.label] = Ours(
+                table=experiment.name, row=quantity.name, column=record.label, quantity=quantity
+            )
+    return compare(list(quantities.values()))
+
+
+def _records(name: str, folder: Path, experiment: Experiment, profile: str | None) -> list[Record]:
+    loaded = Store(folder).load(experiment.name)
+    for line in lines_of(loaded.problems):
+        print(f"warning: {line}", file=sys.stderr)
+    records = select_records(loaded.records, experiment, profile)
+    if not records:
+        there = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl"))) or "nothing"
+        wanted = f" of profile {profile}" if profile else ""
+        raise ValueError(f"machine {name!r} has no records of {experiment.name}{wanted}; it has: {there}")
+    records = [record for record in records if record.options == records[-1].options]
+    records, left_out = readable(experiment, records)
+    if not records:
+        raise ValueError(f"machine {name!r}: {left_out[0]}")
+    for line in left_out:
+        print(f"warning: {name}: {line}", file=sys.stderr)
+    return records
+
+
+def _print_json(side: SideBySide) -> None:
+    for row in side.rows:
+        cells = dict(zip(side.machines, row.cells, strict=True))
+        ratios = dict(zip(side.machines, row.ratios, strict=True))
+        line = {"table": row.table, "row": row.row, "column": row.column, "unit": row.unit,
+                "printed": row.printed, "machines": cells, "ratio_to_first": ratios,
+                "differences": side.differences}  # fmt: skip
+        print_line(msgspec.json.encode(line))

@@ -1,0 +1,201 @@
+"""`doctor`: what this machine can run, what it lacks, and the remedy for each lack.
+
+Torch is asked in a process of its own: a build that doesn't fit the processor dies without a message, and
+the doctor has to survive the patient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.harness.places import ROOT
+
+Status = Literal["ok", "missing", "optional"]
+
+_PROJECT = ROOT / "pyproject.toml"
+_MEMORY_GIB = 3.0  # what Table 1 takes at the paper's full size
+_INSTALL = "python -m pip install -e ."
+_ASK_TORCH = """
+import json, torch
+from gpipe_bench.harness.places import ROOT
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": torch.version.cuda,
+    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    "distributed": torch.distributed.is_available(),
+    "threads": torch.get_num_threads(),
+}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. "missing" stops the short profiles; "optional" only what `remedy` says."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb: 0 if the short profiles run here, else 1."""
+    checks = list(examine(arguments.results))
+    if arguments.json:
+        for check in checks:
+            print_line(json.dumps(asdict(check)).encode())
+    else:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            print(f"{check.status:<9}{check.name:<{width}}  {check.found}")
+            if check.remedy:
+                print(f"{'':<9}{'':<{width}}  -> {check.remedy}")
+        print()
+        missing = [check.name for check in checks if check.status == "missing"]
+        print(
+            f"missing: {', '.join(missing)}"
+            if missing
+            else "this machine can run the smoke and short profiles"
+        )
+    return 1 if any(check.status == "missing" for check in checks) else cli.DONE
+
+
+def examine(results: Path) -> Iterator[Check]:
+    """All findings, the needed ones first."""
+    new_enough = sys.version_info >= (3, 11)
+    yield Check(
+        "python", "ok" if new_enough else "missing", platform.python_version(),
+        "" if new_enough else "install Python 3.11 or newer",
+    )  # fmt: skip
+    yield _packages()
+    torch = _ask_torch()
+    yield _torch(torch)
+    yield from _machine()
+    yield _results(results)
+    yield _gpus(torch)
+    yield _links()
+
+
+def _packages() -> Check:
+    wanted = _requirements()
+    absent = [name for name in wanted if not _installed(name)]
+    if absent:
+        return Check("packages", "missing", f"without {', '.join(absent)}", _INSTALL)
+    return Check("packages", "ok", f"all {len(wanted)} that the project needs")
+
+
+def _requirements() -> list[str]:
+    """Names of the packages the project declares."""
+    try:
+        declared = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
+    except OSError:  # installed without its sources
+        lines = importlib.metadata.requires("gpipe-bench") or []
+        declared = [line for line in lines if "extra ==" not in line]
+    return [re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in declared]
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _ask_torch() -> dict[str, Any] | str:
+    """What torch says about itself, or why it can't be asked."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=120, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode < 0:
+        return f"importing it ends with signal {-done.returncode}"
+    if done.returncode > 0:
+        return (done.stderr.strip().splitlines() or ["no message"])[-1]
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def _torch(torch: dict[str, Any] | str) -> Check:
+    if isinstance(torch, str):
+        return Check(
+            "torch", "missing", torch, f"{_INSTALL}; for a build that fits your device see pytorch.org"
+        )
+    build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
+    if not torch["distributed"]:
+        return Check("torch", "missing", f"{torch['version']}, built without torch.distributed", _INSTALL)
+    return Check("torch", "ok", f"{torch['version']} ({build}), {torch['threads']} threads")
+
+
+def _machine() -> Iterator[Check]:
+    from gpipe_bench.harness.records.environment import environment
+
+    try:
+        here = environment()
+    except ImportError as error:
+        yield Check("machine", "missing", f"can't be examined: {error}", _INSTALL)
+        return
+    cores = len(here["affinity"] or []) or here["cores_logical"]
+    quota = here["cgroup_cpus"]
+    limit = f", of which a quota allows {quota:g}" if quota is not None and quota < cores else ""
+    yield Check("processor", "ok", f"{here['cpu_model'] or here['architecture']}, {cores} cores{limit}")
+    total = min(here["memory_total_gib"], here["cgroup_memory_gib"] or here["memory_total_gib"])
+    free = min(here["memory_available_gib"], total)
+    enough = free >= _MEMORY_GIB
+    yield Check(
+        "memory", "ok" if enough else "missing", f"{free:.1f} GiB free of {total:.1f} GiB",
+        "" if enough else f"Table 1 takes up to {_MEMORY_GIB:g} GiB; close something, or run --profile smoke",
+    )  # fmt: skip
+
+
+def _results(folder: Path) -> Check:
+    """Whether records can be written, tried with a real file."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"x")
+    except OSError as error:
+        return Check(
+            "results", "missing", f"{folder}: {error.strerror or error}", "choose another with --results DIR"
+        )
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    return Check("results", "ok", f"{folder} can be written, {free_gib:.1f} GiB free")
+
+
+def _gpus(torch: dict[str, Any] | str) -> Check:
+    gpus = torch["gpus"] if isinstance(torch, dict) else []
+    if not gpus:
+        return Check("gpus", "optional", "none that torch sees", "only the full profiles need one")
+    return Check("gpus", "ok", f"{len(gpus)} x {gpus[0]}: the full profiles can run")
+
+
+def _links() -> Check:
+    """Emulated network links between processes need namespaces and traffic control."""
+    root = hasattr(os, "geteuid") and os.geteuid() == 0
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if root and not tools:
+        return Check("links", "ok", "root and iproute2: slow links can be emulated")
+    lacks = [*([] if root else ["not root"]), *(f"no {tool}" for tool in tools)]
+    return Check(
+        "links", "optional", ", ".join(lacks), "emulated slow links need root and the package iproute2"
+    )

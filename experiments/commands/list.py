@@ -1,0 +1,88 @@
+"""`list`: the experiments and how long each profile takes; `list --models`: the model zoo."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.harness.experiment import Experiment, RunOptions
+from gpipe_bench.harness.records.store import Store, latest
+from gpipe_bench.harness.running.progress import words
+from gpipe_bench.harness.running.workers import sensible_jobs
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb."""
+    if arguments.models:
+        from gpipe_bench.models.zoo import rows, text
+    else:
+        store = Store(arguments.results)
+    found = rows() if arguments.models else (_entry(name, store) for name in EXPERIMENTS)
+    if arguments.json:
+        for row in found:
+            print_line(msgspec.json.encode(row))
+    else:
+        print(text(found) if arguments.models else _text(found))
+    return cli.DONE
+
+
+def _entry(name: str, store: Store) -> dict[str, Any]:
+    try:
+        experiment = load(name)
+    except ImportError as error:  # one experiment that lacks a package must not hide the others
+        print(f"warning: {name} can't be loaded: {error}", file=sys.stderr)
+        return {
+            "name": name,
+            "title": f"can't be loaded: {error}",
+            "source": "",
+            "describe": "",
+            "profiles": [],
+        }
+    return {
+        "name": name,
+        "title": experiment.title,
+        "source": experiment.source,
+        "describe": experiment.describe,
+        "profiles": [
+            {"profile": profile, "does": does, **_time(experiment, profile, store)}
+            for profile, does in experiment.profiles.items()
+        ],
+    }
+
+
+def _time(experiment: Experiment, profile: str, store: Store) -> dict[str, Any]:
+    """Expected seconds: a case's time on record here, or its declared estimate."""
+    cases = experiment.cases(dataclasses.replace(RunOptions(), profile=profile))
+    took = {
+        record.label: record.duration_s
+        for record in latest(store.load(experiment.name).records).values()
+        if record.profile == profile and record.status == "done"
+    }
+    known = sum(case.label in took for case in cases)
+    jobs = min(sensible_jobs(), len(cases)) if experiment.untimed else 1
+    return {
+        "cases": len(cases),
+        "on_record": known,
+        "expected_s": sum(took.get(case.label, case.estimate_s) for case in cases) / jobs,
+    }
+
+
+def _text(entries: Iterable[dict[str, Any]]) -> str:
+    blocks = []
+    for entry in entries:
+        lines = [f"{entry['name']}: {entry['title']} ({entry['source']})"]
+        lines += [
+            f"  {each['profile']:<6} {words(each['expected_s']):>12}  {each['cases']:>3} cases, "
+            f"{each['on_record']} on record: {each['does']}"
+            for each in entry["profiles"]
+        ]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n\nrun one with: python -m experiments run NAME --profile PROFILE"

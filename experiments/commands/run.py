@@ -1,0 +1,200 @@
+"""`run NAME`: runs what is not on record, then shows table and verdicts and writes the figures."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.output import lines_only, print_line
+from gpipe_bench.experiments.registry import load, suggestion
+from gpipe_bench.experiments.report.figure_files import draw
+from gpipe_bench.experiments.report.readable import readable
+from gpipe_bench.experiments.report.selection import merge, select_records
+from gpipe_bench.experiments.report.show import comparisons_of, text_of
+from gpipe_bench.harness.experiment import Experiment, RunOptions
+from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.records.codec import encode, printable
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.running.progress import Reporter, reporter
+from gpipe_bench.harness.running.runner import RunResult, run_experiment
+from gpipe_bench.harness.running.workers import sensible_jobs
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb."""
+    experiment = load(arguments.name)
+    options = RunOptions(
+        profile=arguments.profile,
+        device=_device(arguments.device, experiment),
+        engine=_engine(arguments.engine, experiment),
+        only=_only(arguments.only),
+        scratch=arguments.results / "unfinished" / experiment.name,
+        fresh=arguments.fresh,
+        **_own_data(arguments, experiment),
+    )
+    store = Store(arguments.results)
+    command = printable(shlex.join(["python", "-m", "experiments", *arguments.arguments]))
+    show = reporter()
+
+    def go(on_record: Callable[[Record, bool], None]) -> RunResult:
+        return run_experiment(
+            experiment,
+            options,
+            store,
+            reporter=show,
+            fresh=arguments.fresh,
+            jobs=_jobs(arguments.jobs, experiment, options.device),
+            command=command,
+            on_record=on_record,
+        )
+
+    if arguments.json:
+        with lines_only() as emit:
+            result = go(lambda record, saved: emit(encode(record)))
+            records = _all_records(experiment, options, store, result, show)
+            comparisons = comparisons_of(experiment, records)
+            _figures(experiment, records, store.root / "figures", show)
+    else:
+        result = go(lambda record, saved: None if saved else print_line(encode(record)))
+        records = _all_records(experiment, options, store, result, show)
+        comparisons = comparisons_of(experiment, records)
+        print(text_of(experiment, records, comparisons), flush=True)
+        for path in _figures(experiment, records, store.root / "figures", show):
+            print(f"figure: {_short(path)}")
+    return _status(result, comparisons, arguments, show)
+
+
+def _all_records(
+    experiment: Experiment, options: RunOptions, store: Store, result: RunResult, show: Reporter
+) -> list[Record]:
+    """What is on record for these options, also from earlier runs, and what this run could not write."""
+    stored = select_records(store.load(experiment.name).records, experiment, options.profile)
+    wanted = experiment.relevant(options)
+    records = merge([record for record in stored if record.options == wanted], result.records)
+    usable, left_out = readable(experiment, records)
+    for line in left_out:
+        show.warn(line)
+    return usable or records  # a mistake of the experiment itself shall be seen
+
+
+def _figures(experiment: Experiment, records: list[Record], folder: Path, show: Reporter) -> list[Path]:
+    if experiment.figures is None or not records:
+        return []
+    try:
+        return draw(experiment, records, folder)
+    except OSError as error:  # the numbers are worth showing without the pictures
+        show.warn(f"can't write figures to {folder}: {error.strerror or error}")
+        return []
+
+
+def _status(
+    result: RunResult, comparisons: list[Comparison], arguments: argparse.Namespace, show: Reporter
+) -> int:
+    results = _short(arguments.results)
+    if result.interrupted:
+        show.warn(
+            f"interrupted; {len(result.records)} finished cases are kept, the same command goes on from there"
+        )
+        return cli.INTERRUPTED
+    for record in result.failed:
+        print(f"failed: {record.label}: {record.reason}", file=sys.stderr)
+    if result.failed:
+        print(
+            f"tracebacks are in the records, {results}/{arguments.name}.jsonl; run again to retry",
+            file=sys.stderr,
+        )
+    if result.unsaved:
+        print(f"error: {len(result.unsaved)} results could not be written to {results}", file=sys.stderr)
+    if result.failed or result.unsaved:
+        return cli.CASE_FAILED
+    if arguments.assert_:
+        bad = [c for c in comparisons if c.verdict == "deviates"]
+        for c in bad:
+            print(f"deviates: {c.table} / {c.row} / {c.column}: {c.reason}", file=sys.stderr)
+        if not any(c.verdict in ("reproduced", "exceeds", "deviates") for c in comparisons):
+            print(
+                "nothing to assert: no cell has a number of ours and a comparable one of the paper",
+                file=sys.stderr,
+            )
+            return cli.VERDICT_FAILED
+        if bad:
+            return cli.VERDICT_FAILED
+    return cli.DONE
+
+
+def _device(asked: str, experiment: Experiment) -> str:
+    """`cpu` or `cuda`, where the experiment depends on it; torch is asked only then."""
+    if asked == "cpu" or (asked == "auto" and "device" not in experiment.options):
+        return asked
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if asked == "cuda":
+        raise ValueError(
+            "--device cuda: torch sees no CUDA device here; use --device cpu, or see what doctor says"
+        )
+    return "cpu"
+
+
+def _jobs(asked: int | None, experiment: Experiment, device: str) -> int:
+    """As asked, or what is sensible: all cores where nothing is timed, but one case at a time on GPUs."""
+    if asked is not None:
+        return asked
+    return sensible_jobs() if experiment.untimed and device != "cuda" else 1
+
+
+def _engine(asked: str | None, experiment: Experiment) -> str | None:
+    if asked is None:
+        return experiment.engines[0] if experiment.engines else None
+    if not experiment.engines:
+        raise ValueError(f"--engine {asked}: {experiment.name} runs no engine; leave the option out")
+    if asked not in experiment.engines and ":" not in asked:
+        raise ValueError(
+            f"unknown engine {asked!r}{suggestion(asked, experiment.engines)}; "
+            f"known: {', '.join(experiment.engines)}, or your own as module:attribute"
+        )
+    if asked in experiment.engines:
+        return asked
+    from gpipe_bench.experiments.engines.setup import pinned
+
+    return pinned(asked)
+
+
+def _own_data(arguments: argparse.Namespace, experiment: Experiment) -> dict[str, Any]:
+    """Absolute paths of the user's own data; refused where the experiment trains on none."""
+    found: dict[str, Any] = {}
+    for name in ("data", "text", "parallel_text"):
+        path = getattr(arguments, name)
+        if path is None:
+            continue
+        if name not in experiment.options:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {path}: {experiment.name} takes no data; leave the option out"
+            )
+        found[name] = str(path.resolve())
+    return found
+
+
+def _only(texts: list[str]) -> dict[str, tuple[str, ...]]:
+    wanted: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--only {text!r} is not KEY=VALUE")
+        wanted[key] = (*wanted.get(key, ()), value)
+    return wanted
+
+
+def _short(path: Path) -> str:
+    """The path as one would type it from here."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

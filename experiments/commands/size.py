@@ -1,0 +1,108 @@
+"""`size`: Table 1's question for one's own accelerators. How large may the model be, and where is it cut?"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.table1.paper_models import GIB, HALVES
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.table1.largest import Placement, Setting
+
+PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb. Raises ValueError, naming value and remedy, for what can't be placed."""
+    halves = {half.model: name for name, half in HALVES.items()}
+    if arguments.model not in halves:
+        raise ValueError(f"unknown model {arguments.model!r}; known: {', '.join(halves)}")
+    if arguments.num_stages < 1:
+        raise ValueError(f"--num-stages {arguments.num_stages}: a pipeline has at least 1 stage")
+    if not 0 < arguments.cap_gib < 1e6:
+        raise ValueError(f"--cap-gib {arguments.cap_gib:g}: give the GiB of one accelerator, such as 16")
+    half = halves[arguments.model]
+
+    import torch
+
+    from gpipe_bench.experiments.table1.largest import Setting, largest
+
+    torch.set_num_threads(1)
+    attention = "fused" if half == "transformer" else "none"
+    setting = Setting(half, arguments.num_stages, False, arguments.precision, attention, arguments.cap_gib)
+    if arguments.num_layers is None:
+        if arguments.num_filters is not None:
+            raise ValueError("--num-filters needs --num-layers; leave both out to search")
+        placement = largest(setting)
+    else:
+        placement = _given(setting, arguments)
+    if arguments.json:
+        import msgspec
+
+        print_line(msgspec.json.encode({"model": arguments.model, **placement.describe()}))
+    else:
+        print(_text(setting, placement))
+    return cli.DONE
+
+
+def _given(setting: Setting, arguments: argparse.Namespace) -> Placement:
+    """The model that was asked for, if it fits."""
+    from gpipe_bench.experiments.table1.largest import place, place_best
+
+    half = HALVES[setting.half]
+    filters = arguments.num_filters or 0
+    if arguments.num_layers < 1 or filters < 0:
+        raise ValueError(
+            f"--num-layers {arguments.num_layers}, --num-filters {filters}: give positive numbers"
+        )
+    if setting.half == "amoebanet" and not filters:
+        raise ValueError(f"{half.model} needs --num-filters, such as 208")
+    if setting.half == "transformer" and filters:
+        raise ValueError(f"{half.model} has no filters; leave --num-filters out")
+    if arguments.num_microbatches is None:
+        placement = place_best(setting, arguments.num_layers, filters)
+    elif arguments.num_microbatches not in setting.microbatch_counts():
+        counts = ", ".join(map(str, setting.microbatch_counts()))
+        raise ValueError(
+            f"--num-microbatches {arguments.num_microbatches} does not divide the mini-batch of "
+            f"{half.batch_size}; use one of {counts}"
+        )
+    else:
+        huge = 2**60  # without a cap, so that the message can say how much it takes
+        found = place(setting, arguments.num_layers, filters, arguments.num_microbatches, huge)
+        assert found is not None, "everything fits without a cap"
+        placement = found
+    if placement.peak_bytes > setting.cap_bytes:
+        raise ValueError(
+            f"{half.model} of this size needs {placement.peak_bytes / GIB:.2f} GiB on its fullest "
+            f"accelerator with {placement.num_microbatches} micro-batches, the cap is "
+            f"{arguments.cap_gib:g} GiB: use more stages, more micro-batches or a smaller model"
+        )
+    return placement
+
+
+def _text(setting: Setting, placement: Placement) -> str:
+    from tabulate import tabulate
+
+    half = HALVES[setting.half]
+    size = f"{placement.num_layers} layers"
+    if placement.num_filters:
+        size = f"({placement.num_layers}, {placement.num_filters})"
+    rows = enumerate(zip(placement.partition, placement.stages, strict=True))
+    lines = [
+        [
+            index, f"{layers.start}-{layers.stop - 1}", f"{memory.peak / GIB:.2f}", memory.when,
+            *(f"{getattr(memory, part) / GIB:.2f}" for part in PARTS),
+        ]
+        for index, (layers, memory) in rows
+    ]  # fmt: skip
+    headers = ["stage", "layers", "peak GiB", "at", *(part.replace("_", " ") for part in PARTS)]
+    title = (
+        f"{half.model} {size}: {placement.num_parameters:,} parameters on {setting.num_stages} x "
+        f"{setting.cap_bytes / GIB:g} GiB (modelled)\n{setting.precision}, RMSProp with momentum, "
+        f"mini-batch {half.batch_size} in {placement.num_microbatches} micro-batches, every one recomputed"
+    )
+    return f"{title}\n\n{tabulate(lines, headers, disable_numparse=True)}"

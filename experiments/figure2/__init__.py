@@ -1,0 +1,1 @@
+"""Figure 2 and section 2: schedules, bubbles, memory and traffic."""

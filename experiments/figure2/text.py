@@ -1,0 +1,195 @@
+"""Figure 2 as text: the comparison with the paper's formulas, then what the figures draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from gpipe_bench.experiments.figure2.cells import find, of_part
+from gpipe_bench.experiments.figure2.schedules import VARIANTS
+from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.units import show
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.report.tables import text_table
+
+GIB = 2**30
+SHOWN_STAGES = 4
+SHOWN_MICROBATCHES = (4, 8, 16, 32, 128)
+
+
+def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+    """Everything that `run` and `compare` print."""
+    parts = [text_table(comparisons)] if comparisons else []
+    parts += [_steps(records), _fractions(records), _rule(records), _memory(records), _traffic(records)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _grid(lines: list[list[Any]], headers: list[str]) -> str:
+    from tabulate import tabulate
+
+    align = ["left"] + ["right"] * (len(headers) - 1)
+    return str(tabulate(lines, headers, colalign=align, disable_numparse=True))
+
+
+def value(record: Record | None, name: str) -> float | None:
+    quantity = record.quantity(name) if record is not None else None
+    return quantity.value if quantity is not None else None
+
+
+def _percent(number: float | None, digits: int = 1) -> str:
+    return "-" if number is None else f"{100 * number:.{digits}f} %"
+
+
+def _steps(records: Sequence[Record]) -> str:
+    """The drawn steps: how long, how idle, how much is kept."""
+    found = of_part(records, "chart")
+    if not found:
+        return ""
+    counts = list(dict.fromkeys(int(str(record.case["num_microbatches"])) for record in found))
+    headers = ["schedule"]
+    for count in counts:
+        headers += [f"M={count}: step", "idle", "graphs"]
+    lines = []
+    for name, variant in VARIANTS.items():
+        line = [variant.title]
+        for count in counts:
+            record = find(records, "chart", schedule=name, num_microbatches=count)
+            step, alive = value(record, "step"), value(record, "graphs alive on the first stage")
+            line += ["-" if step is None else f"{step:g}", _percent(value(record, "bubble"))]
+            line.append("-" if alive is None else f"{alive:g}")
+        lines.append(line)
+    title = (
+        f"The schedules drawn, K = {SHOWN_STAGES} (replayed): step in forwards of one micro-batch on one "
+        "stage,\nidle share of the device time, most micro-batches whose graph the first stage keeps"
+    )
+    return f"{title}\n\n{_grid(lines, headers)}"
+
+
+def _fractions(records: Sequence[Record]) -> str:
+    """Closed form and replay as fractions for one K, and whether all others agree."""
+    record = find(records, "bubble", num_stages=SHOWN_STAGES)
+    if record is None:
+        return ""
+    lines = []
+    for name, variant in VARIANTS.items():
+        found = [record.details["fractions"][f"{name} M={count}"] for count in SHOWN_MICROBATCHES]
+        lines += [
+            [variant.title, variant.formula, *(each["closed form"] for each in found)],
+            ["", "replay", *(each["replay"] for each in found)],
+            ["", "", *(_percent(float(Fraction(each["replay"]))) for each in found)],
+        ]
+    total = sum(len(each.details["fractions"]) for each in of_part(records, "bubble"))
+    differing = sum(
+        value(each, "fractions that differ from the closed form") or 0 for each in of_part(records, "bubble")
+    )
+    stages = ", ".join(str(each.case["num_stages"]) for each in of_part(records, "bubble"))
+    title = (
+        f"Bubble, K = {SHOWN_STAGES}: the closed form above, the replay below it (replayed)\n"
+        f"Over K = {stages}, replay and closed form are equal in {total - differing:g} of {total} fractions"
+    )
+    headers = ["schedule", "closed form", *(f"M={count}" for count in SHOWN_MICROBATCHES)]
+    return f"{title}\n\n{_grid(lines, headers)}"
+
+
+def _rule(records: Sequence[Record]) -> str:
+    """What M >= 4K buys."""
+    found = of_part(records, "bubble")
+    if not found:
+        return ""
+    lines = []
+    for name in ("gpipe", "gpipe-early"):
+        for ratio in (1, 2, 3, 4, 8):
+            bubbles = [
+                value(record, f"bubble of {name} at M={ratio * int(str(record.case['num_stages']))}")
+                for record in found
+            ]
+            title = VARIANTS[name].title if ratio == 1 else ""
+            lines.append([title, f"M = {ratio}K" if ratio > 1 else "M = K", *map(_percent, bubbles)])
+    headers = ["schedule", "micro-batches", *(f"K={record.case['num_stages']}" for record in found)]
+    return f"The rule M >= 4K: bubble left (replayed)\n\n{_grid(lines, headers)}"
+
+
+def _memory(records: Sequence[Record]) -> str:
+    """Formula and memory model side by side."""
+    found = of_part(records, "memory")
+    lines = []
+    for record in found:
+        layers, stages = record.details["num_layers"], int(str(record.case["num_stages"]))
+        for count in record.details["num_microbatches"]:
+            kept = value(record, f"kept without re-materialization at M={count}")
+            formula, peak = (
+                value(record, f"formula at M={count}"),
+                value(record, f"peak activations at M={count}"),
+            )
+            if not kept or formula is None or peak is None:
+                continue
+            units = (1 + layers / stages / count) / layers
+            sizes = record.details["bytes"][f"M={count}"]
+            lines.append(
+                [
+                    record.details["title"], stages, count, _percent(units), _percent(formula / kept),
+                    _percent(peak / kept), _gib(formula), _gib(peak), _gib(sizes["transients"]), _gib(kept),
+                ]
+            )  # fmt: skip
+    if not lines:
+        return ""
+    size = found[0].details["batch_size"]
+    title = (
+        f"Activations at the fullest moment of the fullest stage, N = {size}, re-materialization, float32 "
+        "(modelled)\nas shares of O(N L), what one device keeps without a pipeline and re-materialization:\n"
+        "  formula       (N + (L/K)(N/M)) / (N L), constants of 1\n"
+        "  own bytes     the same with the model's bytes: inputs of N + activations of N/M examples\n"
+        "  memory model  all that is alive, transients of a backward pass included"
+    )
+    headers = [
+        "model", "K", "M", "formula", "own bytes", "memory model", "GiB: own", "memory model", "transients",
+        "O(N L)",
+    ]  # fmt: skip
+    return f"{title}\n\n{_grid(lines, headers)}"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f}"
+
+
+def _traffic(records: Sequence[Record]) -> str:
+    """Who sends more, and from which mini-batch on."""
+    found = of_part(records, "traffic")
+    if not found:
+        return ""
+    counts = sorted({count for record in found for count in record.details["num_stages"]})
+    few, many = counts[0], counts[-1]
+    lines = []
+    for record in found:
+        parameters, size = value(record, "parameters"), value(record, "mini-batch")
+        assert parameters is not None
+        assert size is not None
+        line = [
+            f"{record.case['model']} {record.case['size']}",
+            show(parameters, "parameters", 3),
+            f"{size:g}",
+        ]
+        for count in (few, many):
+            ours = value(record, f"pipeline, busiest device, K={count}")
+            theirs = value(record, f"data parallelism, each device, K={count}")
+            even = value(record, f"break-even mini-batch, K={count}")
+            if ours is None or theirs is None or even is None:
+                line += ["-"] * 3
+            else:
+                line += [_gb(ours), _gb(theirs), f"{even:,.0f}"]
+        lines.append(line)
+    headers = ["model", "parameters", "N"]
+    for count in (few, many):
+        headers += [f"K={count}: pipeline", "data par.", "even at N"]
+    title = (
+        "GB that the busiest device sends in one step of N examples, float32 (modelled)\n"
+        "  pipeline   activations forward and their gradients back at K - 1 cuts of equal FLOPs\n"
+        "  data par.  ring all-reduce, 2 (K-1)/K of the gradient bytes, whatever N\n"
+        "  even at N  the mini-batch up to which the pipeline sends less"
+    )
+    return f"{title}\n\n{_grid(lines, headers)}"
+
+
+def _gb(num_bytes: float) -> str:
+    return show(num_bytes / 1e9, "number", 3)

@@ -1,0 +1,233 @@
+"""Figure 3 of the paper's first version: speed-ups of ResNet-101 and of AmoebaNet-D (4, 512).
+
+Expected: re-materialization costs ResNet-101 on one device a fifth to a quarter; a pipeline overtakes the
+naive split on two devices and grows with K. About three minutes on two laptop cores:
+
+    python -m experiments run figure3
+
+naive-k: k stages, the whole mini-batch at once, nothing recomputed. pipeline-k: k stages, 16 micro-batches of
+half that size each, since the paper chose every batch for throughput, everything recomputed. Actions are
+timed in whole steps of 4 micro-batches with all stages in one process and laid out on k devices (`replayed`);
+k = 2 also runs on two (`measured`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
+from gpipe_bench.experiments.measuring.step_results import devices, measure, results
+from gpipe_bench.experiments.measuring.step_text import (
+    GAP,
+    GAP_REASON,
+    SMOKE,
+    grid,
+    interval,
+    percent,
+    published,
+    replay_errors,
+)
+from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
+from gpipe_bench.harness.experiment import Case, Ours, Outcome, RunOptions
+from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.report.tables import text_table
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.measuring.step_timing import Configuration
+
+NUM_MICROBATCHES = 16  # v1 Table 1; the figure's own is not stated
+TIMED_MICROBATCHES = 4  # that really run
+STAGES = (1, 2, 4, 8)
+BASELINES = {"resnet101": 1, "amoebanet": 2}
+"""k of the naive-k that a model's speeds are divided by."""
+ROUNDS = {"smoke": 1, "short": 2, "full": 4}
+ESTIMATE_S = {"smoke": 10.0, "short": 80.0, "full": 120.0}
+COLORS = {
+    "paper (TPU)": "#0173b2",
+    "torchgpipe (P40)": "#949494",
+    "ours, replayed": "#029e73",
+    "ours, measured": "#de8f05",
+    "bound": "#d9d9d9",
+}
+"""Of who made a number; the same in every panel."""
+TABLES = {name: f"figure3-{name}" for name in V1_SUBJECTS}
+
+
+def cases(options: RunOptions) -> list[Case]:
+    return [Case({"model": name}, ESTIMATE_S[options.profile]) for name in V1_SUBJECTS]
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    name = str(case.key["model"])
+    subject = V1_SUBJECTS[name]
+    plan = configurations(
+        name,
+        subject.sizes[options.profile].batch_size,
+        smoke=options.profile == "smoke",
+        real=devices(options.device),
+    )
+    task, facts = timing_task(subject, plan, ROUNDS[options.profile], options)
+    quantities, details = results(
+        [(each, laid_out_with(each)) for each in plan], measure(task), options.device
+    )
+    return Outcome(tuple(quantities), {**facts, **details})
+
+
+def configurations(name: str, batch_size: int, *, smoke: bool, real: int) -> list[Configuration]:
+    """The baseline first, to which all others are relative. `real` is the number of devices at hand."""
+    from gpipe_bench.experiments.measuring.step_timing import Configuration
+
+    base = BASELINES[name]
+    examples = TIMED_MICROBATCHES * max(1, batch_size // 2)
+    found = [
+        Configuration(base, 1, batch_size, "never", runs_for_real=base == real > 1, label=f"naive-{base}")
+    ]
+    return found + [
+        Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k == real > 1, label=f"pipeline-{k}")
+        for k in (STAGES[:2] if smoke else STAGES)
+        if k >= base
+    ]
+
+
+def laid_out_with(configuration: Configuration) -> tuple[int, ...]:
+    """The wanted number of micro-batches first, then the one that really runs."""
+    if configuration.num_microbatches == 1:
+        return (1,)
+    return NUM_MICROBATCHES, configuration.num_microbatches
+
+
+def cells(records: Sequence[Record]) -> list[Ours]:
+    return [cell for record in records if record.status == "done" for cell in _cells(record)]
+
+
+def _cells(record: Record) -> Iterator[Ours]:
+    name = str(record.case["model"])
+    scale = record.details["scale"]
+    note = (f"A scaled model ({scale}), M = {NUM_MICROBATCHES}; " if scale else "") + (
+        "the paper's batch and M are not stated"
+    )
+    printed = {(cell.row, cell.column) for cell in published(TABLES[name]).values()}
+    for label in record.details["cells"]:
+        quantity = record.quantity(f"normalised throughput {label}")
+        for row in ("normalized throughput", "normalized throughput by the text"):
+            if quantity is not None and (row, label) in printed:
+                yield Ours(
+                    table=TABLES[name],
+                    row=row,
+                    column=label,
+                    quantity=quantity,
+                    note=note,
+                    not_comparable=SMOKE if record.profile == "smoke" else "",
+                    gap=GAP,
+                    gap_reason=GAP_REASON,
+                )
+
+
+def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+    verdicts = {(c.table, c.row, c.column): c.verdict for c in comparisons}
+    parts = []
+    for record in records:
+        if record.status != "done":
+            continue
+        table = TABLES[str(record.case["model"])]
+        known = published(table)
+        lines = []
+        for label, facts in record.details["cells"].items():
+            row = "normalized throughput"
+            paper, peer = known.get(("paper", row, label)), known.get(("torchgpipe", row, label))
+            measured = record.quantity(f"normalised real throughput {label}")
+            lines.append(
+                [
+                    label,
+                    "-" if paper is None else paper.printed,
+                    "-" if peer is None else peer.printed,
+                    interval(record.quantity(f"normalised throughput {label}"), facts["why"]),
+                    "-" if measured is None else interval(measured),
+                    interval(record.quantity(f"normalised bound throughput {label}")),
+                    percent(record.quantity(f"share of the balanced step {label}")),
+                    verdicts.get((table, row, label), "-"),
+                ]
+            )
+        scale = record.details["scale"]
+        title = (
+            f"{record.details['title']}: throughput, {next(iter(record.details['cells']))} is 1"
+            + (f"; scaled to this machine: {scale}" if scale else "")
+            + f"\n  naive-k: one micro-batch, nothing recomputed; pipeline-k: M = {NUM_MICROBATCHES} if not "
+            f"said otherwise, all recomputed; actions timed with M = {TIMED_MICROBATCHES}"
+        )
+        headers = [
+            "",
+            "paper",
+            "torchgpipe",
+            "ours, replayed",
+            "ours, measured",
+            "bound",
+            "of bound",
+            "verdict",
+        ]
+        parts.append(f"{title}\n\n{grid(lines, headers)}")
+    parts.append(replay_errors(records))
+    if comparisons:
+        parts.append(text_table(comparisons))
+    return "\n\n".join(part for part in parts if part)
+
+
+def figures(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Bars per model, the paper's beside ours."""
+    import pandas
+    import seaborn
+    from matplotlib.figure import Figure
+
+    done = [record for record in records if record.status == "done"]
+    if not done:
+        return []
+    seaborn.set_theme(style="whitegrid", context="paper")
+    figure = Figure(figsize=(4.8 * len(done), 3.6), layout="constrained")
+    for axes, record in zip(figure.subplots(1, len(done), squeeze=False)[0], done, strict=True):
+        known = published(TABLES[str(record.case["model"])])
+        rows: list[tuple[str, str, float | None]] = []
+        for label in record.details["cells"]:
+            if " " in label:
+                continue
+            values = {
+                "paper (TPU)": known.get(("paper", "normalized throughput", label)),
+                "torchgpipe (P40)": known.get(("torchgpipe", "normalized throughput", label)),
+            }
+            rows += [(label, who, cell.value) for who, cell in values.items() if cell is not None]
+            for who, what in (
+                ("ours, replayed", "throughput"),
+                ("ours, measured", "real throughput"),
+                ("bound", "bound throughput"),
+            ):
+                quantity = record.quantity(f"normalised {what} {label}")
+                if quantity is not None:
+                    rows.append((label, who, quantity.value))
+        frame = pandas.DataFrame(rows, columns=["", "who", "throughput"])
+        seaborn.barplot(frame, x="", y="throughput", hue="who", palette=COLORS, ax=axes)
+        scale = record.details["scale"]
+        axes.set_title(record.details["title"] + (f"\nscaled: {scale}" if scale else ""), fontsize=9)
+        axes.set_ylabel(f"throughput, {next(iter(record.details['cells']))} is 1")
+        axes.legend(title="", fontsize=7, loc="upper left")
+    path = folder / "figure3.png"
+    figure.savefig(path, dpi=150)
+    return [path]
+
+
+EXPERIMENT = timed_experiment(
+    name="figure3",
+    title="Figure 3 of v1: speed-ups of ResNet-101 and AmoebaNet-D (4, 512)",
+    source="arXiv v1, Figure 3",
+    describe=(
+        "naive-k and pipeline-k for k = 1, 2, 4 and 8: actions measured in one process and laid out on k "
+        "devices, beside real steps on k = 2."
+    ),
+    smoke="tiny models, k up to 2",
+    cases=cases,
+    run=run,
+    cells=cells,
+    tables=tables,
+    figures=figures,
+)

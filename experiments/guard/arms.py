@@ -1,0 +1,98 @@
+"""The processes of the three arms: base, head, and the base once more as the control."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS, Benchmark
+from gpipe_bench.harness.guard.judge import Sample
+from gpipe_bench.harness.guard.process import Worker
+from gpipe_bench.harness.guard.rounds import ARMS, SAMPLE_S, repeats_for
+
+WORKER = Path(__file__).with_name("worker.py")
+START_S, BUILD_S, ANSWER_S = 120.0, 60.0, 60.0  # how long an answer may take
+CALIBRATION_SAMPLES = 4
+
+
+class Arm:
+    """One revision, loaded in a process per stage where a benchmark wants that, else all in the first."""
+
+    def __init__(
+        self, name: str, tree: Path, num_processes: int, store: Path, slow_down: float, stack: ExitStack
+    ) -> None:
+        self.name = name
+        self._workers = []
+        for rank in range(num_processes):
+            arguments = (str(tree), str(rank), str(num_processes), str(store), str(slow_down))
+            worker = Worker(
+                f"{name} ({tree})", [sys.executable, "-P", str(WORKER), *arguments], environment_of(tree)
+            )
+            stack.callback(worker.kill)
+            self._workers.append(worker)
+
+    def wait_until_started(self) -> None:
+        for worker in self._workers:
+            worker.receive(START_S)
+
+    def build(self, benchmark: str) -> float:
+        """Builds it; the loss of its first step."""
+        return float(self._ask(benchmark, {"do": "build", "benchmark": benchmark}, BUILD_S)[0]["loss"])
+
+    def sample(self, benchmark: str, repeats: int) -> Sample:
+        """A step takes as long as its slowest process, and the processor time of all."""
+        found = self._ask(benchmark, {"do": "sample", "benchmark": benchmark, "repeats": repeats}, ANSWER_S)
+        return Sample(max(each["wall_s"] for each in found), sum(each["cpu_s"] for each in found))
+
+    def _ask(self, benchmark: str, request: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        workers = self._workers[: BENCHMARKS[benchmark].num_processes]
+        for worker in workers:
+            worker.send(request)
+        return [worker.receive(timeout_s) for worker in workers]
+
+
+@contextmanager
+def arms_of(
+    base: Path, head: Path, benchmarks: Mapping[str, Benchmark], *, slow_down: float = 0.0
+) -> Iterator[dict[str, Arm]]:
+    """The arms, in fresh processes that are gone afterwards.
+
+    `slow_down` delays the head's engine by that share. Raises WorkerError where a revision can't be loaded.
+    """
+    num_processes = max(benchmark.num_processes for benchmark in benchmarks.values())
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="guard-")))
+        arms = {
+            name: Arm(
+                name, head if name == "head" else base, num_processes, folder / name,
+                slow_down if name == "head" else 0.0, stack,
+            )
+            for name in ARMS
+        }  # fmt: skip
+        for arm in arms.values():
+            arm.wait_until_started()
+        yield arms
+
+
+def environment_of(tree: Path) -> dict[str, str]:
+    """This environment with one thread, no GPU, the packages of `tree` first, and nothing written into it."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    before = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        **threads,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(tree), *([before] if before else [])]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def calibrate(arm: Arm, benchmark: str, sample_s: float = SAMPLE_S) -> int:
+    """Steps per sample, equal for all arms: as many as the base needs to fill it when undisturbed."""
+    return repeats_for([arm.sample(benchmark, 1).wall_s for _ in range(CALIBRATION_SAMPLES)], sample_s)

@@ -1,0 +1,157 @@
+"""The exact numbers of the guard's first tier: what schedules cost and what one engine step really does.
+
+Some come from the schedule (length in slots, bubble, graphs alive), others are counted while the engine takes
+a step of a small model: actions, messages and bytes between stages, floating-point operations with every
+recomputation. None needs a clock, so they are equal on every machine, and any change is somebody's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS, SEED
+
+if TYPE_CHECKING:
+    from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+    from gpipe_bench.pipeline.stage.microbatch import Message
+    from gpipe_bench.pipeline.stage.stage import Gradients
+
+MICROBATCH_SIZE = 2
+
+MODEL_OPTIONS: dict[str, dict[str, Any]] = {
+    # The explicit attention, because torch counts the operations of its fused kernels differently by version.
+    "transformer-lm": {
+        "num_layers": 6, "vocab_size": 64, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8,
+        "attention": "explicit",
+    },
+    "amoebanet-d": {
+        "num_layers": 3, "num_filters": 16, "image_size": 32, "num_classes": 10, "aux_head": False,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CounterCase:
+    """A step whose numbers are kept."""
+
+    model: str
+    schedule: str
+    num_stages: int
+    num_microbatches: int
+    remat: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.schedule} K={self.num_stages} M={self.num_microbatches} {self.remat}"
+
+
+CASES = (
+    CounterCase("transformer-lm", "gpipe", 1, 4, "always"),
+    CounterCase("transformer-lm", "naive", 4, 1, "never"),
+    CounterCase("transformer-lm", "gpipe", 4, 8, "never"),
+    CounterCase("transformer-lm", "gpipe", 4, 8, "except_last"),
+    CounterCase("transformer-lm", "gpipe", 4, 8, "always"),
+    CounterCase("transformer-lm", "gpipe", 8, 32, "always"),
+    CounterCase("transformer-lm", "1f1b", 4, 8, "never"),
+    CounterCase("transformer-lm", "1f1b", 4, 8, "always"),
+    CounterCase("amoebanet-d", "gpipe", 4, 4, "always"),
+)
+
+
+def content() -> dict[str, Any]:
+    """All that is committed: the numbers of every case, and the names of the benchmarks that are timed."""
+    return {"benchmarks": sorted(BENCHMARKS), "counters": {str(case): counters(case) for case in CASES}}
+
+
+def counters(case: CounterCase) -> dict[str, Any]:
+    """The numbers of one case."""
+    from gpipe_bench.pipeline.plan.schedule import SCHEDULES
+
+    schedule = SCHEDULES[case.schedule](case.num_stages, case.num_microbatches, case.remat)
+    return {**of_schedule(schedule), **of_step(case, schedule)}
+
+
+def of_schedule(schedule: Schedule) -> dict[str, Any]:
+    """What follows from the schedule alone, with equal stages and F : R : B = 1 : 1 : 2."""
+    from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+
+    timeline = replay(schedule, SLOTS)
+    stages = range(schedule.num_stages)
+    return {
+        "makespan in slots": int(timeline.makespan_s),
+        "bubble": str(Fraction(timeline.idle_s) / Fraction(schedule.num_stages * timeline.makespan_s)),
+        "graphs alive, per stage": _each(
+            max(count for _, count in timeline.live_activations(stage)) for stage in stages
+        ),
+        "micro-batches in flight, per stage": _each(map(schedule.in_flight, stages)),
+    }
+
+
+def of_step(case: CounterCase, schedule: Schedule) -> dict[str, Any]:
+    """What the engine does in one training step, counted while it does it."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from gpipe_bench.models import MODELS, example_batch, loss_fn
+    from gpipe_bench.pipeline import Pipeline
+    from gpipe_bench.pipeline.transport import InProcess
+
+    class Counting(InProcess):
+        """Counts what crosses from stage to stage."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.messages = {"forward": 0, "backward": 0}
+            self.bytes = {"forward": 0, "backward": 0}
+
+        def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
+            self._count("forward", message.tensors)
+            super().send_activation(stage, microbatch, message)
+
+        def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
+            self._count("backward", gradients)
+            super().send_gradient(stage, microbatch, gradients)
+
+        def _count(self, direction: str, tensors: tuple[torch.Tensor | None, ...]) -> None:
+            self.messages[direction] += 1
+            self.bytes[direction] += sum(t.numel() * t.itemsize for t in tensors if t is not None)
+
+    taken: Counter[str] = Counter()
+
+    @contextmanager
+    def observe(action: Action) -> Iterator[None]:
+        taken[action.kind.value] += 1
+        yield
+
+    options = MODEL_OPTIONS[case.model]
+    torch.manual_seed(SEED)
+    model = MODELS[case.model](**options)
+    batch, target = example_batch(case.model, case.num_microbatches * MICROBATCH_SIZE, **options)
+    transport = Counting()
+    pipeline = Pipeline(
+        model, num_stages=case.num_stages, num_microbatches=case.num_microbatches, schedule=schedule,
+        transport=transport,
+    )  # fmt: skip
+    with FlopCounterMode(display=False) as flops:
+        pipeline.step(batch, target, loss_fn(case.model, **options), observe=observe)
+    return {
+        "actions": "".join(f"{kind}{count} " for kind, count in sorted(taken.items())).strip(),
+        "messages forward": transport.messages["forward"],
+        "messages backward": transport.messages["backward"],
+        "bytes forward": transport.bytes["forward"],
+        "bytes backward": transport.bytes["backward"],
+        "flops": flops.get_total_flops(),
+        "parameters, per stage": _each(
+            sum(p.numel() for layer in span for p in model[layer].parameters()) for span in pipeline.partition
+        ),
+        "layers, per stage": _each(map(len, pipeline.partition)),
+    }
+
+
+def _each(numbers: Iterable[int]) -> str:
+    """One number per stage, on one line of the file."""
+    return " ".join(map(str, numbers))

@@ -1,0 +1,108 @@
+"""One guard run: every benchmark is measured, and once more in fresh processes where its result asks for it.
+
+Fresh, because two processes of the same code may differ for as long as they live, by where their memory
+happened to lie; a regression that is one finds itself confirmed by other processes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpipe_bench.experiments.guard.arms import Arm, arms_of, calibrate
+from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS, Benchmark
+from gpipe_bench.harness.guard.judge import LOOKS, Judgement, Look, confirmed, needs_another_run
+from gpipe_bench.harness.guard.rounds import SAMPLE_S, run_rounds
+
+BUDGET_S = 150.0
+"""Seconds for all that is timed, so that a whole run stays within three minutes on a busy machine too."""
+
+AGAIN_S = 20.0  # a second run is not begun with less than this, which starting processes takes half of
+
+
+@dataclass
+class Finding:
+    """What the runs of one benchmark have shown, in order."""
+
+    benchmark: str
+    runs: list[Judgement] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    samples_s: list[float] = field(default_factory=list)  # the head's, in the last run
+    repeats: int = 0  # steps per sample, in the last run
+
+    @property
+    def verdicts(self) -> list[str]:
+        return [run.verdict for run in self.runs]
+
+    @property
+    def confirmed(self) -> bool:
+        """A regression, twice in a row: what fails a run of the guard."""
+        return confirmed([run.verdict for run in self.runs])
+
+    @property
+    def needs_another_run(self) -> bool:
+        return needs_another_run([run.verdict for run in self.runs])
+
+
+def guard(
+    base: Path,
+    head: Path,
+    names: Sequence[str],
+    seed: int,
+    *,
+    budget_s: float = BUDGET_S,
+    sample_s: float = SAMPLE_S,
+    looks: Sequence[Look] = LOOKS,
+    slow_down: float = 0.0,
+    tell: Callable[[str], None] = lambda line: None,
+    clock_s: Callable[[], float] = time.monotonic,
+) -> list[Finding]:
+    """Compares the trees `base` and `head`. Raises WorkerError where a benchmark can't be run."""
+    deadline_s = clock_s() + budget_s
+    chosen: Mapping[str, Benchmark] = {name: BENCHMARKS[name] for name in names}
+    findings = [Finding(name) for name in chosen]
+    while pending := [finding for finding in findings if finding.needs_another_run]:
+        if pending[0].runs and clock_s() + AGAIN_S > deadline_s:
+            for finding in pending:
+                finding.notes.append("no time left to measure again")
+            break
+        needed = {finding.benchmark: chosen[finding.benchmark] for finding in pending}
+        with arms_of(base, head, needed, slow_down=slow_down) as arms:
+            for index, finding in enumerate(pending):
+                now_s = clock_s()  # of what is left each gets its share, so that a busy machine starves none
+                share_s = (deadline_s - now_s) / (len(pending) - index)
+                run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
+                judgement = measure(
+                    arms, finding, run_seed, looks=looks, sample_s=sample_s, deadline_s=now_s + share_s
+                )
+                finding.runs.append(judgement)
+                tell(f"{finding.benchmark}, run {len(finding.runs)}: {judgement.verdict}")
+    return findings
+
+
+def measure(
+    arms: Mapping[str, Arm],
+    finding: Finding,
+    seed: str,
+    *,
+    looks: Sequence[Look] = LOOKS,
+    sample_s: float = SAMPLE_S,
+    deadline_s: float = math.inf,
+) -> Judgement:
+    """One run of one benchmark."""
+    name = finding.benchmark
+    losses = {arm: each.build(name) for arm, each in arms.items()}
+    if not math.isclose(losses["base"], losses["head"], rel_tol=1e-4) and not finding.notes:
+        finding.notes.append(
+            f"computes something else: the first loss was {losses['base']:.6g} and is {losses['head']:.6g}"
+        )
+    repeats = calibrate(arms["base"], name, sample_s)
+    judgement, rounds = run_rounds(
+        lambda arm: arms[arm].sample(name, repeats), seed, looks=looks, deadline_s=deadline_s
+    )
+    finding.samples_s = [sample.wall_s for each in rounds for sample in each.head]
+    finding.repeats = repeats
+    return judgement

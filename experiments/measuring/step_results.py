@@ -1,0 +1,190 @@
+"""From what the processes of a timing case found to numbers: steps laid out, steps that ran, and their
+difference.
+
+Throughput is compared within a round, in which all configurations took turns; so a ratio's interval says how
+far rounds differ, not how the machine drifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from gpipe_bench.experiments.measuring.processes import run_processes
+from gpipe_bench.experiments.measuring.timed_actions import TimedActions, balanced, lay_out
+from gpipe_bench.harness.judging.stats import from_samples
+from gpipe_bench.harness.records.environment import usable_cores
+from gpipe_bench.harness.records.record import Provenance, Quantity
+from gpipe_bench.pipeline.plan.links import LINKS, Link
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.measuring.step_timing import Configuration, Found, Steps
+
+GPU_LINK = "nvlink4"
+SHARED_MEMORY_LATENCY_S = (
+    40e-6  # of a message between two processes; `run engine` measures it with its engine
+)
+MOST_DRAWN = 300  # actions of a timeline that is kept in the record
+
+
+def devices(device: str) -> int:
+    """Processes that time side by side: one per device, two cores of a CPU, at most two."""
+    if device == "cuda":
+        import torch
+
+        return min(torch.cuda.device_count(), 2)
+    return min(usable_cores(), 2)
+
+
+def measure(task: Any) -> list[Found]:
+    """Runs the processes of a case, one thread each and pinned."""
+    from gpipe_bench.experiments.measuring.step_timing import work
+
+    return run_processes(work, devices(task.device), task)
+
+
+def results(
+    plan: Sequence[tuple[Configuration, tuple[int, ...]]], found: Sequence[Found], device: str
+) -> tuple[list[Quantity], dict[str, Any]]:
+    """Numbers and details of all cells; ratios are within a round, to the first cell.
+
+    `plan` has each configuration and the numbers of micro-batches its step is laid out with, the wanted one
+    first; a real step is held against the one with as many as really ran.
+    """
+    link = link_of(found, device)
+    throughput: dict[str, list[float]] = {}  # examples per second, by cell and round
+    bound: dict[str, list[float]] = {}
+    real: dict[str, list[float]] = {}
+    quantities: list[Quantity] = []
+    details: dict[str, Any] = {}
+    for index, (configuration, counts) in enumerate(plan):
+        steps = [each.steps[index] for each in found]
+        rounds = per_round(steps)
+        for count in counts:
+            name = _name(configuration, count, counts)
+            examples = count * configuration.microbatch_size
+            if configuration.num_microbatches == count:
+                examples = configuration.batch_size
+            facts: dict[str, Any] = {
+                "num_stages": configuration.num_stages,
+                "num_microbatches": count,
+                "batch_size": examples,
+                "counts": steps[0].counts,
+                "why": steps[0].why,
+            }
+            if rounds:
+                laid_out = [lay_out(timed, link, num_microbatches=count).makespan_s for timed in rounds]
+                even = [balanced(timed, count).makespan_s for timed in rounds]
+                throughput[name] = [examples / step_s for step_s in laid_out]
+                bound[name] = [examples / step_s for step_s in even]
+                timed = joined(rounds)
+                step = lay_out(timed, link, num_microbatches=count)
+                facts |= {
+                    "actions": timed.to_data(),
+                    "spread": timed.spread(),
+                    "timeline": step.to_data() if len(step.events) <= MOST_DRAWN else None,
+                }
+                shares = [bound_s / step_s for bound_s, step_s in zip(even, laid_out, strict=True)]
+                quantities += [
+                    _replayed(f"step {name}", [1e3 * step_s for step_s in laid_out], "ms", False),
+                    _replayed(f"share of the balanced step {name}", shares, "ratio", True),
+                ]
+            if steps[0].real_s and count == configuration.num_microbatches:
+                real_s = [max(samples) for samples in zip(*(each.real_s for each in steps), strict=True)]
+                real[name] = [configuration.batch_size / step_s for step_s in real_s]
+                quantities.append(
+                    from_samples(f"real step {name}", [1e3 * s for s in real_s], "ms", higher_is_better=False)
+                )
+                if rounds:
+                    error = [laid / ran - 1 for laid, ran in zip(laid_out, real_s, strict=True)]
+                    quantities.append(
+                        from_samples(
+                            f"replay error {name}", error, "ratio",
+                            note="replayed step / measured step - 1, round by round",
+                        )
+                    )  # fmt: skip
+                timelines = [each.real_timeline for each in steps if each.real_timeline is not None]
+                facts["real_busy_share"] = busy_share(timelines)
+            details[name] = facts
+    first = next(iter(details))
+    quantities += normalised("throughput", throughput, throughput.get(first), "replayed")
+    quantities += normalised("bound throughput", bound, throughput.get(first), "replayed")
+    quantities += normalised("real throughput", real, real.get(first), "measured")
+    shared = {
+        "cells": details,
+        "link": {"name": link.name, "source": link.source, "latency_s": link.latency_s,
+                 "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s},
+        "layers_ms": {str(size): [1e3 * s for s in seconds] for size, seconds in found[0].layers_s.items()},
+        "num_parameters": found[0].num_parameters,
+        "processes": len(found),
+        "conditions": [each.conditions for each in found],
+        "used_by_others": max(each.busy_share for each in found),
+    }  # fmt: skip
+    return quantities, shared
+
+
+def _name(configuration: Configuration, count: int, counts: Sequence[int]) -> str:
+    if not configuration.label:
+        return f"K={configuration.num_stages} M={count}"
+    return configuration.label if count == counts[0] else f"{configuration.label} M={count}"
+
+
+def per_round(steps: Sequence[Steps]) -> list[TimedActions]:
+    """One set of action times per round, samples of all processes together."""
+    return [joined(rounds) for rounds in zip(*(each.rounds for each in steps), strict=True)]
+
+
+def joined(several: Sequence[TimedActions]) -> TimedActions:
+    """The same configuration measured several times, as one with more samples."""
+    first = several[0]
+    samples = {key: tuple(s for each in several for s in each.samples_s[key]) for key in first.samples_s}
+    updates = tuple(median(values) for values in zip(*(each.update_s for each in several), strict=True))
+    return replace(
+        first, samples_s=samples, update_s=updates, setup_s=median([each.setup_s for each in several])
+    )
+
+
+def link_of(found: Sequence[Found], device: str) -> Link:
+    """What joins the stages: this machine's memory, whose bandwidth was measured; on GPUs a preset."""
+    if device == "cuda":
+        return LINKS[GPU_LINK]
+    return Link(
+        "shared memory",
+        SHARED_MEMORY_LATENCY_S,
+        min(each.copy_bytes_per_s for each in found),
+        source="measured: a copy in memory, all processes at once",
+    )
+
+
+def busy_share(timelines: Sequence[Any]) -> list[float]:
+    """Of each stage, the share of its process's own span that its actions filled."""
+    shares = []
+    for timeline in timelines:
+        busy = sum(event.duration_s for event in timeline.events)
+        shares.append(busy / timeline.makespan_s if timeline.makespan_s else 0.0)
+    return shares
+
+
+def normalised(
+    name: str, throughput: dict[str, list[float]], base: Sequence[float] | None, provenance: Provenance
+) -> list[Quantity]:
+    """Examples per second, and relative to the base, round by round, where it has such a throughput."""
+    found = []
+    for cell, samples in throughput.items():
+        found.append(
+            from_samples(f"{name} {cell}", samples, "samples/s", provenance=provenance, higher_is_better=True)
+        )
+        if base is not None:
+            ratios = [ours / theirs for ours, theirs in zip(samples, base, strict=True)]
+            found.append(
+                from_samples(
+                    f"normalised {name} {cell}", ratios, "ratio", provenance=provenance, higher_is_better=True
+                )
+            )
+    return found
+
+
+def _replayed(name: str, samples: Sequence[float], unit: str, higher_is_better: bool) -> Quantity:
+    return from_samples(name, samples, unit, provenance="replayed", higher_is_better=higher_is_better)

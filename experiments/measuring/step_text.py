@@ -1,0 +1,80 @@
+"""What the tables of timed steps have in common: cells, intervals, the paper's column, the replay's error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from gpipe_bench.harness.judging.paper import PaperCell, load_paper
+from gpipe_bench.harness.records.record import Quantity, Record
+
+GAP = 0.1
+GAP_REASON = (
+    "other hardware (the paper's are TPUs): how a small micro-batch's efficiency and the ratio of forward to "
+    "backward differ there is not known, and either moves a ratio by some percent"
+)
+SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."
+
+
+def grid(lines: list[list[Any]], headers: list[str]) -> str:
+    from tabulate import tabulate
+
+    align = ["left"] + ["right"] * (len(headers) - 1)
+    return str(tabulate(lines, headers, colalign=align, disable_numparse=True))
+
+
+def published(table: str) -> dict[tuple[str, str, str], PaperCell]:
+    return {
+        (cell.source, cell.row, cell.column): cell
+        for cell in load_paper()
+        if cell.table == table and cell.kind in ("result", "claim")
+    }
+
+
+def interval(quantity: Quantity | None, why: str = "") -> str:
+    """`3.21 [3.15, 3.30]`, or why there is none."""
+    if quantity is None or quantity.value is None:
+        return f"not run: {why}" if why else "not run"
+    if quantity.low is None or quantity.high is None or quantity.low == quantity.high:
+        return f"{quantity.value:.2f}"
+    return f"{quantity.value:.2f} [{quantity.low:.2f}, {quantity.high:.2f}]"
+
+
+def percent(quantity: Quantity | None) -> str:
+    return "-" if quantity is None or quantity.value is None else f"{100 * quantity.value:.0f} %"
+
+
+def replay_errors(records: Sequence[Record]) -> str:
+    """How far the laid-out steps are from the same steps run on as many devices."""
+    lines, errors = [], []
+    for record, name in _cells(records):
+        error, ran = record.quantity(f"replay error {name}"), record.quantity(f"real step {name}")
+        laid_out = record.quantity(f"step {name}")
+        if error is None or error.value is None or ran is None or laid_out is None:
+            continue
+        assert ran.value is not None
+        assert laid_out.value is not None
+        errors.append(abs(error.value))
+        lines.append(
+            [
+                record.details["title"], name, f"{laid_out.value:.1f}", f"{ran.value:.1f}",
+                f"{100 * error.value:+.1f} %",
+                f"{100 * record.details['cells'][name].get('spread', 0.0):.0f} %",
+            ]
+        )  # fmt: skip
+    if not lines:
+        return ""
+    title = (
+        f"Replay against measurement: median absolute error {100 * median(errors):.1f} % over {len(lines)} "
+        "cells\n  spread: interquartile range of an action's samples, median over stages and kinds"
+    )
+    headers = ["", "cell", "replayed (ms)", "measured (ms)", "error", "spread"]
+    return f"{title}\n\n{grid(lines, headers)}"
+
+
+def _cells(records: Sequence[Record]) -> Iterator[tuple[Record, str]]:
+    for record in records:
+        if record.status == "done" and "cells" in record.details:
+            for name in record.details["cells"]:
+                yield record, name

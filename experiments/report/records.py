@@ -1,0 +1,133 @@
+"""Which records the report is made of, and in which order they are asked.
+
+Records of different machines, profiles or options never mix in one table of numbers: each group is turned
+into cells by itself, and a cell takes its number from the first group that has one. Your own records come
+first and the committed reference records fill in what you did not run; a smoke run, which only proves that
+the path works, comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.harness.experiment import Experiment, Ours
+from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.store import Problem, Store, latest
+from gpipe_bench.harness.report.page import Answer
+
+_PROFILES = ("full", "short", "smoke")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """Records of one experiment that belong together: one folder, profile and set of options."""
+
+    experiment: str
+    machine: str
+    folder: Path
+    profile: str
+    records: tuple[Record, ...]
+    own: bool  # from the results folder that was asked for, not a reference
+
+    @property
+    def command(self) -> str:
+        """The last command that made one of them."""
+        return self.records[-1].command
+
+
+def folders(results: Path, references: Path = REFERENCE) -> list[tuple[str, Path]]:
+    """(name, folder) of the results asked for, then of every reference machine."""
+    own = results.name or str(results)
+    if (references / own).is_dir() and (references / own).resolve() != results.resolve():
+        own += " (yours)"
+    found = [(own, results)]
+    if references.is_dir():
+        found += [
+            (folder.name, folder)
+            for folder in sorted(references.iterdir())
+            if folder.is_dir() and folder.resolve() != results.resolve()
+        ]
+    return found
+
+
+def sources(experiment: Experiment, places: Iterable[tuple[str, Path]]) -> tuple[list[Source], list[Problem]]:
+    """The groups of records of an experiment, in the order in which they are asked, and unreadable lines.
+
+    The first of `places` is the user's own.
+    """
+    found: list[Source] = []
+    problems: list[Problem] = []
+    for place, (machine, folder) in enumerate(places):
+        loaded = Store(folder).load(experiment.name)
+        problems += loaded.problems
+        groups: dict[tuple[str, str], list[Record]] = {}
+        current = [record for record in loaded.records if record.revision == experiment.revision]
+        for record in latest(current).values():
+            groups.setdefault((record.profile, repr(sorted(record.options.items()))), []).append(record)
+        found += [
+            Source(experiment.name, machine, folder, profile, tuple(records), place == 0)
+            for (profile, _), records in groups.items()
+        ]
+    return sorted(found, key=lambda source: _order(source, experiment)), problems
+
+
+def _order(source: Source, experiment: Experiment) -> tuple[object, ...]:
+    engine = source.records[-1].options.get("engine")
+    usual = engine is None or not experiment.engines or engine == experiment.engines[0]
+    profile = _PROFILES.index(source.profile) if source.profile in _PROFILES else len(_PROFILES)
+    return (
+        source.profile == "smoke", not usual, not source.own, profile, -len(source.records), source.machine,
+    )  # fmt: skip
+
+
+def answers(experiment: Experiment, found: Sequence[Source]) -> list[Answer]:
+    """One answer for each cell that any of the sources reports, from the first that has a number."""
+    chosen: dict[tuple[str, str, str], Answer] = {}
+    for source in found:
+        for ours in experiment.cells(source.records):
+            key = (ours.table, ours.row, ours.column)
+            answer = _answer(ours, source)
+            if key not in chosen or (answer.answers and not chosen[key].answers):
+                chosen[key] = answer
+    return list(chosen.values())
+
+
+def _answer(ours: Ours, source: Source) -> Answer:
+    record = _record_of(ours, source.records)
+    return Answer(
+        ours=ours,
+        machine=source.machine,
+        profile=source.profile,
+        command=record.command if record is not None else source.command,
+        record=record,
+    )
+
+
+def _record_of(ours: Ours, records: Sequence[Record]) -> Record | None:
+    """The record that holds the number itself; None for a number computed from several."""
+    wanted = ours.quantity
+    if wanted is None or wanted.value is None:
+        return None
+    holding = [
+        record
+        for record in records
+        if any(q.name == wanted.name and q.value == wanted.value and q.unit == wanted.unit
+               for q in record.quantities)
+    ]  # fmt: skip
+    return holding[0] if len(holding) == 1 else None
+
+
+def load_all() -> tuple[list[Experiment], list[str]]:
+    """Every experiment that can be loaded here, and a line for each that can't."""
+    loaded: list[Experiment] = []
+    warnings: list[str] = []
+    for name in EXPERIMENTS:
+        try:
+            loaded.append(load(name))
+        except ImportError as error:  # one experiment that lacks a package must not cost the whole page
+            warnings.append(f"{name} can't be loaded: {error}")
+    return loaded, warnings

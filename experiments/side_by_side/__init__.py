@@ -1,0 +1,1 @@
+"""Engines measured in turns: our own cost, and other engines beside ours."""

@@ -1,0 +1,273 @@
+"""The engine's own cost, measured side by side with the bare layers and with other engines.
+
+Expected: stages overlap to within a few percent of the schedule's ideal step; two processes train a
+Transformer at almost twice the speed of one; small micro-batches cost a fraction of a millisecond. About four
+minutes on two cores, which should have nothing else to do:
+
+    python -m experiments run engine
+
+The arms of a case take turns in the same processes, one thread each, every process on a core of its own;
+numbers come from rounds, not from runs (`engine_bench_rounds`). Before and after, the real layers are
+counted: that all micro-batches ran, that stages were recomputed, that gradients agree.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpipe_bench.experiments.side_by_side.engine_text import tables
+from gpipe_bench.experiments.side_by_side.rounds import Times, against_itself, differences, ratios, slowest
+from gpipe_bench.harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
+from gpipe_bench.harness.judging.stats import from_samples
+from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.side_by_side.engine_work import Result, Task
+
+SEED = 1811
+# Rounds by part (and M) and profile.
+ROUNDS: dict[str, dict[str, int]] = {
+    "smoke": {"overlap": 1, "transformer": 1, "small": 2, "in process": 2},
+    "short": {"overlap": 4, "transformer": 8, "small": 16, "in process": 16},
+    "full": {"overlap": 10, "transformer": 40, "small": 60, "in process": 60},
+}
+REMATS = ("never", "except_last")
+START_S = 5.0  # until all processes are up
+
+
+class Usage(Protocol):
+    """What a process says about its machine: seconds it used, that all cores used, and by the clock."""
+
+    @property
+    def cpu_s(self) -> float: ...
+    @property
+    def busy_s(self) -> float: ...
+    @property
+    def wall_s(self) -> float: ...
+    @property
+    def num_cores(self) -> int: ...
+
+
+def cases(options: RunOptions) -> list[Case]:
+    smoke = options.profile == "smoke"
+
+    def case(
+        part: str, num_stages: int, num_microbatches: int, remat: str, estimate_s: float, **more: str
+    ) -> Case:
+        key: dict[str, Scalar] = {
+            "part": part,
+            "num_stages": num_stages,
+            "num_microbatches": num_microbatches,
+            "remat": remat,
+            **more,
+        }
+        return Case(key, START_S + estimate_s * ROUNDS[options.profile][part])
+
+    if smoke:
+        return [
+            case("overlap", 4, 8, "never", 2.5),
+            case("transformer", 2, 4, "never", 2.5),
+            case("transformer", 2, 4, "except_last", 1.0),
+            case("small", 2, 64, "never", 0.5, transport="gloo"),
+            case("in process", 4, 8, "never", 0.3, against="bare layers"),
+        ]
+    found = [
+        case("overlap", k, m, remat, 0.15 * (m + k))
+        for k, m, remat in ((8, 32, "never"), (4, 8, "never"), (4, 8, "except_last"))
+    ]
+    found.append(case("transformer", 2, 16, "never", 8.0))
+    found += [case("transformer", 2, m, "except_last", 0.2 + 0.2 * m) for m in (1, 4, 16)]
+    found += [case("small", 2, 64, "never", 0.5, transport=name) for name in ("gloo", "memory")]
+    found += [
+        case("in process", 4, 8, remat, 0.4, against=peer)
+        for peer in ("bare layers", "torchgpipe")
+        for remat in REMATS
+    ]
+    return found
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    if case.key.get("against") == "torchgpipe" and importlib.util.find_spec("torchgpipe") is None:
+        return Outcome(status="skipped", reason="torchgpipe is not installed: pip install gpipe-bench[peers]")
+    from gpipe_bench.experiments.side_by_side.engine_work import Task, work
+    from gpipe_bench.pipeline.ranks.launch import launch
+
+    key: dict[str, Any] = case.key
+    task = Task(
+        key["part"],
+        key["num_stages"],
+        key["num_microbatches"],
+        key["remat"],
+        ROUNDS[options.profile][key["part"]],
+        SEED,
+        key.get("against", ""),
+        key.get("transport", "memory"),
+    )
+    with without_gpu():
+        found: list[Result] = launch(work, 1 if task.part == "in process" else task.num_stages, task)
+    return outcome(task, found)
+
+
+def outcome(task: Task, found: Sequence[Result]) -> Outcome:
+    """What the processes of a case found, as numbers."""
+    times = slowest([result.times for result in found])
+    first = found[0]
+    quantities = [
+        from_samples(f"step of {arm}", [1e3 * sample for sample in samples], "ms", higher_is_better=False)
+        for arm, samples in times.items()
+    ]
+    quantities += NUMBERS[task.part](task, times)
+    quantities += conditions_of(found, times)
+    details = {
+        "rounds": task.rounds,
+        "arms": first.counts,
+        "actions_ms": {name: 1e3 * s for result in found for name, s in result.actions_s.items()},
+        "pinned_cores": [result.conditions["pinned_cores"] for result in found],
+        "threads": [result.conditions["threads"] for result in found],
+        "cpu_s": [result.cpu_s for result in found],
+    }
+    return Outcome(tuple(quantities), details)
+
+
+def conditions_of(found: Sequence[Usage], times: Times) -> list[Quantity]:
+    """What the numbers of a case can be trusted for: our arm against itself, and what else ran meanwhile."""
+    first = found[0]
+    others = max(0.0, first.busy_s - sum(each.cpu_s for each in found)) / (first.wall_s * first.num_cores)
+    return [
+        from_samples(
+            "control", against_itself(times, "ours"), "ratio", note="our first sample of a round / second"
+        ),
+        Quantity(
+            name="used by others", value=others, unit="ratio", provenance="measured", higher_is_better=False,
+            note="share of the machine's cores that other programs used meanwhile",
+        ),
+    ]  # fmt: skip
+
+
+def _overlap(task: Task, times: Times) -> list[Quantity]:
+    """Against the schedule with the nominal wait in every action, each step on its own; and, round by round,
+    with the time that the bare stages take for an action, which includes what waking up costs here.
+    """
+    from gpipe_bench.experiments.side_by_side.engine_work import WAIT_S
+    from gpipe_bench.pipeline.plan.replay import replay
+    from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+
+    schedule = gpipe(task.num_stages, task.num_microbatches, task.remat)
+    num_slots = replay(schedule, dict.fromkeys((Kind.F, Kind.R, Kind.B), 1)).makespan_s
+    bare_actions = 2 * task.num_microbatches  # F and B
+    samples = [num_slots * WAIT_S / step_s for step_s in times["ours"]]
+    of_bare = ratios(times, "bare layers", "ours", num_slots / bare_actions)
+    return [
+        from_samples("share of the ideal", samples, "ratio", higher_is_better=True),
+        from_samples("share of the bare ideal", of_bare, "ratio", higher_is_better=True),
+        Quantity(name="ideal step", value=1e3 * num_slots * WAIT_S, unit="ms", provenance="replayed"),
+        from_samples(
+            "bare action",
+            [1e3 * s / bare_actions for s in times["bare layers"]],
+            "ms",
+            higher_is_better=False,
+        ),
+    ]
+
+
+def _transformer(task: Task, times: Times) -> list[Quantity]:
+    numbers = [_rate("ScheduleGPipe", times)]
+    if "sequential" in times:
+        num_stages, count = task.num_stages, task.num_microbatches
+        ideal = (count + num_stages - 1) / (count * num_stages)  # of the sequential step
+        for arm, name in (("ours", "efficiency"), ("ScheduleGPipe", "efficiency of ScheduleGPipe")):
+            numbers.append(
+                from_samples(name, ratios(times, "sequential", arm, ideal), "ratio", higher_is_better=True)
+            )
+        numbers.append(
+            from_samples(
+                "core beside a busy one", ratios(times, "sequential", "sequential on every core"), "ratio",
+                higher_is_better=True, note="speed of one core while all compute, against alone",
+            )
+        )  # fmt: skip
+    return numbers
+
+
+def _small(task: Task, times: Times) -> list[Quantity]:
+    per_microbatch_us = 1e6 / task.num_microbatches
+    note = "engine and transport per micro-batch, forward and backward"
+    return [
+        from_samples(
+            name,
+            differences(times, arm, "bare layers", per_microbatch_us),
+            "us",
+            higher_is_better=False,
+            note=note,
+        )
+        for arm, name in (("ours", "per micro-batch"), ("ScheduleGPipe", "per micro-batch of ScheduleGPipe"))
+    ] + [_rate("ScheduleGPipe", times)]
+
+
+def _in_process(task: Task, times: Times) -> list[Quantity]:
+    from gpipe_bench.pipeline.plan.schedule import gpipe
+
+    num_actions = sum(1 for _ in gpipe(task.num_stages, task.num_microbatches, task.remat))
+    numbers = [_rate(task.against, times)] if task.against in times and task.against != "bare layers" else []
+    for arm, name in (("ours", "per action"), ("torchgpipe", "per action of torchgpipe")):
+        if arm in times:
+            cost_us = differences(times, arm, "bare layers", 1e6 / num_actions)
+            numbers.append(
+                from_samples(
+                    name, cost_us, "us", higher_is_better=False, note="over the bare layers' own time"
+                )
+            )
+    return numbers
+
+
+NUMBERS = {"overlap": _overlap, "transformer": _transformer, "small": _small, "in process": _in_process}
+
+
+def _rate(other: str, times: Times) -> Quantity:
+    """Our steps per second over another engine's."""
+    return from_samples(f"rate against {other}", ratios(times, other, "ours"), "ratio", higher_is_better=True)
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """The processes measure the host's side, and there may be more of them than GPUs."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def cells(records: Sequence[Record]) -> list[Ours]:
+    """None: the paper measured no engine but its own."""
+    return []
+
+
+EXPERIMENT = Experiment(
+    name="engine",
+    title="The engine's own cost, measured side by side",
+    source="beyond the paper",
+    describe=(
+        "Overlap of waiting stages, speed-up of a Transformer on two processes, cost of small micro-batches "
+        "and of actions in one process, in turns with torch.distributed.pipelining, torchgpipe and the bare "
+        "layers."
+    ),
+    profiles={
+        "smoke": "a round or two of five cases",
+        "short": "enough rounds for intervals of a few percent",
+        "full": "three to four times as many rounds",
+    },
+    cases=cases,
+    run=run,
+    cells=cells,
+    tables=tables,
+    options=(),
+)

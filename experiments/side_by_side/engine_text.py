@@ -1,0 +1,127 @@
+"""The engine's targets and what was measured: one line each, missed ones too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.units import show
+from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+
+
+class Target(NamedTuple):
+    """What a quantity of a case should be: at least or at most `bound`, in the quantity's unit."""
+
+    what: str
+    case: dict[str, Scalar]
+    quantity: str
+    at_least: bool
+    bound: float
+
+    def holds(self, value: float) -> bool:
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+def _transformer(num_microbatches: int, remat: str) -> dict[str, Scalar]:
+    return {"part": "transformer", "num_microbatches": num_microbatches, "remat": remat}
+
+
+def _small(transport: str) -> dict[str, Scalar]:
+    return {"part": "small", "transport": transport}
+
+
+_SMALL = "micro-batches of no work, K=2, M=64, "
+_PLAIN = "Transformer, K=2, M=16: "
+_REMAT = "Transformer, K=2, re-materialized: step rate / ScheduleGPipe + checkpoint, "
+_OVERLAP: dict[str, Scalar] = {"part": "overlap", "remat": "never"}
+_BARE: dict[str, Scalar] = {"part": "in process", "against": "bare layers"}
+_TORCHGPIPE: dict[str, Scalar] = {"part": "in process", "against": "torchgpipe"}
+
+TARGETS = (
+    Target("waiting stages, K=8, M=32: share of the ideal step", {**_OVERLAP, "num_stages": 8},
+           "share of the ideal", True, 0.97),
+    Target("waiting stages, K=4, M=8: share of the ideal step", {**_OVERLAP, "num_stages": 4},
+           "share of the ideal", True, 0.95),
+    Target("waiting stages, K=8, M=32: ... of the bare stages' ideal", {**_OVERLAP, "num_stages": 8},
+           "share of the bare ideal", True, 0.97),
+    Target("waiting stages, K=4, M=8: ... of the bare stages' ideal", {**_OVERLAP, "num_stages": 4},
+           "share of the bare ideal", True, 0.95),
+    Target(_PLAIN + "speed-up / (M K / (M + K - 1))", _transformer(16, "never"), "efficiency", True, 0.88),
+    Target(_PLAIN + "step rate / ScheduleGPipe", _transformer(16, "never"),
+           "rate against ScheduleGPipe", True, 1.0),
+    Target(_REMAT + "M=1", _transformer(1, "except_last"), "rate against ScheduleGPipe", True, 1.3),
+    Target(_REMAT + "M=4", _transformer(4, "except_last"), "rate against ScheduleGPipe", True, 1.12),
+    Target(_REMAT + "M=16", _transformer(16, "except_last"), "rate against ScheduleGPipe", True, 1.04),
+    Target(_SMALL + "gloo: engine and transport", _small("gloo"), "per micro-batch", False, 200.0),
+    Target(_SMALL + "gloo: step rate / ScheduleGPipe", _small("gloo"),
+           "rate against ScheduleGPipe", True, 2.0),
+    Target(_SMALL + "shared memory: engine and transport", _small("memory"), "per micro-batch", False, 200.0),
+    Target(_SMALL + "shared memory: step rate / ScheduleGPipe", _small("memory"),
+           "rate against ScheduleGPipe", True, 2.0),
+    Target("in one process: engine per action", {**_BARE, "remat": "never"}, "per action", False, 60.0),
+    Target("in one process, re-materialized: engine per action", {**_BARE, "remat": "except_last"},
+           "per action", False, 60.0),
+    Target("in one process: step rate / torchgpipe", {**_TORCHGPIPE, "remat": "never"},
+           "rate against torchgpipe", True, 1.0),
+    Target("in one process, re-materialized: step rate / torchgpipe", {**_TORCHGPIPE, "remat": "except_last"},
+           "rate against torchgpipe", True, 1.0),
+)  # fmt: skip
+
+
+def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
+    """The targets, then everything else that was measured."""
+    return f"{_targets(records)}\n\n{_everything(records)}"
+
+
+def verdict(target: Target, quantity: Quantity) -> str:
+    """Whether the median meets the target, and whether the whole interval says so."""
+    assert quantity.value is not None, "measured quantities have a value"
+    holds = target.holds(quantity.value)
+    low, high = quantity.low, quantity.high
+    sure = low is not None and high is not None and target.holds(low) == target.holds(high) == holds
+    return ("yes" if holds else "NO") + ("" if sure else ", within the noise")
+
+
+def _targets(records: Sequence[Record]) -> str:
+    from tabulate import tabulate
+
+    lines = []
+    for target in TARGETS:
+        record = next((r for r in records if target.case.items() <= r.case.items()), None)
+        quantity = record.quantity(target.quantity) if record is not None else None
+        sign = ">=" if target.at_least else "<="
+        if quantity is None:
+            why = (
+                "not run" if record is None else f"{record.status}: {record.reason or 'without this number'}"
+            )
+            lines.append([target.what, f"{sign} {target.bound:g}", "-", why])
+            continue
+        bound = f"{sign} {show(target.bound, quantity.unit, 3)}"
+        lines.append([target.what, bound, measured(quantity), verdict(target, quantity)])
+    table = tabulate(lines, ["", "target", "median [95 % interval]", "holds?"], disable_numparse=True)
+    return f"The engine's own cost, side by side (measured)\n\n{table}"
+
+
+def _everything(records: Sequence[Record]) -> str:
+    from tabulate import tabulate
+
+    lines = [
+        [record.label if number == 0 else "", quantity.name, measured(quantity)]
+        for record in records
+        for number, quantity in enumerate(record.quantities)
+    ]
+    return str(tabulate(lines, ["case", "quantity", "median [95 % interval]"], disable_numparse=True))
+
+
+def measured(quantity: Quantity) -> str:
+    """`0.951 [0.947, 0.956]`."""
+    assert quantity.value is not None, "measured quantities have a value"
+    text = _show(quantity.value, quantity.unit)
+    if quantity.low is None or quantity.high is None:
+        return text
+    return f"{text} [{_show(quantity.low, quantity.unit)}, {_show(quantity.high, quantity.unit)}]"
+
+
+def _show(value: float, unit: str) -> str:
+    return f"{value:.3f}" if unit == "ratio" else show(value, unit, 3)

@@ -1,0 +1,201 @@
+"""Other engines beside ours, in one interleaved run: torch.distributed.pipelining, torchgpipe, the user's.
+
+Expected: without re-materialization the engines take the same time to within a few percent, for the work is
+the layers'; with it, ours is ahead, since it recomputes while it waits for the gradient and the others
+recompute inside the backward. About four minutes on two cores, which should have nothing else to do:
+
+    python -m experiments run peers
+    python -m experiments run peers --engine my_engine:MyEngine
+
+All engines get the same layers, partition, batch, micro-batches and precision; before and after the timing
+each is checked for what it really did (`engine_checks`). Numbers come from rounds in which all engines run
+there and back (`engine_bench_rounds`), so only ratios of one round are judged. torchgpipe runs in one
+process, where ours is set against it on one core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpipe_bench.experiments.side_by_side.engine import conditions_of, without_gpu
+from gpipe_bench.experiments.side_by_side.peers_text import SAME_SCHEDULE, tables
+from gpipe_bench.experiments.side_by_side.rounds import ratios, slowest
+from gpipe_bench.harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
+from gpipe_bench.harness.judging.stats import from_samples
+from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.side_by_side.peers_work import Result, Task
+
+SEED = 1811
+NUM_STAGES = 2
+KNOWN = "all"  # the engines that are always there; another one is added to them
+ALWAYS = "ours, recomputing all"  # as the peers do, to tell apart what comes from recomputing less
+START_S = 8.0  # until all processes are up and the engines checked
+
+MODELS: dict[str, tuple[str, dict[str, Any], int, str]] = {
+    "amoebanet": (
+        "amoebanet-d",
+        {
+            "num_layers": 3, "num_filters": 64, "image_size": 64, "num_classes": 10, "dropout": 0.0,
+            "aux_head": False,
+        },
+        4,
+        "AmoebaNet-D (3, 64), 64 x 64 pixels, 4 images per micro-batch",
+    ),
+    "transformer": (
+        "transformer-lm",
+        {
+            "num_layers": 6, "vocab_size": 64, "d_model": 256, "ffn_dim": 1024, "num_heads": 4, "seq_len": 64,
+        },
+        2,
+        "Transformer-6, width 256, 2 sequences of 64 tokens per micro-batch",
+    ),
+}  # fmt: skip
+"""Scaled models: builder, options, micro-batch size, in words. Actions take more than 5 ms."""
+
+# (where, remat, M) -> rounds by profile; 0 leaves the case out. A round takes longer the larger M.
+ROUNDS: dict[tuple[str, str, int], dict[str, int]] = {
+    ("processes", "never", 8): {"smoke": 2, "short": 12, "full": 40},
+    ("processes", "except_last", 4): {"smoke": 2, "short": 12, "full": 40},
+    ("processes", "except_last", 16): {"smoke": 0, "short": 5, "full": 25},
+    ("one process", "never", 4): {"smoke": 2, "short": 8, "full": 30},
+    ("one process", "except_last", 4): {"smoke": 0, "short": 8, "full": 30},
+}
+SMOKE = {("amoebanet", "never"), ("transformer", "except_last")}
+
+
+def cases(options: RunOptions) -> list[Case]:
+    found = []
+    for model in MODELS:
+        for (where, remat, count), by_profile in ROUNDS.items():
+            rounds = by_profile[options.profile]
+            if options.profile == "smoke" and where == "processes" and (model, remat) not in SMOKE:
+                continue
+            if options.profile == "smoke" and where == "one process" and model != "transformer":
+                continue
+            if rounds:
+                key: dict[str, Scalar] = {
+                    "model": model,
+                    "where": where,
+                    "remat": remat,
+                    "num_microbatches": count,
+                }
+                round_s = 0.5 * len(engines_of(where, remat, options.engine)) * (count + 1) / 8
+                found.append(Case(key, START_S + rounds * round_s))
+    return found
+
+
+def engines_of(where: str, remat: str, extra: str | None) -> dict[str, tuple[str, str]]:
+    """Arm -> engine and remat. The user's engine is named without the digest of its file."""
+    names = ["torchgpipe"] if where == "one process" else ["torch-gpipe", "torch-1f1b"]
+    arms = {"ours": ("ours", remat), **{name: (name, remat) for name in names}}
+    if where == "processes" and remat == "never":
+        arms["ours-1f1b"] = ("ours-1f1b", remat)
+    elif where == "processes":
+        arms[ALWAYS] = ("ours", "always")
+    if extra not in (None, KNOWN):
+        assert extra is not None
+        arms[extra.partition("@")[0]] = (extra, remat)
+    return arms
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    from gpipe_bench.experiments.measuring.processes import run_processes
+    from gpipe_bench.experiments.side_by_side.peers_work import Task, work
+
+    key: dict[str, Any] = case.key
+    model, model_options, microbatch_size, _ = MODELS[key["model"]]
+    engines = engines_of(key["where"], key["remat"], options.engine)
+    in_process = key["where"] == "one process"
+    if in_process and list(engines) == ["ours", "torchgpipe"]:
+        from gpipe_bench.experiments.engines.known import why_no_torchgpipe
+
+        if reason := why_no_torchgpipe():
+            return Outcome(status="skipped", reason=reason)
+    task = Task(
+        model, model_options, microbatch_size, NUM_STAGES, key["num_microbatches"], engines, in_process,
+        ROUNDS[key["where"], key["remat"], key["num_microbatches"]][options.profile], SEED,
+    )  # fmt: skip
+    with without_gpu():
+        found: list[Result] = run_processes(work, 1 if in_process else NUM_STAGES, task)
+    return outcome(task, found)
+
+
+def outcome(task: Task, found: Sequence[Result]) -> Outcome:
+    """What the processes of a case found, as numbers."""
+    times = slowest([result.times for result in found])
+    first = found[0]
+    quantities = [
+        from_samples(f"step of {arm}", [1e3 * sample for sample in samples], "ms", higher_is_better=False)
+        for arm, samples in times.items()
+    ]
+    quantities += [
+        from_samples(
+            f"ours against {arm}", ratios(times, arm, "ours"), "ratio", higher_is_better=True,
+            note="our steps per second over its, round by round",
+        )
+        for arm in times
+        if arm != "ours"
+    ]  # fmt: skip
+    quantities += [
+        from_samples(
+            f"{same} against {arm}", ratios(times, arm, same), "ratio", higher_is_better=True,
+            note="both with the same schedule",
+        )
+        for arm, same in SAME_SCHEDULE.items()
+        if arm in times and same in times
+    ]  # fmt: skip
+    actions_ms = {name: 1e3 * s for result in found for name, s in result.actions_s.items()}
+    quantities.append(
+        Quantity(
+            name="shortest action", value=min(actions_ms.values()), unit="ms", provenance="measured",
+            note="mean over the micro-batches of our latest step",
+        )
+    )  # fmt: skip
+    quantities += conditions_of(found, times)
+    details = {
+        "rounds": task.rounds,
+        "engines": {
+            name: {"engine": engine, "remat": remat} for name, (engine, remat) in task.engines.items()
+        },
+        "checks": [result.checks for result in found],  # by process
+        "refused": first.refused,
+        "partition": [[span.start, span.stop] for span in first.partition],
+        "microbatch_size": task.microbatch_size,
+        "precision": "float32",
+        "actions_ms": actions_ms,
+        "pinned_cores": [result.conditions["pinned_cores"] for result in found],
+        "threads": [result.conditions["threads"] for result in found],
+        "cpu_s": [result.cpu_s for result in found],
+    }
+    return Outcome(tuple(quantities), details)
+
+
+def cells(records: Sequence[Record]) -> list[Ours]:
+    """None: the paper set no engines side by side."""
+    return []
+
+
+EXPERIMENT = Experiment(
+    name="peers",
+    title="Other engines beside ours, in one interleaved run",
+    source="beyond the paper",
+    describe=(
+        "torch.distributed.pipelining (ScheduleGPipe, Schedule1F1B), torchgpipe and one's own engine "
+        "(--engine module:attribute) beside ours on a scaled AmoebaNet-D and Transformer, two stages, with "
+        "and without re-materialization."
+    ),
+    profiles={
+        "smoke": "two rounds of three cases",
+        "short": "enough rounds for intervals of a few percent",
+        "full": "three to five times as many rounds",
+    },
+    cases=cases,
+    run=run,
+    cells=cells,
+    tables=tables,
+    options=("engine",),
+    engines=(KNOWN,),
+)

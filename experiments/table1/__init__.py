@@ -1,0 +1,1 @@
+"""Table 1: the largest model that fits."""

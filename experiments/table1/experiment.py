@@ -1,0 +1,198 @@
+"""Table 1: the largest model that fits, up to the 83.9-billion-parameter Transformer on 128 partitions.
+
+Expected: every parameter count of the paper, its parameter memory to the printed digit, other activation
+memory (PyTorch's autograd keeps other tensors than the paper's systems did), and in every pipelined column a
+model at least as large as the paper's in the same memory. About a minute on two laptop cores, no GPU:
+
+    python -m experiments run table1
+
+Nothing of the real size is allocated. Each distinct layer runs on fake tensors, the memory model adds the
+profiles up to the peak of every stage (`modelled`); real training steps of scaled-down models check it
+(`measured`), and on a GPU (`full`) so does every distinct stage at the paper's size under the paper's cap.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpipe_bench.experiments.table1.cells import cells
+from gpipe_bench.experiments.table1.figures import figures
+from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES, column
+from gpipe_bench.experiments.table1.text import tables
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.records.record import Quantity
+
+PRECISIONS = ("float32", "bfloat16")
+ATTENTIONS = {"amoebanet": ("none",), "transformer": ("explicit", "fused")}
+"""How attention is computed: its softmax in memory, as in 2019, or by torch's fused kernels."""
+
+SMOKE_COLUMNS = {"amoebanet": ("pipeline-1",), "transformer": ("naive-1", "pipeline-8", "pipeline-128")}
+VERIFIED_MODELS = ("amoebanet-d", "transformer-lm")
+VERIFIED_STAGES = (1, 2, 4)
+VERIFIED_REMAT = ("never", "always")
+VERIFIED_MICROBATCHES = (1, 4, 8)
+
+
+def cases(options: RunOptions) -> list[Case]:
+    smoke = options.profile == "smoke"
+    found = []
+    for half, columns in COLUMNS.items():
+        for attention in ATTENTIONS[half]:
+            for each in columns:
+                if smoke and each.name not in SMOKE_COLUMNS[half]:
+                    continue
+                key = {"half": half, "column": each.name, "attention": attention}
+                first = each.name == columns[0].name and half == "amoebanet"
+                found.append(Case({"part": "paper", **key, "precision": "float32"}, 10.0 if first else 0.5))
+    for precision in PRECISIONS[:1] if smoke else PRECISIONS:
+        for half, columns in COLUMNS.items():
+            for attention in ATTENTIONS[half]:
+                for each in columns:
+                    if smoke and (half == "amoebanet" or each.name not in SMOKE_COLUMNS[half]):
+                        continue
+                    key = {"half": half, "column": each.name, "attention": attention}
+                    estimate = 2.0 if half == "amoebanet" else 0.6
+                    if precision == "bfloat16" and half == "amoebanet" and each.name == columns[0].name:
+                        estimate = 12.0
+                    found.append(Case({"part": "largest", **key, "precision": precision}, estimate))
+    for model in VERIFIED_MODELS:
+        for num_stages in VERIFIED_STAGES[1:2] if smoke else VERIFIED_STAGES:
+            for remat in VERIFIED_REMAT[1:] if smoke else VERIFIED_REMAT:
+                for count in VERIFIED_MICROBATCHES[1:2] if smoke else VERIFIED_MICROBATCHES:
+                    step: dict[str, Any] = {"model": model, "num_stages": num_stages, "remat": remat}
+                    estimate = 0.6 if model.startswith("amoeba") else 0.2
+                    found.append(Case({"part": "verify", **step, "num_microbatches": count}, estimate))
+    if options.profile == "full":
+        for half, columns in COLUMNS.items():
+            found += [Case({"part": "device", "half": half, "column": each.name}, 30.0) for each in columns]
+    return found
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    import torch
+
+    torch.set_num_threads(1)
+    match case.key["part"]:
+        case "paper":
+            return _run_paper(case.key, direct=options.profile == "smoke")
+        case "largest":
+            return _run_largest(case.key)
+        case "verify":
+            return _run_verify(case.key)
+    return _run_device(case.key, options)
+
+
+def _run_paper(key: dict[str, Any], *, direct: bool) -> Outcome:
+    """The paper's own configuration, at the micro-batches the texts give and at the best number of them."""
+    from gpipe_bench.experiments.table1.largest import Setting, place_anyhow, place_best
+
+    half, size = HALVES[key["half"]], column(key["half"], key["column"])
+    setting = Setting(
+        key["half"], size.num_stages, size.is_naive, key["precision"], key["attention"], direct=direct
+    )
+    given = 1 if size.is_naive else half.num_microbatches
+    placed = place_anyhow(setting, size.num_layers, size.num_filters, given)
+    best = placed if direct else place_best(setting, size.num_layers, size.num_filters)
+    return Outcome(
+        (
+            _modelled("parameters", placed.num_parameters, "parameters"),
+            _modelled(
+                "parameter memory",
+                sum(stage.parameters + stage.optimizer_state for stage in placed.stages)
+                - placed.counter_bytes,
+                "bytes",
+            ),
+            _modelled("peak activation memory", sum(stage.working_set for stage in placed.stages), "bytes"),
+            _modelled("gradients", sum(stage.gradients for stage in placed.stages), "bytes"),
+            _modelled("peak per accelerator", placed.peak_bytes, "bytes"),
+            _modelled("num_microbatches", given, "micro-batches"),
+            _modelled("best num_microbatches", best.num_microbatches, "micro-batches"),
+            _modelled("best peak per accelerator", best.peak_bytes, "bytes"),
+        ),
+        {"cap_gib": half.cap_gib, "placement": placed.describe(), "best": best.describe()},
+    )
+
+
+def _run_largest(key: dict[str, Any]) -> Outcome:
+    """The largest model of the family that fits on as many accelerators of the same memory."""
+    from gpipe_bench.experiments.table1.largest import Setting, largest
+
+    half, size = HALVES[key["half"]], column(key["half"], key["column"])
+    setting = Setting(key["half"], size.num_stages, size.is_naive, key["precision"], key["attention"])
+    try:
+        found = largest(setting)
+    except ValueError as error:  # nothing fits: that is the answer, not a mistake
+        return Outcome(
+            (_modelled("parameters", None, "parameters", note=str(error)),), {"cap_gib": half.cap_gib}
+        )
+    return Outcome(
+        (
+            _modelled("parameters", found.num_parameters, "parameters"),
+            _modelled("num_layers", found.num_layers, "layers"),
+            _modelled("num_filters", found.num_filters, "filters"),
+            _modelled("num_microbatches", found.num_microbatches, "micro-batches"),
+            _modelled("peak per accelerator", found.peak_bytes, "bytes"),
+        ),
+        {"cap_gib": half.cap_gib, "placement": found.describe()},
+    )
+
+
+def _run_verify(key: dict[str, Any]) -> Outcome:
+    """Real training steps of a scaled-down model on this machine, counted storage by storage."""
+    from gpipe_bench.experiments.table1.verify_memory import verify
+
+    found = verify(key["model"], key["num_stages"], key["remat"], key["num_microbatches"])
+    fullest = max(range(key["num_stages"]), key=lambda stage: found.tracked[stage])
+    return Outcome(
+        (
+            Quantity(
+                name="tracked peak", value=found.tracked[fullest], unit="bytes", provenance="measured",
+                higher_is_better=False, note="fullest stage",
+            ),
+            _modelled("modelled peak", found.modelled[fullest].peak, "bytes", note="the same stage"),
+            Quantity(
+                name="largest error", value=found.largest_error, unit="ratio", provenance="measured",
+                higher_is_better=False, note="relative difference, largest over the stages",
+            ),
+        ),
+        {
+            "tracked_bytes": list(found.tracked),
+            "modelled_bytes": [stage.peak for stage in found.modelled],
+            "fullest_at": [stage.when for stage in found.modelled],
+        },
+    )  # fmt: skip
+
+
+def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
+    """Every distinct stage of a column alone on a real GPU, under the paper's cap."""
+    if options.device != "cuda":
+        return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
+    from gpipe_bench.experiments.table1.stage_alone import run_column
+
+    return run_column(key["half"], key["column"])
+
+
+def _modelled(name: str, value: float | None, unit: str, note: str = "") -> Quantity:
+    return Quantity(name=name, value=value, unit=unit, provenance="modelled", note=note)
+
+
+EXPERIMENT = Experiment(
+    name="table1",
+    title="Table 1: maximum model size",
+    source="arXiv v5, Table 1",
+    describe=(
+        "Parameters and memory of the paper's ten models on their accelerators, the largest models that fit "
+        "there with this engine, and real training steps that check the memory model."
+    ),
+    profiles={
+        "smoke": "a few columns, two real steps",
+        "short": "all columns at the paper's full size, all real steps on small models; no GPU needed",
+        "full": "the same, and every distinct stage for real on a GPU under the paper's memory cap",
+    },
+    cases=cases,
+    run=run,
+    cells=cells,
+    tables=tables,
+    figures=figures,
+    options=("device",),
+)

@@ -1,0 +1,200 @@
+"""The largest model of a family that fits on K accelerators: the search behind Table 1.
+
+"Fits" means that some split into K stages keeps the modelled peak of every stage within the cap. More
+micro-batches never need more memory (the boundary inputs add up to one mini-batch either way), so sizes are
+searched at one example per micro-batch, and the fewest micro-batches that will do are reported afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+from gpipe_bench.experiments.table1.model_costs import ModelProfile, amoebanet_profile, transformer_profile
+from gpipe_bench.experiments.table1.paper_models import GIB, HALVES, PAPER_NUM_LAYERS
+from gpipe_bench.pipeline.memory.cut import StagePeaks
+from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory
+from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.schedule import Schedule, gpipe, naive
+
+FILTERS_STEP = 16
+_WITHOUT_PROJECTION = 128  # at D = 128 the stem needs no projection, which leaves the family
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All but the size of the model."""
+
+    half: str
+    num_stages: int
+    is_naive: bool
+    precision: str
+    attention: str = "fused"
+    cap_gib: float = 0.0  # 0: the paper's
+    direct: bool = False  # profile every layer at its size instead of scaling from samples
+
+    @property
+    def cap_bytes(self) -> int:
+        return int((self.cap_gib or HALVES[self.half].cap_gib) * GIB)
+
+    @property
+    def batch_size(self) -> int:
+        return HALVES[self.half].batch_size
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Naive-1 keeps all activations of one mini-batch; a pipeline recomputes every micro-batch."""
+        return _schedule(self.num_stages, num_microbatches, self.is_naive)
+
+    def microbatch_counts(self) -> tuple[int, ...]:
+        """Numbers of micro-batches that divide the mini-batch, fewest first."""
+        if self.is_naive:
+            return (1,)
+        return tuple(m for m in range(1, self.batch_size + 1) if self.batch_size % m == 0)
+
+    def profile(self, num_layers: int, num_filters: int, num_microbatches: int) -> ModelProfile:
+        size = self.batch_size // num_microbatches
+        if self.half == "transformer":
+            return transformer_profile(num_layers, size, self.precision, self.attention)
+        outside = num_filters % FILTERS_STEP != 0 or num_filters == _WITHOUT_PROJECTION
+        return amoebanet_profile(num_layers, num_filters, size, self.precision, direct=outside or self.direct)
+
+    def peaks(self, profile: ModelProfile, num_microbatches: int) -> StagePeaks:
+        return StagePeaks(
+            profile.layers,
+            profile.loss,
+            self.schedule(num_microbatches),
+            receive_ahead=1 if self.num_stages > 1 else 0,
+        )
+
+
+@cache
+def _schedule(num_stages: int, num_microbatches: int, is_naive: bool) -> Schedule:
+    return naive(num_stages) if is_naive else gpipe(num_stages, num_microbatches, remat="always")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A model on its stages."""
+
+    num_layers: int
+    num_filters: int
+    num_parameters: int
+    num_microbatches: int
+    partition: Partition
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest accelerator."""
+        return max(stage.peak for stage in self.stages)
+
+    @property
+    def counter_bytes(self) -> int:
+        """The optimizer's step counts, which the paper's 12 bytes per parameter do not contain."""
+        state = OPTIMIZERS["rmsprop"].state
+        return sum(stage.optimizer_state - state * stage.parameters for stage in self.stages)
+
+    def describe(self) -> dict[str, Any]:
+        """For the record: where the cuts are and what fills each stage, in bytes."""
+        return {
+            "num_layers": self.num_layers,
+            "num_filters": self.num_filters,
+            "num_microbatches": self.num_microbatches,
+            "layers_per_stage": [len(stage) for stage in self.partition],
+            "stages": [asdict(stage) for stage in self.stages],
+        }
+
+
+def place(
+    setting: Setting, num_layers: int, num_filters: int, num_microbatches: int, cap_bytes: int | None = None
+) -> Placement | None:
+    """Cut the model so that its fullest stage is smallest; None if that exceeds the cap."""
+    profile = setting.profile(num_layers, num_filters, num_microbatches)
+    if setting.num_stages > len(profile.layers):
+        raise ValueError(
+            f"cannot cut {len(profile.layers)} layers into {setting.num_stages} stages: "
+            f"use at most {len(profile.layers)}"
+        )
+    peaks = setting.peaks(profile, num_microbatches)
+    stages = peaks.partition(setting.cap_bytes if cap_bytes is None else cap_bytes)
+    if stages is None:
+        return None
+    memory = tuple(peaks.memory(stage.start, stage.stop) for stage in stages)
+    return Placement(num_layers, num_filters, profile.num_parameters, num_microbatches, stages, memory)
+
+
+def place_anyhow(setting: Setting, num_layers: int, num_filters: int, num_microbatches: int) -> Placement:
+    """The same without a cap: how much an accelerator would have to hold."""
+    cap = setting.cap_bytes
+    while (placement := place(setting, num_layers, num_filters, num_microbatches, cap)) is None:
+        cap *= 2
+    return placement
+
+
+def place_best(setting: Setting, num_layers: int, num_filters: int) -> Placement:
+    """The same at the number of micro-batches that needs the least memory, the fewest if several do."""
+    *fewer, most = setting.microbatch_counts()
+    best = place_anyhow(setting, num_layers, num_filters, most)
+    for count in reversed(fewer):
+        # Only a placement that needs no more than the best so far is of interest.
+        found = place(setting, num_layers, num_filters, count, best.peak_bytes)
+        best = found if found is not None else best
+    return best
+
+
+def largest(setting: Setting) -> Placement:
+    """The model with most parameters that fits. Raises ValueError if the smallest one does not."""
+    most = setting.microbatch_counts()[-1]
+    best: tuple[int, int, int] | None = None  # parameters, layers, filters
+    if setting.half == "transformer":
+        # The embedding and the softmax are layers too.
+        smallest = max(setting.num_stages - 2, 1)
+        num_layers = _last(lambda count: place(setting, count, 0, most) is not None, smallest)
+        if num_layers is not None:
+            best = (setting.profile(num_layers, 0, most).num_parameters, num_layers, 0)
+    else:
+        for depth in PAPER_NUM_LAYERS:
+            steps = _last(
+                lambda step, depth=depth: place(setting, depth, step * FILTERS_STEP, most) is not None,  # type: ignore[misc]
+                _first_above(setting, depth, most, best[0] if best else 0),
+            )
+            if steps is not None:
+                filters = steps * FILTERS_STEP
+                best = (setting.profile(depth, filters, most).num_parameters, depth, filters)
+    if best is None:
+        raise ValueError(
+            f"no {HALVES[setting.half].model} fits into {setting.cap_bytes / GIB:g} GiB on "
+            f"{setting.num_stages} accelerator(s) with mini-batch {setting.batch_size}: raise the cap"
+        )
+    for count in setting.microbatch_counts():
+        placement = place(setting, best[1], best[2], count)
+        if placement is not None:
+            return placement
+    raise AssertionError("a model that fits at the most micro-batches fits")
+
+
+def _first_above(setting: Setting, depth: int, num_microbatches: int, parameters: int) -> int:
+    """The smallest width, in steps, that would beat the best model so far."""
+
+    def beaten(step: int) -> bool:
+        filters = step * FILTERS_STEP
+        return setting.profile(depth, filters, num_microbatches).num_parameters <= parameters
+
+    last = _last(beaten, 1)
+    return 1 if last is None else last + 1
+
+
+def _last(fits: Callable[[int], bool], start: int) -> int | None:
+    """The largest number from ``start`` on that fits, if fitting is lost only once."""
+    if not fits(start):
+        return None
+    reach = 1
+    while fits(start + reach):
+        reach *= 2
+    low, high = start + reach // 2, start + reach
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

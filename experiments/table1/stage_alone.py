@@ -1,0 +1,219 @@
+"""One stage of a pipeline for real, alone on one device: Table 1's columns measured on a single GPU.
+
+K accelerators are not needed to see what one of them must hold. The stage gets made-up boundary tensors of
+the right shape where its neighbours would send theirs, and drops what it would send; everything else is a
+training step of the engine. Every distinct stage of a column runs under the paper's cap, so a measured "fits"
+for the 128-stage Transformer takes one GPU. On a CPU the same code counts storages instead (used by tests).
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_bench.experiments.table1.largest import Placement, Setting, place_anyhow
+from gpipe_bench.experiments.table1.model_costs import meta_model
+from gpipe_bench.experiments.table1.paper_models import GIB, HALVES, Column, column
+from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.models import example_batch, loss_fn
+from gpipe_bench.pipeline import engine
+from gpipe_bench.pipeline.clock import Clock
+from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.peaks import StageMemory
+from gpipe_bench.pipeline.memory.profile import LayerProfile
+from gpipe_bench.pipeline.memory.tracker import LiveMemory
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.stage.microbatch import Message, split
+from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+from gpipe_bench.pipeline.transport import InProcess
+
+NUM_STEPS = 2  # the optimizer's state exists from the second step on
+
+
+class MadeUp(InProcess):
+    """Stands for the neighbours of one stage: sends it random tensors and takes what it sends."""
+
+    def __init__(
+        self, inputs: Boundary, outputs: Boundary, unused: frozenset[int], device: torch.device
+    ) -> None:
+        super().__init__()
+        self._inputs, self._outputs, self._unused, self._device = inputs, outputs, unused, device
+
+    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
+        """Dropped at once, as if it had left."""
+
+    def receive_activation(self, stage: int, microbatch: int) -> Message:
+        specs = [self._inputs.tensors[index] for index in self._inputs.distinct]
+        places = {index: place for place, index in enumerate(self._inputs.distinct)}
+        structure = tuple(places[first] for first in self._inputs.same_as) if self._inputs.is_tuple else None
+        tensors = tuple(self._make(spec) for spec in specs)
+        return Message(tensors, structure, tuple(spec.requires_grad for spec in specs))
+
+    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
+        """Dropped at once, as if it had left."""
+
+    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
+        ends = self._outputs
+        return tuple(
+            self._make(ends.tensors[index])
+            if ends.tensors[index].requires_grad and index not in self._unused
+            else None
+            for index in ends.distinct
+        )
+
+    def _make(self, spec: TensorSpec) -> torch.Tensor:
+        if spec.dtype.is_floating_point:
+            return torch.randn(spec.shape, dtype=spec.dtype, device=self._device)
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is needed to run one stage of a placement."""
+
+    index: int
+    layers: range
+    memory: StageMemory
+    profiles: tuple[LayerProfile, ...]
+
+
+def distinct_parts(setting: Setting, placement: Placement) -> list[Part]:
+    """The stages that differ in their layers or in being first or last."""
+    profile = setting.profile(placement.num_layers, placement.num_filters, placement.num_microbatches)
+    found: dict[object, Part] = {}
+    last = len(placement.partition) - 1
+    for index, (layers, memory) in enumerate(zip(placement.partition, placement.stages, strict=True)):
+        profiles = profile.layers[layers.start : layers.stop]
+        key = (tuple(map(id, profiles)), index == 0, index == last)
+        found.setdefault(key, Part(index, layers, memory, profiles))
+    return list(found.values())
+
+
+def measure(
+    part: Part, model: nn.Sequential, half: str, schedule: Schedule, options: dict[str, Any], batch_size: int,
+    device: torch.device,
+) -> int:  # fmt: skip
+    """Peak bytes of a steady training step of one stage with RMSProp, one parameter updated at a time."""
+    layers = [_materialized(model[layer], device) for layer in part.layers]
+    is_last = part.index == schedule.num_stages - 1
+    stage = Stage(part.index, layers, part.layers.start, device=device, is_last=is_last)
+    inputs, target = example_batch(HALVES[half].model, batch_size, device=device, **options)
+    first, final = part.profiles[0], part.profiles[-1]
+    transport = MadeUp(first.inputs, final.outputs, final.unused, device)
+    program = engine.prepare(schedule, {part.index: stage})
+    clock = Clock([step.action for step in program], [torch.device("cpu")] * schedule.num_stages)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    optimizer = torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.9, foreach=False)
+    compute_loss, count = loss_fn(HALVES[half].model, **options), schedule.num_microbatches
+    feed = split(inputs, count) if stage.is_first else ()
+    targets = split(target, count) if is_last else ()
+    held = _num_bytes(inputs if stage.is_first else ()) + _num_bytes(target if is_last else ())
+    if not stage.is_first:
+        del inputs
+    memory = LiveMemory() if device.type == "cpu" else None
+    with memory or nullcontext():
+        if memory is not None:
+            memory.watch([*parameters, *(buffer for layer in layers for buffer in layer.buffers())])
+        for step in range(NUM_STEPS):
+            if step == NUM_STEPS - 1:
+                _reset(memory, device)
+            stage.begin(
+                step, count, training=True, feed=feed, targets=targets,
+                loss_fn=compute_loss if is_last else None, shares=(1 / count,) * count if is_last else (),
+            )  # fmt: skip
+            engine.run(program, transport, clock)
+            stage.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+    if memory is not None:
+        return memory.peak_bytes[""] + held
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def _reset(memory: LiveMemory | None, device: torch.device) -> None:
+    if memory is not None:
+        memory.reset_peaks()
+    else:
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _materialized(layer: nn.Module, device: torch.device) -> nn.Module:
+    """A layer of the meta model with real memory and harmless values."""
+    layer = layer.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(1.0)
+        for name, buffer in layer.named_buffers():
+            buffer.fill_(1) if name.endswith("running_var") else buffer.zero_()
+    return layer.train()
+
+
+def _num_bytes(value: Any) -> int:
+    tensors = (value,) if isinstance(value, torch.Tensor) else value
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def run_column(half: str, name: str) -> Outcome:
+    """Every distinct stage of a column of Table 1 on this GPU, under the paper's cap.
+
+    The cap holds for the caching allocator, fragmentation included; a stage that runs out of memory is a
+    result. Modelled peaks are of the same placement, without receives posted ahead.
+    """
+    size: Column = column(half, name)
+    data = HALVES[half]
+    setting = Setting(
+        half, size.num_stages, size.is_naive, "float32", "fused" if half == "transformer" else "none"
+    )
+    placement = place_anyhow(setting, size.num_layers, size.num_filters, setting.microbatch_counts()[-1])
+    schedule = setting.schedule(placement.num_microbatches)
+    device = torch.device("cuda", torch.cuda.current_device())
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, data.cap_gib * GIB / total), device)
+    stages: list[dict[str, Any]] = []
+    try:
+        for part in distinct_parts(setting, placement):
+            shape = {"num_layers": size.num_layers}
+            if half == "amoebanet":
+                shape["num_filters"] = size.num_filters
+            model = meta_model(half, **shape)
+            measured: int | None = None
+            try:
+                measured = measure(part, model, half, schedule, dict(data.options), data.batch_size, device)
+            except (torch.OutOfMemoryError, engine.ActionError) as error:
+                if not _out_of_memory(error):
+                    raise
+            stages.append({"stage": part.index, "measured": measured, "modelled": part.memory.peak})
+            del model
+            gc.collect()
+            torch.cuda.empty_cache()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    fits = all(stage["measured"] is not None for stage in stages)
+    fullest = max(stages, key=lambda stage: stage["modelled"])
+    peaks = [stage["measured"] for stage in stages if stage["measured"] is not None]
+    return Outcome(
+        (
+            Quantity(
+                name="measured peak", value=max(peaks, default=None), unit="bytes", provenance="measured"
+            ),
+            Quantity(name="modelled peak", value=fullest["modelled"], unit="bytes", provenance="modelled"),
+        ),
+        {
+            "fits": fits, "cap_gib": data.cap_gib, "stages": stages,
+            "num_microbatches": placement.num_microbatches, "device": torch.cuda.get_device_name(device),
+        },
+    )  # fmt: skip
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)

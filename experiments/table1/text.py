@@ -1,0 +1,229 @@
+"""Table 1 as text: the comparison with the paper, then what the paper does not print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpipe_bench.experiments.table1.cells import find
+from gpipe_bench.experiments.table1.paper_models import COLUMNS, GIB, HALVES, Column
+from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.units import show
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.report.tables import text_table
+
+PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
+
+
+def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+    """Everything that `run` and `compare` print."""
+    parts = [text_table(comparisons)]
+    for half in HALVES:
+        for attention in dict.fromkeys(
+            str(r.case["attention"]) for r in records if r.case.get("half") == half and "attention" in r.case
+        ):
+            parts += [_memory_table(records, half, attention), _largest_table(records, half, attention)]
+    parts += [_verification(records), _devices(records)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _heading(half: str, attention: str) -> str:
+    data = HALVES[half]
+    note = "" if attention == "none" else f", {attention} attention"
+    return f"{data.model}{note}, mini-batch {data.batch_size}, {data.cap_gib} GiB per accelerator"
+
+
+def _grid(lines: list[list[str]], columns: Sequence[Column]) -> str:
+    from tabulate import tabulate
+
+    return str(tabulate(lines, ["", *(column.name for column in columns)], disable_numparse=True))
+
+
+def _gib(num_bytes: float) -> str:
+    return show(num_bytes / GIB, "GiB", 3)
+
+
+def _memory_table(records: Sequence[Record], half: str, attention: str) -> str:
+    """What fills the accelerators with the paper's models."""
+    found = {
+        column: record
+        for column in COLUMNS[half]
+        if (record := find(records, part="paper", half=half, column=column.name, attention=attention))
+        and record.status == "done"
+    }
+    if not found:
+        return ""
+    placements = {column: record.details["placement"] for column, record in found.items()}
+    lines = [["micro-batches", *(str(each["num_microbatches"]) for each in placements.values())]]
+    for part in PARTS:
+        total = [sum(stage[part] for stage in each["stages"]) for each in placements.values()]
+        lines.append([part.replace("_", " "), *map(_gib, total)])
+    for row, parts in (
+        ("parameter memory", ("parameters", "optimizer_state")),
+        ("  activations, as judged", ("boundary", "activations", "transients")),
+        ("  with gradients", ("boundary", "activations", "transients", "gradients")),
+    ):
+        total = [
+            sum(stage[part] for part in parts for stage in each["stages"]) for each in placements.values()
+        ]
+        lines.append([row, *map(_gib, total)])
+    for prefix, row in (("", "fullest accelerator"), ("best ", "fullest at the best M")):
+        values, verdicts = [], []
+        for record in found.values():
+            peak, count = (
+                record.quantity(f"{prefix}peak per accelerator"),
+                record.quantity(f"{prefix}num_microbatches"),
+            )
+            assert peak is not None, "a finished case has its peak"
+            assert peak.value is not None, "and a number in it"
+            assert count is not None, "and its number of micro-batches"
+            values.append(_gib(peak.value) + (f" (M = {count.value})" if prefix else ""))
+            verdicts.append("yes" if peak.value <= record.details["cap_gib"] * GIB else "no")
+        lines += [[row, *values], ["  fits", *verdicts]]
+    title = (
+        f"The paper's models here: {_heading(half, attention)} (modelled)\n"
+        "Sums over the accelerators, at the moment each is fullest; float32, RMSProp with momentum"
+    )
+    return f"{title}\n\n{_grid(lines, list(found))}"
+
+
+def _largest_table(records: Sequence[Record], half: str, attention: str) -> str:
+    """The largest models, their ratio to the paper's and to ours without a pipeline."""
+    columns = [
+        column
+        for column in COLUMNS[half]
+        if find(records, part="largest", half=half, column=column.name, attention=attention)
+    ]
+    if not columns:
+        return ""
+    lines = [["paper", *(_size(column.num_layers, column.num_filters) for column in columns)]]
+    for precision in dict.fromkeys(
+        str(r.case["precision"]) for r in records if r.case.get("part") == "largest"
+    ):
+        found = [
+            find(
+                records,
+                part="largest",
+                half=half,
+                column=column.name,
+                attention=attention,
+                precision=precision,
+            )
+            for column in columns
+        ]
+        if not any(found):
+            continue
+        counts = [_value(record, "parameters") for record in found]
+        naive = _value(
+            find(
+                records, part="largest", half=half, column="naive-1", attention=attention, precision=precision
+            ),
+            "parameters",
+        )
+        paper = [
+            _value(
+                find(records, part="paper", half=half, column=column.name, attention=attention), "parameters"
+            )
+            for column in columns
+        ]
+        lines += [
+            [precision, *map(_largest_size, found)],
+            ["  parameters", *("-" if count is None else show(count, "parameters") for count in counts)],
+            ["  times the paper's model", *map(_ratio, counts, paper)],
+            ["  times our naive-1", *(_ratio(count, naive) for count in counts)],
+            ["  micro-batches needed", *(_count(record, "num_microbatches") for record in found)],
+            ["  fullest accelerator", *(_peak(record) for record in found)],
+        ]
+    title = f"The largest models that fit: {_heading(half, attention)} (modelled)"
+    notes = [
+        f"Nothing fits in {record.case['column']}, {record.case['precision']}: {parameters.note}"
+        for record in records
+        if record.case.get("part") == "largest"
+        and record.case["half"] == half
+        and record.case["attention"] == attention
+        and (parameters := record.quantity("parameters")) is not None
+        and parameters.value is None
+    ]
+    return "\n".join([title, "", _grid(lines, columns), *notes])
+
+
+def _size(num_layers: int, num_filters: int) -> str:
+    return f"({num_layers}, {num_filters})" if num_filters else f"L = {num_layers}"
+
+
+def _value(record: Record | None, name: str) -> float | None:
+    quantity = record.quantity(name) if record is not None else None
+    return quantity.value if quantity is not None else None
+
+
+def _largest_size(record: Record | None) -> str:
+    layers, filters = _value(record, "num_layers"), _value(record, "num_filters")
+    if layers is None:
+        return "-" if record is None else "nothing fits"
+    return _size(int(layers), int(filters or 0))
+
+
+def _ratio(over: float | None, under: float | None) -> str:
+    return "-" if over is None or not under else f"{over / under:.2f}"
+
+
+def _count(record: Record | None, name: str) -> str:
+    value = _value(record, name)
+    return "-" if value is None else str(value)
+
+
+def _peak(record: Record | None) -> str:
+    value = _value(record, "peak per accelerator")
+    return "-" if value is None else _gib(value)
+
+
+def _verification(records: Sequence[Record]) -> str:
+    """How well the model meets real steps."""
+    from tabulate import tabulate
+
+    found = [r for r in records if r.case.get("part") == "verify" and r.status == "done"]
+    if not found:
+        return ""
+    lines = []
+    for model in dict.fromkeys(str(r.case["model"]) for r in found):
+        for num_stages in dict.fromkeys(r.case["num_stages"] for r in found):
+            group = [r for r in found if r.case["model"] == model and r.case["num_stages"] == num_stages]
+            if not group:
+                continue
+            worst = max(group, key=lambda record: _value(record, "largest error") or 0.0)
+            tracked, modelled = _value(worst, "tracked peak"), _value(worst, "modelled peak")
+            assert tracked is not None, "a finished verification counted"
+            assert modelled is not None, "and modelled"
+            lines.append(
+                [
+                    model, num_stages, len(group), f"{100 * (_value(worst, 'largest error') or 0):.4f} %",
+                    f"{worst.case['remat']}, M = {worst.case['num_microbatches']}",
+                    f"{tracked / 2**20:.3f} MiB", f"{modelled / 2**20:.3f} MiB",
+                ]
+            )  # fmt: skip
+    headers = ["model (scaled down)", "K", "steps", "largest error", "at", "counted (measured)", "modelled"]
+    table = tabulate(lines, headers, disable_numparse=True)
+    title = "The memory model against real training steps on this machine, counted storage by storage"
+    return f"{title}\n\n{table}"
+
+
+def _devices(records: Sequence[Record]) -> str:
+    """Real stages on a GPU, where they ran."""
+    from tabulate import tabulate
+
+    found = [r for r in records if r.case.get("part") == "device"]
+    lines = []
+    for record in found:
+        key = [record.case["half"], record.case["column"]]
+        measured, modelled = record.quantity("measured peak"), record.quantity("modelled peak")
+        if record.status != "done" or measured is None or modelled is None:
+            lines.append([*key, record.status, "", "", record.reason])
+            continue
+        assert measured.value is not None, "a finished column has a peak"
+        assert modelled.value is not None, "and a modelled one"
+        fits = "fits" if record.details["fits"] else "does not fit"
+        lines.append([*key, len(record.details["stages"]), _gib(measured.value), _gib(modelled.value), fits])
+    if not lines:
+        return ""
+    headers = ["model", "column", "distinct stages", "measured peak", "modelled peak", "under the cap"]
+    title = "Every distinct stage for real on this GPU, alone, under the paper's cap (fullest one)"
+    return f"{title}\n\n{tabulate(lines, headers, disable_numparse=True)}"

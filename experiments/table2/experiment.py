@@ -1,0 +1,110 @@
+"""Table 2: normalised throughput of AmoebaNet-D (18, 256) and Transformer-48 over K and M.
+
+Expected: throughput grows with M until the bubble is gone, and with K almost linearly for the Transformer,
+whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even. About six minutes on two
+laptop cores:
+
+    python -m experiments run table2
+
+Every action is measured in whole steps, with all stages in one process, and laid out on K devices
+(`replayed`); where there are as many devices as stages the step is also run on them (`measured`), and the
+difference is the replay's error. One table at a fixed mini-batch, so that only K and M differ, and one with
+the mini-batch fitted to a memory cap, as the paper did; they are not mixed. All cells of a model take turns
+in one run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, Size, Subject
+from gpipe_bench.experiments.measuring.step_results import devices, measure, results
+from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
+from gpipe_bench.experiments.table2.cells import cells
+from gpipe_bench.experiments.table2.figures import figures
+from gpipe_bench.experiments.table2.text import tables
+from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.measuring.step_timing import Configuration
+
+STAGES = (2, 4, 8)
+MICROBATCHES = (1, 4, 32)
+SMOKE_STAGES = (2, 4)
+SMOKE_MICROBATCHES = (1, 4)
+ROUNDS = {
+    "smoke": {"fixed": 1, "fitted": 1},
+    "short": {"fixed": 2, "fitted": 3},
+    "full": {"fixed": 4, "fitted": 4},
+}
+ESTIMATE_S = {"smoke": (7.0, 7.0), "short": (95.0, 60.0), "full": (150.0, 150.0)}
+BATCHES = ("fixed", "fitted")
+FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted
+
+
+def cases(options: RunOptions) -> list[Case]:
+    return [
+        Case({"model": name, "batch": batch}, ESTIMATE_S[options.profile][BATCHES.index(batch)])
+        for batch in BATCHES
+        for name in SUBJECTS
+        if options.profile != "smoke" or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
+    ]
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    subject = SUBJECTS[str(case.key["model"])]
+    batch = str(case.key["batch"])
+    plan, batch_facts = _plan(subject, subject.sizes[options.profile], batch, options)
+    task, facts = timing_task(
+        subject, (configuration for configuration, _ in plan), ROUNDS[options.profile][batch], options
+    )
+    quantities, details = results(plan, measure(task), options.device)
+    return Outcome(tuple(quantities), {**facts, "model": subject.model, **batch_facts, **details})
+
+
+def _plan(
+    subject: Subject, size: Size, batch: str, options: RunOptions
+) -> tuple[list[tuple[Configuration, tuple[int, ...]]], dict[str, Any]]:
+    """What is run, and the numbers of micro-batches each is laid out with."""
+    from gpipe_bench.experiments.measuring.step_timing import Configuration
+
+    smoke = options.profile == "smoke"
+    stages, counts = (SMOKE_STAGES, SMOKE_MICROBATCHES) if smoke else (STAGES, MICROBATCHES)
+    num_devices = devices(options.device)
+    if batch == "fixed":
+        return [
+            (Configuration(k, m, size.batch_size, runs_for_real=k == num_devices), (m,))
+            for k in stages
+            for m in counts
+        ], {"batch_size": size.batch_size}
+    from gpipe_bench.experiments.table2.fitted_batch import fitted_microbatch
+
+    fitted: dict[tuple[int, int], list[int]] = {}
+    peaks: dict[str, int] = {}
+    for k in stages:
+        for m in counts:
+            examples, peak = fitted_microbatch(subject.model, size.options, k, m, size.cap_bytes)
+            fitted.setdefault((k, examples), []).append(m)
+            peaks[f"K={k} M={m}"] = peak
+    plan = [
+        (Configuration(k, FITTED_MICROBATCHES, FITTED_MICROBATCHES * examples), tuple(ms))
+        for (k, examples), ms in fitted.items()
+    ]
+    return plan, {"cap_bytes": size.cap_bytes, "modelled_peak_bytes": peaks}
+
+
+EXPERIMENT = timed_experiment(
+    name="table2",
+    title="Table 2: normalised throughput over K and M",
+    source="arXiv v5, Table 2",
+    describe=(
+        "AmoebaNet-D (18, 256) and Transformer-48 on 2, 4 and 8 stages with 1, 4 and 32 micro-batches: "
+        "actions measured in one process and laid out on K devices, beside real steps on K = 2."
+    ),
+    smoke="tiny models, K up to 4, M up to 4",
+    cases=cases,
+    run=run,
+    cells=cells,
+    tables=tables,
+    figures=figures,
+)

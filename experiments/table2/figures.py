@@ -1,0 +1,131 @@
+"""Table 2 drawn: throughput over M with bound and paper, efficiency as a map, and steps behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpipe_bench.experiments.table2.cells import TABLES, cell_names, find
+from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.records.record import Record
+
+
+def figures(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Writes all figures there are records for; returns their paths."""
+    paths = []
+    for batch in ("fixed", "fitted"):
+        found = {model: record for model in TABLES if (record := find(records, model, batch)) is not None}
+        if found:
+            paths.append(_throughput(found, batch, folder / f"table2-throughput-{batch}.png"))
+    found = {model: record for model in TABLES if (record := find(records, model, "fixed")) is not None}
+    if found:
+        paths.append(_efficiency(found, folder / "table2-efficiency.png"))
+        paths += _charts(found, folder)
+    return paths
+
+
+def _throughput(found: dict[str, Record], batch: str, path: Path) -> Path:
+    import seaborn
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    seaborn.set_theme(style="whitegrid", context="paper")
+    figure = Figure(figsize=(4.6 * len(found) + 0.4, 4.2), layout="constrained")
+    every = figure.subplots(1, len(found), squeeze=False)[0]
+    printed = {(c.table, c.row, c.column): c.value for c in load_paper() if c.source == "paper"}
+    for axes, (model, record) in zip(every, found.items(), strict=True):
+        stages = sorted({k for k, _ in cell_names(record)})
+        counts = sorted({m for _, m in cell_names(record)})
+        colors = seaborn.color_palette("viridis", len(stages))
+        for color, k in zip(colors, stages, strict=True):
+            ours = [_value(record, f"normalised throughput K={k} M={m}") for m in counts]
+            limit = [_value(record, f"normalised bound throughput K={k} M={m}") for m in counts]
+            paper = [printed.get((TABLES[model], f"M={m}", f"K={k}")) for m in counts]
+            ran = [_value(record, f"normalised real throughput K={k} M={m}") for m in counts]
+            _line(axes, counts, ours, color=color, marker="o", label=f"K = {k}")
+            _line(axes, counts, limit, color=color, linestyle=":", linewidth=1.2)
+            _line(axes, counts, paper, color=color, linestyle="none", marker="x", markersize=7)
+            _line(
+                axes, counts, ran, color=color, linestyle="none", marker="s", markersize=9, fillstyle="none"
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(m) for m in counts])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("micro-batches M")
+        axes.set_ylabel("throughput, K = 2, M = 1 is 1")
+        scale = record.details["scale"]
+        axes.set_title(record.details["title"] + (f"\nscaled: {scale}" if scale else ""), fontsize=9)
+        axes.legend(loc="upper left", fontsize=8)
+    marks = [
+        Line2D([], [], color="0.3", marker="o", label="ours, replayed"),
+        Line2D([], [], color="0.3", marker="s", linestyle="none", fillstyle="none", label="ours, measured"),
+        Line2D([], [], color="0.3", linestyle=":", label="bound: even stages"),
+        Line2D([], [], color="0.3", marker="x", linestyle="none", label="paper (TPU)"),
+    ]
+    figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    what = "the same mini-batch everywhere" if batch == "fixed" else "mini-batch fitted to memory"
+    figure.suptitle(f"Table 2: throughput over micro-batches, {what}", fontsize=11)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _efficiency(found: dict[str, Record], path: Path) -> Path:
+    """Throughput over K times what one device would do: how much of the devices is used."""
+    import seaborn
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.9 * len(found) + 0.4, 3.2), layout="constrained")
+    every = figure.subplots(1, len(found), squeeze=False)[0]
+    for axes, record in zip(every, found.values(), strict=True):
+        stages = sorted({k for k, _ in cell_names(record)})
+        counts = sorted({m for _, m in cell_names(record)})
+        shares = [[_busy(record, k, m) for m in counts] for k in stages]
+        seaborn.heatmap(
+            shares, ax=axes, vmin=0, vmax=100, annot=True, fmt=".0f", cmap="viridis", cbar=False,
+            xticklabels=[str(m) for m in counts], yticklabels=[str(k) for k in stages],
+        )  # fmt: skip
+        axes.set_xlabel("micro-batches M")
+        axes.set_ylabel("stages K")
+        axes.set_title(record.details["title"], fontsize=9)
+    figure.suptitle("Share of the device time that is filled (%), replayed, fixed mini-batch", fontsize=10)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _busy(record: Record, num_stages: int, num_microbatches: int) -> float:
+    from gpipe_bench.experiments.measuring.timed_actions import TimedActions, lay_out
+
+    facts = record.details["cells"][f"K={num_stages} M={num_microbatches}"]
+    if "actions" not in facts:
+        return float("nan")
+    return 100 * (1 - lay_out(TimedActions.from_data(facts["actions"])).bubble)
+
+
+def _charts(found: dict[str, Record], folder: Path) -> list[Path]:
+    """The step of the largest K with four micro-batches, as it is laid out."""
+    from gpipe_bench.experiments.report.gantt import gantt
+    from gpipe_bench.pipeline.plan.timeline import Timeline
+
+    paths = []
+    for model, record in found.items():
+        names = [f"K={k} M={m}" for k, m in cell_names(record) if m == 4]
+        drawn = [name for name in names if record.details["cells"][name].get("timeline")]
+        if drawn:
+            name = drawn[-1]
+            timeline = Timeline.from_data(record.details["cells"][name]["timeline"])
+            path = folder / f"table2-step-{model}.png"
+            gantt(timeline, f"{record.details['title']}, {name}").savefig(path, dpi=150)
+            paths.append(path)
+    return paths
+
+
+def _line(axes: Any, x: Sequence[float], y: Sequence[float | None], **style: Any) -> None:
+    points = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), **style)
+
+
+def _value(record: Record, name: str) -> float | None:
+    quantity = record.quantity(name)
+    return None if quantity is None else quantity.value

@@ -1,0 +1,1 @@
+"""Table 3: throughput without a fast interconnect."""

@@ -1,0 +1,211 @@
+"""Table 3's numbers from action times, measured or modelled: laid out over PCIe, over a free link, and how
+fast a link must be.
+
+What a scaled model on this machine and the paper's model on a P100 share is the schedule and the balance of
+the stages, not how long a message takes beside an action. So the scaled model's link is slowed down by as
+much as its actions are, per byte; that factor needs the P100's speed, which is modelled, and the share of its
+peak that real programs reach, which is assumed. The range of that assumption becomes the cells' declared gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from gpipe_bench.experiments.measuring.bandwidths import hidden_from, same_share
+from gpipe_bench.experiments.measuring.step_results import joined, normalised, per_round
+from gpipe_bench.experiments.measuring.timed_actions import TimedActions, balanced, lay_out
+from gpipe_bench.harness.judging.stats import from_samples
+from gpipe_bench.harness.records.record import Provenance, Quantity
+from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
+from gpipe_bench.pipeline.plan.schedule import Kind
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.measuring.roofline import Estimate
+    from gpipe_bench.experiments.measuring.step_timing import Configuration, Found
+    from gpipe_bench.experiments.table3.slow_link_steps import LinkFound
+
+PCIE = LINKS["pcie3-host"]
+SHARE_OF_PEAK = 0.5
+SHARES_OF_PEAK = (0.25, 0.75)
+"""What real programs reach of a device's peaks: assumed, and the range over which the answer is given."""
+ASSUMPTION = (
+    f"a P100's programs are taken to run at {SHARE_OF_PEAK:.0%} of what its arithmetic and memory allow, "
+    f"{SHARES_OF_PEAK[0]:.0%} to {SHARES_OF_PEAK[1]:.0%} as the range"
+)
+
+Rounds = Mapping[int, Sequence[TimedActions]]  # by K
+
+
+def modelled(
+    paper: Estimate, stages: Sequence[int], num_microbatches: int, batch_size: int
+) -> tuple[list[Quantity], dict[str, Any]]:
+    """The paper's size on its own hardware over PCIe."""
+    rounds = {k: [paper.actions(k, num_microbatches, SHARE_OF_PEAK)] for k in stages}
+    quantities = _throughputs(rounds, {"PCIe": PCIE, "free link": FREE}, batch_size, "modelled")
+    quantities += _bounds(rounds, PCIE, "modelled") + _hidden(rounds, PCIE.latency_s, "modelled")
+    for share in SHARES_OF_PEAK:
+        at = {k: [paper.actions(k, num_microbatches, share)] for k in stages}
+        found = _normalised_throughput(at, PCIE)
+        quantities += [
+            _number(f"normalised throughput at {share:.0%} of the peak K={k}", values, "modelled")
+            for k, values in found.items()
+        ]
+    return quantities, {
+        "batch_size": batch_size, "assumption": ASSUMPTION, "num_parameters": paper.num_parameters,
+        "judged": "PCIe", "stages": {f"K={k}": _facts(each) for k, each in rounds.items()},
+    }  # fmt: skip
+
+
+def replayed(
+    plan: Sequence[Configuration], found: Sequence[Found], num_microbatches: int, paper: Estimate
+) -> tuple[list[Quantity], dict[str, Any]]:
+    """Actions of this machine over PCIe as it is, and over PCIe slowed down as much as they are."""
+    rounds: dict[int, list[TimedActions]] = {}
+    for index, configuration in enumerate(plan):
+        timed = per_round([each.steps[index] for each in found])
+        rounds[configuration.num_stages] = [
+            replace(each, num_microbatches=num_microbatches) for each in timed
+        ]
+    batch_size = num_microbatches * plan[0].microbatch_size
+    slowed = _slowed(rounds, paper, SHARE_OF_PEAK)
+    links = {"PCIe": PCIE, "PCIe, same share": slowed, "free link": FREE}
+    quantities = _throughputs(rounds, links, batch_size, "replayed")
+    quantities += _bounds(rounds, slowed, "replayed") + _hidden(rounds, 0.0, "replayed")
+    whole = {k: [joined(each)] for k, each in rounds.items()}
+    middle, *edges = [
+        _normalised_throughput(whole, _slowed(rounds, paper, share))
+        for share in (SHARE_OF_PEAK, *SHARES_OF_PEAK)
+    ]
+    return quantities, {
+        "batch_size": batch_size,
+        "assumption": ASSUMPTION,
+        "judged": "PCIe, same share",
+        "gap": {f"K={k}": max(abs(edge[k][0] / middle[k][0] - 1) for edge in edges) for k in rounds},
+        "slowed_link": {"latency_s": slowed.latency_s, "bandwidth_bytes_per_s": slowed.bandwidth_bytes_per_s},
+        "stages": {f"K={k}": _facts(each) for k, each in rounds.items()},
+        "counts": {f"K={c.num_stages}": found[0].steps[i].counts for i, c in enumerate(plan)},
+        "processes": len(found),
+        "conditions": [each.conditions for each in found],
+        "used_by_others": max(each.busy_share for each in found),
+    }
+
+
+def over_link(
+    multiples: Sequence[float | None], found: Sequence[LinkFound]
+) -> tuple[list[Quantity], dict[str, Any]]:
+    """Steps over the limited link beside the replay over a link with its measured numbers, round by round."""
+    quantities, points = [], []
+    rounds = [joined([each.timed[number] for each in found]) for number in range(len(found[0].timed))]
+    for index, multiple in enumerate(multiples):
+        rate = found[0].rates[index]
+        name = "without a limit" if multiple is None else f"at {multiple:g} messages per forward"
+        at = [found[0].measured[number][index] for number in range(len(rounds))]
+        real_s = [max(each.measured[number][index].step_s for each in found) for number in range(len(rounds))]
+        links = [Link("measured", each.latency_s, each.bandwidth_bytes_per_s) for each in at]
+        laid_out_s = [lay_out(timed, link).makespan_s for timed, link in zip(rounds, links, strict=True)]
+        free_s = [lay_out(timed).makespan_s for timed in rounds]
+        errors = [ours / real - 1 for ours, real in zip(laid_out_s, real_s, strict=True)]
+        quantities += [
+            from_samples(f"bandwidth {name}", [each.bandwidth_bytes_per_s / 1e6 for each in at], "MB/s"),
+            from_samples(f"latency {name}", [1e6 * each.latency_s for each in at], "us"),
+            from_samples(f"real step {name}", [1e3 * s for s in real_s], "ms", higher_is_better=False),
+            from_samples(
+                f"step {name}", [1e3 * s for s in laid_out_s], "ms", provenance="replayed",
+                higher_is_better=False,
+            ),
+            from_samples(
+                f"replay error {name}", errors, "ratio",
+                note="replayed step / measured step - 1, round by round",
+            ),
+        ]  # fmt: skip
+        points.append(
+            {
+                "name": name, "rate_bytes_per_s": rate, "multiple": multiple,
+                "bandwidth_bytes_per_s": median(each.bandwidth_bytes_per_s for each in at),
+                "throughput": median(free / real for free, real in zip(free_s, real_s, strict=True)),
+            }
+        )  # fmt: skip
+    return quantities, {
+        "points": points,
+        "actions": joined(rounds).to_data(),
+        "congestion_control": found[0].congestion_control,
+    }
+
+
+def _slowed(rounds: Rounds, paper: Estimate, share_of_peak: float) -> Link:
+    """PCIe for this machine's model: see `same_share`. Times are those of all stages, bytes of all cuts."""
+    slower, larger = [], []
+    for num_stages, several in rounds.items():
+        timed = joined(several)
+        theirs = paper.actions(num_stages, timed.num_microbatches, share_of_peak)
+        slower.append(_compute_s(timed) / _compute_s(theirs))
+        larger.append(sum(timed.activation_bytes) / sum(theirs.activation_bytes))
+    return same_share(PCIE, mean(slower), mean(larger))
+
+
+def _compute_s(timed: TimedActions) -> float:
+    """Seconds of one micro-batch through all stages, there and back."""
+    return sum(timed.medians_s().values())
+
+
+def _throughputs(
+    rounds: Rounds, links: Mapping[str, Link], batch_size: int, provenance: Provenance
+) -> list[Quantity]:
+    quantities: list[Quantity] = []
+    for name, link in links.items():
+        steps = {
+            f"K={k}": [lay_out(timed, link).makespan_s for timed in several] for k, several in rounds.items()
+        }
+        throughput = {cell: [batch_size / step_s for step_s in each] for cell, each in steps.items()}
+        first = next(iter(throughput.values()))
+        quantities += normalised(f"throughput over {name}", throughput, first, provenance)
+    return quantities
+
+
+def _normalised_throughput(rounds: Rounds, link: Link) -> dict[int, list[float]]:
+    steps = {k: [lay_out(timed, link).makespan_s for timed in several] for k, several in rounds.items()}
+    first = next(iter(steps.values()))
+    return {k: [base / step for base, step in zip(first, each, strict=True)] for k, each in steps.items()}
+
+
+def _bounds(rounds: Rounds, link: Link, provenance: Provenance) -> list[Quantity]:
+    """Even stages and a free link, relative to our K = 2, and how much of that a step over `link` reaches."""
+    quantities = []
+    base_s = [lay_out(timed, link).makespan_s for timed in next(iter(rounds.values()))]
+    for k, several in rounds.items():
+        bound_s = [balanced(timed).makespan_s for timed in several]
+        step_s = [lay_out(timed, link).makespan_s for timed in several]
+        limits = [base / even for base, even in zip(base_s, bound_s, strict=True)]
+        reached = [even / step for even, step in zip(bound_s, step_s, strict=True)]
+        quantities += [
+            _number(f"normalised bound K={k}", limits, provenance),
+            _number(f"share of the balanced step K={k}", reached, provenance),
+        ]
+    return quantities
+
+
+def _hidden(rounds: Rounds, latency_s: float, provenance: Provenance) -> list[Quantity]:
+    quantities = []
+    for k, several in rounds.items():
+        least = hidden_from(joined(several), latency_s)
+        quantities.append(
+            Quantity(
+                name=f"hidden from K={k}", value=None if least is None else least / 1e9, unit="GB/s",
+                provenance=provenance, higher_is_better=False,
+                note="least bandwidth per direction with a step at most 5 % longer than over a free link",
+            )
+        )  # fmt: skip
+    return quantities
+
+
+def _facts(several: Sequence[TimedActions]) -> dict[str, Any]:
+    timed = joined(several)
+    forward_s = [timed.medians_s()[stage, Kind.F] for stage in range(timed.num_stages)]
+    return {"actions": timed.to_data(), "spread": timed.spread(), "mean_forward_ms": 1e3 * mean(forward_s)}
+
+
+def _number(name: str, samples: Sequence[float], provenance: Provenance) -> Quantity:
+    return from_samples(name, samples, "ratio", provenance=provenance, higher_is_better=True)

@@ -1,0 +1,161 @@
+"""Table 3 as text: the table, then how well the replay agrees with steps over a real slow link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from gpipe_bench.experiments.measuring.step_text import grid, interval, percent, published
+from gpipe_bench.experiments.table3.cells import TABLES, find, stage_counts
+from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.records.record import Quantity, Record
+from gpipe_bench.harness.report.tables import text_table
+
+
+def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+    """Everything that `run` and `compare` print."""
+    verdicts = {(c.table, c.row, c.column): c.verdict for c in comparisons}
+    parts = [_model(records, model, verdicts) for model in TABLES]
+    parts.append(_links(records))
+    if comparisons:
+        parts.append(text_table(comparisons))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _model(records: Sequence[Record], model: str, verdicts: Mapping[tuple[str, str, str], str]) -> str:
+    """Paper, ours over PCIe three ways, bound, how fast a link must be, verdict."""
+    steps, paper_size = find(records, "steps", model), find(records, "paper size", model)
+    known = steps or paper_size
+    if known is None:
+        return ""
+    printed = published(TABLES[model])
+    lines = []
+    for k in stage_counts(known):
+        paper = printed.get(("paper", "M=32", f"K={k}"))
+        ours = [
+            _cell(steps, f"normalised throughput over {link} K={k}")
+            for link in ("PCIe, same share", "PCIe", "free link")
+        ]
+        lines.append(
+            [
+                f"K={k}",
+                "-" if paper is None else paper.printed,
+                *ours,
+                _cell(steps, f"normalised bound K={k}"),
+                percent(steps.quantity(f"share of the balanced step K={k}") if steps else None),
+                _modelled(paper_size, k),
+                _bandwidth(steps, k),
+                _bandwidth(paper_size, k),
+                verdicts.get((TABLES[model], "M=32", f"K={k}"), "-"),
+            ]
+        )
+    headers = [
+        "", "paper", "PCIe,\nsame share", "PCIe", "free\nlink", "bound", "of\nbound", "PCIe, P100,\nmodelled",
+        "hidden\nfrom", "P100:\nhidden from", "verdict",
+    ]  # fmt: skip
+    return f"{_title(known, steps, paper_size)}\n\n{grid(lines, headers)}"
+
+
+def _title(known: Record, steps: Record | None, paper_size: Record | None) -> str:
+    lines = [f"{known.details['title']}, M=32: throughput, K=2 is 1"]
+    if steps is not None:
+        details = steps.details
+        scale = f"; scaled to this machine: {details['scale']}" if details["scale"] else ""
+        forward = details["stages"][f"K={stage_counts(steps)[-1]}"]["mean_forward_ms"]
+        lines += [
+            f"  replayed: actions timed in steps of {details['timed_microbatches']} micro-batches{scale}; "
+            f"a forward takes {forward:.1f} ms at K={stage_counts(steps)[-1]}",
+            "  PCIe: 16 lanes of PCIe 3 through the host, 7.9 GB/s; same share: slowed down with the "
+            "computation, "
+            f"{details['slowed_link']['bandwidth_bytes_per_s'] / 1e6:,.1f} MB/s",
+            "  bound: the same work spread evenly over the stages, over a free link",
+        ]
+    lines.append(
+        "  hidden from: least GB/s per direction with a step at most 5 % longer than over a free link"
+    )
+    if paper_size is not None:
+        details = paper_size.details
+        lines.append(
+            f"  P100, modelled: the paper's size, N={details['batch_size']} (not given there), no set-up,"
+            f" no update;\n    {details['assumption']} (in brackets)"
+        )
+    return "\n".join(lines)
+
+
+def _cell(record: Record | None, name: str) -> str:
+    return "-" if record is None else interval(record.quantity(name))
+
+
+def _modelled(record: Record | None, num_stages: int) -> str:
+    """`2.98 (2.60 to 3.10)`, the range over the assumed share of the peak."""
+    if record is None:
+        return "-"
+    middle = record.quantity(f"normalised throughput over PCIe K={num_stages}")
+    around = [
+        q.value
+        for q in record.quantities
+        if q.name.startswith("normalised throughput at ") and q.name.endswith(f" K={num_stages}")
+        if q.value is not None
+    ]
+    if middle is None or middle.value is None or not around:
+        return "-"
+    if max(around) - min(around) < 0.005:
+        return f"{middle.value:.2f}"
+    return f"{middle.value:.2f} ({min(around):.2f} to {max(around):.2f})"
+
+
+def _bandwidth(record: Record | None, num_stages: int) -> str:
+    quantity = record.quantity(f"hidden from K={num_stages}") if record is not None else None
+    return "-" if quantity is None or quantity.value is None else f"{quantity.value:.2g}"
+
+
+def _links(records: Sequence[Record]) -> str:
+    """Every measured point with its error, or why there is none."""
+    lines, errors, reasons = [], [], []
+    facts: dict[str, Any] = {}
+    for model in TABLES:
+        record = find(records, "link", model)
+        skipped = find(records, "link", model, status="skipped")
+        if record is None:
+            if skipped is not None:
+                reasons.append(skipped.reason)
+            continue
+        facts = record.details
+        for point in record.details["points"]:
+            name = point["name"]
+            error = record.quantity(f"replay error {name}")
+            if error is None or error.value is None:
+                continue
+            errors.append(abs(error.value))
+            rate = point["rate_bytes_per_s"]
+            lines.append(
+                [
+                    record.details["title"] if point is record.details["points"][0] else "",
+                    "no limit" if rate is None else f"{rate / 1e6:.2f}",
+                    _plain(record.quantity(f"bandwidth {name}"), 2),
+                    _plain(record.quantity(f"latency {name}"), 0),
+                    _plain(record.quantity(f"step {name}"), 0),
+                    _plain(record.quantity(f"real step {name}"), 0),
+                    f"{100 * error.value:+.1f} %",
+                ]
+            )
+    if not lines:
+        why = "; ".join(dict.fromkeys(reasons))
+        return f"K=2 over a rate-limited link: not run: {why}" if why else ""
+    title = (
+        f"K=2, M={facts['num_microbatches']} over a rate-limited link between two processes: the replay's "
+        f"median absolute error {100 * median(errors):.1f} % over {len(lines)} points\n"
+        "  the replay's link has the measured bandwidth (one bulk transfer) and latency (small messages)\n"
+        f"  limit per direction: a token bucket of {1e3 * facts['burst_s']:g} ms, "
+        f"{facts['queue_bytes'] // 2**20} MiB of queue, TCP {facts['congestion_control']}"
+    )
+    headers = [
+        "", "limit\n(MB/s)", "measured\n(MB/s)", "latency\n(us)", "step (ms),\nreplayed",
+        "step (ms),\nmeasured", "error",
+    ]  # fmt: skip
+    return f"{title}\n\n{grid(lines, headers)}"
+
+
+def _plain(quantity: Quantity | None, digits: int) -> str:
+    return "-" if quantity is None or quantity.value is None else f"{quantity.value:,.{digits}f}"

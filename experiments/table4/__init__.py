@@ -1,0 +1,1 @@
+"""Table 4: where the time of a step goes."""

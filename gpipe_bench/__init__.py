@@ -1,0 +1,11 @@
+"""The project as one importable package: `gpipe_bench.pipeline`, `.models`, `.harness`, `.experiments`.
+
+The four packages are folders of the repository's root; this package links to them, so that a user's own
+`models/` or `pipeline/` cannot be taken for ours. A built wheel holds them in here.
+"""
+
+from pathlib import Path
+
+if not (Path(__file__).parent / "pipeline" / "__init__.py").is_file():
+    # A checkout without symbolic links: unpacked from an archive, or on a file system that has none.
+    __path__.append(str(Path(__file__).resolve().parents[1]))

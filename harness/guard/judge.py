@@ -1,0 +1,178 @@
+"""Judges whether a program became slower, from samples of two versions taken side by side.
+
+Stored times of another day, means of blocks and significance without a least effect all cry wolf on shared
+machines. What is judged here is the median over rounds of the ratio *within* a round, with a bootstrap
+interval over rounds, and it counts only beyond `THRESHOLD`. A second process of the old version, the control,
+has to agree with the first: where identical code differs, nothing was proven.
+
+Rounds are looked at twice, after fixed numbers; looking whenever one likes would raise false alarms. Time is
+what is compared, so a change of +0.05 means five percent slower.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gpipe_bench.harness.judging.stats import median_interval
+
+Verdict = Literal["regression", "improved", "same", "inconclusive", "contaminated"]
+
+THRESHOLD = 0.03
+"""The least change that counts; smaller ones come and go with the layout of code in memory."""
+
+MAX_RUNS = 4
+"""Runs of one benchmark at most: one, its confirmation, and one more for each if it was contaminated."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """After so many rounds the intervals are looked at, with this confidence."""
+
+    rounds: int
+    confidence: float
+
+
+LOOKS = (Look(12, 0.975), Look(48, 0.975))
+"""Two looks at 97.5 % err together no more often than one at 95 %."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of one step: by the clock on the wall, and of processor time over all threads."""
+
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """The samples of each arm in one round, there and back."""
+
+    base: tuple[Sample, ...]
+    head: tuple[Sample, ...]
+    control: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Relative change of the time per step with its interval: +0.05 is five percent slower."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What one run of a benchmark has shown. Changes are against the base."""
+
+    verdict: Verdict
+    rounds: int
+    confidence: float
+    head: Change
+    control: Change
+    cpu: Change  # the head's processor time: it can't see waiting, so it decides nothing
+    base_s: float  # median seconds per step
+    head_s: float
+    out_of_time: bool = False
+
+    @property
+    def noise_floor(self) -> float:
+        """How far identical code seemed to differ: the control's interval, at its further end."""
+        return max(abs(self.control.low), abs(self.control.high))
+
+    @property
+    def smallest_detectable(self) -> float:
+        """The slow-down that such a run finds four times in five.
+
+        The lower bound must clear the threshold, and lies half an interval below the estimate, which itself
+        spreads by the half interval over its normal quantile.
+        """
+        half = (math.log1p(self.head.high) - math.log1p(self.head.low)) / 2
+        quantile = statistics.NormalDist().inv_cdf((1 + self.confidence) / 2)
+        power = statistics.NormalDist().inv_cdf(0.8)
+        return math.expm1(math.log1p(THRESHOLD) + half * (1 + power / quantile))
+
+
+def log_ratios(rounds: Sequence[Round], arm: str, quantity: str = "wall_s") -> list[float]:
+    """Of each round: the mean logarithm of the arm's samples less that of the base's.
+
+    Raises ValueError for a sample that is not positive.
+    """
+
+    def level(samples: Sequence[Sample]) -> float:
+        seconds: list[float] = [getattr(sample, quantity) for sample in samples]
+        if not all(0 < each < math.inf for each in seconds):
+            raise ValueError(f"{quantity} of {arm} is {seconds}; a sample must take time")
+        return math.fsum(map(math.log, seconds)) / len(seconds)
+
+    return [level(getattr(each, arm)) - level(each.base) for each in rounds]
+
+
+def change(ratios: Sequence[float], confidence: float) -> Change:
+    """Median of log-ratios with its bootstrap interval, as a relative change."""
+    interval = median_interval(ratios, confidence)
+    if interval is None:
+        raise ValueError(f"{len(ratios)} rounds have no interval; measure at least 2")
+    low, high = map(math.expm1, interval)
+    return Change(math.expm1(statistics.median(ratios)), low, high)
+
+
+def judge(rounds: Sequence[Round], confidence: float) -> Judgement:
+    """The verdict on these rounds. Raises ValueError below two."""
+    head = change(log_ratios(rounds, "head"), confidence)
+    control = change(log_ratios(rounds, "control"), confidence)
+    return Judgement(
+        verdict="contaminated" if control.excludes_zero else verdict_of(head),
+        rounds=len(rounds),
+        confidence=confidence,
+        head=head,
+        control=control,
+        cpu=change(log_ratios(rounds, "head", "cpu_s"), confidence),
+        base_s=statistics.median(sample.wall_s for each in rounds for sample in each.base),
+        head_s=statistics.median(sample.wall_s for each in rounds for sample in each.head),
+    )
+
+
+def verdict_of(head: Change) -> Verdict:
+    """What an interval says by itself; the threshold is as far in either direction, in logarithms."""
+    slower, faster = THRESHOLD, 1 / (1 + THRESHOLD) - 1
+    if head.low > slower:
+        return "regression"
+    if head.high < faster:
+        return "improved"
+    if faster <= head.low and head.high <= slower:
+        return "same"
+    return "inconclusive"
+
+
+def is_final(judgement: Judgement) -> bool:
+    """Whether an early look may end the run: only with a verdict, and never with one that proves nothing."""
+    return judgement.verdict not in ("inconclusive", "contaminated")
+
+
+def confirmed(verdicts: Sequence[Verdict]) -> bool:
+    """Whether the last two runs that prove anything found a regression."""
+    proven = [verdict for verdict in verdicts if verdict != "contaminated"]
+    return proven[-2:] == ["regression", "regression"]
+
+
+def needs_another_run(verdicts: Sequence[Verdict]) -> bool:
+    """A first regression asks for a second, and a contaminated run for one that proves something: once, or as
+    long as a regression waits to be confirmed.
+    """
+    if not verdicts:
+        return True
+    if len(verdicts) >= MAX_RUNS or confirmed(verdicts):
+        return False
+    if verdicts[-1] == "contaminated":
+        return "regression" in verdicts or verdicts.count("contaminated") < 2
+    return verdicts[-1] == "regression"

@@ -1,0 +1,1 @@
+"""How comparisons are shown: text tables, markdown and the HTML page."""

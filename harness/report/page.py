@@ -1,0 +1,245 @@
+"""What the report says, before it says how: every published number beside ours, counted and explained.
+
+A pure function of answers and published numbers, so that the HTML page and the markdown file can't disagree
+and a test can hold either against the records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.compare import Comparison, compare
+from gpipe_bench.harness.judging.paper import PaperCell
+from gpipe_bench.harness.judging.verdict import VERDICTS, Verdict
+from gpipe_bench.harness.records.record import Record
+
+NARROW, WIDE = 0.5, 2.0
+"""Factors on the width of every band under which the verdicts are counted again."""
+
+SETTING = "a setting under which the paper's results were obtained, not a result"
+JUDGED: tuple[Verdict, ...] = ("reproduced", "exceeds", "deviates")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """Our number for a cell and where it comes from: machine, profile, and the record if it is one's own."""
+
+    ours: Ours
+    machine: str
+    profile: str
+    command: str
+    record: Record | None = None
+
+    @property
+    def answers(self) -> bool:
+        """Whether it says more than that there is no number."""
+        quantity = self.ours.quantity
+        number = quantity is not None and quantity.value is not None
+        return number or self.ours.status == "out_of_memory"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableInfo:
+    """A table of the paper in words. `experiment` would produce it; `missing` is why nothing does."""
+
+    title: str
+    short: str
+    about: str
+    experiment: str = ""
+    missing: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One published number (or one of ours that the paper doesn't print) and its verdict.
+
+    `reason` is the verdict's without what stands in the notes `marks` refer to; `narrow` and `wide` are the
+    verdicts under other tolerances. Settings and numbers the paper doesn't print are not `counted`.
+    """
+
+    comparison: Comparison
+    kind: str
+    counted: bool
+    reason: str
+    marks: tuple[int, ...]
+    narrow: Verdict
+    wide: Verdict
+    answer: Answer | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """A number that others than the paper published: torchgpipe's, or what theory allows."""
+
+    cell: PaperCell
+    ours: Comparison | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many cells have each verdict."""
+
+    by_verdict: Mapping[Verdict, int]
+
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> Counts:
+        counted = Counter(verdicts)
+        return cls({verdict: counted[verdict] for verdict in VERDICTS})
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_verdict.values())
+
+    def __getitem__(self, verdict: Verdict) -> int:
+        return self.by_verdict[verdict]
+
+    def __str__(self) -> str:
+        """`7 of 10 reproduced, 2 deviates, 1 not run`."""
+        others = [f"{self[verdict]} {verdict}" for verdict in VERDICTS[1:] if self[verdict]]
+        return ", ".join([f"{self['reproduced']} of {self.total} reproduced", *others])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableView:
+    """One table of the page. `commands` made its rows, `notes` are numbered from 1."""
+
+    name: str
+    info: TableInfo
+    location: str
+    hardware: str
+    rows: tuple[Row, ...]
+    settings: tuple[Row, ...]
+    others: tuple[Published, ...]
+    notes: tuple[str, ...]
+    commands: tuple[tuple[str, str, str], ...]  # command, machine, profile
+    counts: Counts
+    narrow: Counts
+    wide: Counts
+
+    @property
+    def groups(self) -> list[tuple[str, list[Row]]]:
+        """The rows by their label, in order."""
+        labels = dict.fromkeys(row.comparison.row for row in self.rows)
+        return [(label, [row for row in self.rows if row.comparison.row == label]) for label in labels]
+
+    @property
+    def flat(self) -> bool:
+        """Whether each label has one row, so that a heading above every row would only take room."""
+        return len({row.comparison.row for row in self.rows}) == len(self.rows)
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(machine for _, machine, _ in self.commands))
+
+
+def table_views(
+    answers: Sequence[Answer], paper: Sequence[PaperCell], infos: Mapping[str, TableInfo]
+) -> tuple[TableView, ...]:
+    """Every table with a published number or one of ours, in the order of `infos`, then of the paper's file.
+
+    Raises ValueError where two answers are for one cell.
+    """
+    given = {(a.ours.table, a.ours.row, a.ours.column): a for a in answers}
+    if len(given) != len(answers):
+        raise ValueError("two answers are for one cell; choose one before")
+    names = dict.fromkeys([cell.table for cell in paper] + [answer.ours.table for answer in answers])
+    order = [name for name in infos if name in names] + [name for name in names if name not in infos]
+    return tuple(_table(name, given, paper, infos.get(name) or _unknown(name)) for name in order)
+
+
+def totals(tables: Sequence[TableView]) -> tuple[Counts, Counts, Counts]:
+    """Counts over all tables under half, the declared and twice the tolerance."""
+    rows = [row for table in tables for row in table.rows if row.counted]
+    return (
+        Counts.of([row.narrow for row in rows]),
+        Counts.of([row.comparison.verdict for row in rows]),
+        Counts.of([row.wide for row in rows]),
+    )
+
+
+def _unknown(name: str) -> TableInfo:
+    return TableInfo(title=name, short=name, about="")
+
+
+def _table(
+    name: str,
+    given: Mapping[tuple[str, str, str], Answer],
+    paper: Sequence[PaperCell],
+    info: TableInfo,
+) -> TableView:
+    published = {cell.key: cell for cell in paper if cell.table == name and cell.source == "paper"}
+    mine = {key: answer for key, answer in given.items() if key[0] == name}
+    ours = [answer.ours for answer in mine.values()]
+    ours += [_absent(cell, info) for key, cell in published.items() if key not in mine]
+    judged = compare(ours, paper)
+    narrow = {_key(c): c.verdict for c in compare(ours, paper, NARROW)}
+    wide = {_key(c): c.verdict for c in compare(ours, paper, WIDE)}
+    by_key = {_key(c): c for c in judged}
+    shown = [by_key[key] for key in [*published, *(key for key in by_key if key not in published)]]
+    notes = tuple(dict.fromkeys(n for c in shown for n in _notes(c)))
+    rows = []
+    for comparison in shown:
+        key = _key(comparison)
+        cell = published.get(key)
+        rows.append(
+            Row(
+                comparison=comparison,
+                kind="ours" if cell is None else cell.kind,
+                counted=cell is not None and cell.kind != "setting",
+                reason=_short_reason(comparison, mine.get(key)),
+                marks=tuple(sorted(notes.index(note) + 1 for note in _notes(comparison))),
+                narrow=narrow[key],
+                wide=wide[key],
+                answer=mine.get(key),
+            )
+        )
+    used = [row.answer for row in rows if row.answer is not None and row.answer.answers]
+    counted = [row for row in rows if row.counted]
+    others = [cell for cell in paper if cell.table == name and cell.source != "paper"]
+    answered = {_key(row.comparison): row.comparison for row in rows if row.comparison.ours is not None}
+    main = [published[_key(row.comparison)] for row in counted] or others
+    locations = dict.fromkeys(cell.location for cell in main if cell.location)
+    hardware = dict.fromkeys(cell.hardware for cell in published.values() if cell.hardware)
+    is_setting = [row.kind == "setting" and row.comparison.ours is None for row in rows]
+    return TableView(
+        name=name,
+        info=info,
+        location="; ".join(locations),
+        hardware="; ".join(hardware),
+        rows=tuple(row for row, setting in zip(rows, is_setting, strict=True) if not setting),
+        settings=tuple(row for row, setting in zip(rows, is_setting, strict=True) if setting),
+        others=tuple(Published(cell=cell, ours=answered.get(cell.key)) for cell in others),
+        notes=notes,
+        commands=tuple(dict.fromkeys((a.command, a.machine, a.profile) for a in used)),
+        counts=Counts.of([row.comparison.verdict for row in counted]),
+        narrow=Counts.of([row.narrow for row in counted]),
+        wide=Counts.of([row.wide for row in counted]),
+    )
+
+
+def _absent(cell: PaperCell, info: TableInfo) -> Ours:
+    reason = SETTING if cell.kind == "setting" else info.missing
+    return Ours(table=cell.table, row=cell.row, column=cell.column, reason=reason)
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """The footnotes, without a reason that stands in the row anyway."""
+    return [note for note in comparison.footnotes if note != comparison.reason]
+
+
+def _short_reason(comparison: Comparison, answer: Answer | None) -> str:
+    note = answer.ours.note if answer is not None else ""
+    reason = comparison.reason
+    if note and note in comparison.footnotes:
+        reason = reason.removesuffix(f"; {note}")
+    gap = answer.ours.gap_reason if answer is not None else ""
+    if gap and any(footnote.endswith(gap) for footnote in comparison.footnotes):
+        reason = reason.replace(f": {gap}", "")
+    return reason
+
+
+def _key(comparison: Comparison) -> tuple[str, str, str]:
+    return (comparison.table, comparison.row, comparison.column)

@@ -1,0 +1,143 @@
+"""Processes that run cases beside each other, for experiments that time nothing.
+
+                  thread 1 --case--> process 1
+    run ---pool-<                                    each answers with the finished record
+                  thread 2 --case--> process 2
+
+A thread of the run owns a process and waits for it, so whatever a case does to its process (a crash, a kill
+for want of memory) is that case's result and nobody else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import NoReturn
+
+from gpipe_bench.harness.experiment import Case, Experiment, RunOptions
+from gpipe_bench.harness.records.codec import decode, encode
+from gpipe_bench.harness.records.environment import usable_cores
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.running.execution import execute
+
+STOP_S = 5.0  # until a process that was asked to end is killed
+MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
+
+
+def sensible_jobs() -> int:
+    """Cases at the same time that a machine takes without being asked: one per core, not too many."""
+    return min(usable_cores(), MOST_JOBS)
+
+
+class StoppedError(Exception):
+    """The run is over; the case has no result."""
+
+
+class Here:
+    """Runs cases in this process."""
+
+    def __init__(self, experiment: Experiment, options: RunOptions, command: str) -> None:
+        self._experiment, self._options, self._command = experiment, options, command
+
+    def execute(self, case: Case) -> Record:
+        return execute(self._experiment, case, self._options, self._command)
+
+    def stop(self) -> None:
+        """Nothing is left running."""
+
+
+class Workers(Here):
+    """Runs each case in the process of the calling thread, which is started when first needed."""
+
+    def __init__(self, experiment: Experiment, options: RunOptions, command: str) -> None:
+        super().__init__(experiment, options, command)
+        self._mine = threading.local()
+        self._lock = threading.Lock()
+        self._all: list[tuple[SpawnProcess, Connection]] = []
+        self._stopped = False
+
+    def execute(self, case: Case) -> Record:
+        """The record; a process that ends meanwhile makes it a failed one. Raises StoppedError."""
+        process, connection = self._process()
+        try:
+            connection.send(case)
+            return decode(connection.recv_bytes())
+        except (EOFError, OSError):
+            del self._mine.process
+            process.join()
+        with self._lock:
+            if self._stopped:
+                raise StoppedError
+        return execute(_failing(self._experiment, process.exitcode), case, self._options, self._command)
+
+    def stop(self) -> None:
+        """Ends all processes; whoever waits for one gets a StoppedError."""
+        with self._lock:
+            self._stopped = True
+            processes = [process for process, _ in self._all]
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(STOP_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _process(self) -> tuple[SpawnProcess, Connection]:
+        found: tuple[SpawnProcess, Connection] | None = getattr(self._mine, "process", None)
+        if found is None:
+            with self._lock:
+                if self._stopped:
+                    raise StoppedError
+                found = self._mine.process = self._start()
+                self._all.append(found)
+        return found
+
+    def _start(self) -> tuple[SpawnProcess, Connection]:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        arguments = (theirs, self._experiment, self._options, self._command)
+        process = context.Process(target=_serve, args=arguments)
+        process.start()
+        theirs.close()
+        return process, ours
+
+
+def _failing(experiment: Experiment, exitcode: int | None) -> Experiment:
+    """The experiment in which every case ends as that process did."""
+    how = f"exit status {exitcode}"
+    if exitcode is not None and exitcode < 0:
+        with contextlib.suppress(ValueError):
+            how = f"signal {signal.Signals(-exitcode).name}"
+
+    def run(case: Case, options: RunOptions) -> NoReturn:
+        raise RuntimeError(f"the process that ran it ended with {how}; if memory was short, use --jobs 1")
+
+    return replace(experiment, run=run)
+
+
+def _serve(connection: Connection, experiment: Experiment, options: RunOptions, command: str) -> None:
+    """What a process does: cases in, records out, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the keyboard it is meant for the run, which ends us
+    os.dup2(2, 1)  # standard output is for the run's results
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            record = execute(experiment, connection.recv(), options, command)
+            sys.stdout.flush()
+            connection.send_bytes(encode(record))
+
+
+def _end_with_the_run() -> None:
+    """A run that was killed could not end its processes; none shall train on for days."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,1 @@
+"""AmoebaNet (L, D): cells, operations and genotypes as a sequence of layers."""

@@ -1,0 +1,1 @@
+"""The paper's Transformers, as a language model and as an encoder with a decoder."""

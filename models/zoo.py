@@ -1,0 +1,63 @@
+"""The model zoo in numbers: layers and exact trainable parameters of the configurations the paper names.
+
+Built on the meta device, so a model of five billion parameters takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+# Tables 1-3 (AmoebaNet-D, Transformer-L), section 4 (AmoebaNet-B), section 5 (multilingual), v1
+# (ResNet-101).
+CONFIGURATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("amoebanet-a", {"num_layers": 18, "num_filters": 190, "num_classes": 1001, "aux_head": False}),
+    ("amoebanet-b", {"num_layers": 18, "num_filters": 512, "num_classes": 1001, "aux_head": False}),
+    ("amoebanet-c", {"num_layers": 18, "num_filters": 228, "num_classes": 1001, "aux_head": False}),
+    ("amoebanet-d", {"num_layers": 18, "num_filters": 208, "num_classes": 1001, "aux_head": True}),
+    ("amoebanet-d", {"num_layers": 18, "num_filters": 256, "num_classes": 1001, "aux_head": True}),
+    ("amoebanet-d", {"num_layers": 72, "num_filters": 512, "num_classes": 1001, "aux_head": True}),
+    ("amoebanet-d", {"num_layers": 72, "num_filters": 512, "preset": "torchgpipe", "num_classes": 1000}),
+    ("transformer-lm", {"num_layers": 3}),
+    ("transformer-lm", {"num_layers": 24}),
+    ("transformer-lm", {"num_layers": 48}),
+    ("transformer-lm", {"num_layers": 103}),
+    ("transformer-lm", {"num_layers": 1663}),
+    ("transformer-seq2seq", {"num_layers": 6, "ffn_dim": 8192, "num_heads": 16}),
+    ("transformer-seq2seq", {"num_layers": 24, "ffn_dim": 8192, "num_heads": 16}),
+    ("transformer-seq2seq", {"num_layers": 12, "ffn_dim": 16384, "num_heads": 32}),
+    ("transformer-seq2seq", {"num_layers": 32, "ffn_dim": 16384, "num_heads": 32}),
+    ("transformer-seq2seq", {"num_layers": 64, "ffn_dim": 16384, "num_heads": 32}),
+    ("resnet101", {}),
+)
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """For each configuration: model, keywords, length of the sequence, trainable parameters."""
+    import torch
+
+    from gpipe_bench.models import MODELS
+
+    for name, keywords in CONFIGURATIONS:
+        with torch.device("meta"):
+            model = MODELS[name](**keywords)
+        parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        yield {"model": name, "configuration": keywords, "layers": len(model), "parameters": parameters}
+
+
+def text(found: Iterable[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    from tabulate import tabulate
+
+    lines = [
+        [
+            row["model"],
+            " ".join(f"{key}={value}" for key, value in row["configuration"].items()),
+            row["layers"],
+            f"{row['parameters']:,}",
+        ]
+        for row in found
+    ]
+    align = ("left", "left", "right", "right")
+    headers = ["model", "configuration", "layers", "parameters"]
+    return str(tabulate(lines, headers, colalign=align, disable_numparse=True))

@@ -1,0 +1,103 @@
+"""Cutting a model so that its fullest stage is as small as possible, or fits at all.
+
+The peak of a stage is no sum over its layers (neighbours share storages, boundaries differ in width), so the
+split is searched over the modelled peaks of all stages that could occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpipe_bench.pipeline.memory.footprint import Footprint, footprint
+from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory, demands, stage_memory
+from gpipe_bench.pipeline.memory.profile import LayerProfile
+from gpipe_bench.pipeline.plan.partition import Partition, partition_by
+from gpipe_bench.pipeline.plan.schedule import Schedule
+
+
+class StagePeaks:
+    """Modelled peaks of all contiguous stages of one model under one schedule, each computed once."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerProfile],
+        loss: LayerProfile,
+        schedule: Schedule,
+        optimizer: str = "rmsprop",
+        *,
+        receive_ahead: int = 0,
+    ) -> None:
+        if not layers:
+            raise ValueError("a model without layers cannot be cut into stages")
+        patterns = {
+            tuple(replace(demand, when="") for demand in demands(row, receive_ahead))
+            for row in schedule.actions
+        }
+        if len(patterns) > 1:
+            raise ValueError(
+                f"stages of schedule {schedule.name!r} hold different numbers of micro-batches: "
+                "cut by costs instead (pipeline.partition)"
+            )
+        self.layers, self.loss, self.schedule, self.optimizer = tuple(layers), loss, schedule, optimizer
+        self.receive_ahead = receive_ahead
+        # Stages of equal layers in a row are one content; contents are numbered as they turn up, each by the
+        # content that is one layer shorter and the layer it adds.
+        self._contents: dict[tuple[int, int], int] = {}
+        self._latest = (-1, -1, -1)  # start, stop and content asked for last
+        self._footprints: dict[tuple[int, bool], Footprint] = {}
+        self._peaks: dict[tuple[int, bool, bool], int] = {}
+
+    def memory(self, start: int, stop: int) -> StageMemory:
+        """The stage of layers start..stop - 1 at its fullest."""
+        return stage_memory(
+            self._footprint(start, stop),
+            self.schedule.actions[0],
+            self.optimizer,
+            is_first=start == 0,
+            receive_ahead=self.receive_ahead,
+        )
+
+    def peak(self, start: int, stop: int) -> int:
+        """Bytes of that stage. Equal layers in a row are looked at once, wherever they stand."""
+        key = (self._content(start, stop), start == 0, stop == len(self.layers))
+        peak = self._peaks.get(key)
+        if peak is None:
+            peak = self._peaks[key] = self.memory(start, stop).peak
+        return peak
+
+    def _footprint(self, start: int, stop: int) -> Footprint:
+        is_last = stop == len(self.layers)
+        key = (self._content(start, stop), is_last)
+        if key not in self._footprints:
+            self._footprints[key] = footprint(self.layers[start:stop], self.loss if is_last else None)
+        return self._footprints[key]
+
+    def _content(self, start: int, stop: int) -> int:
+        first, last, content = self._latest
+        if first != start or last > stop:
+            last, content = start, -1
+        for layer in self.layers[last:stop]:
+            content = self._contents.setdefault((content, id(layer)), len(self._contents))
+        self._latest = (start, stop, content)
+        return content
+
+    def floor(self) -> list[int]:
+        """Bytes that each layer adds to any stage, whatever stands beside it."""
+        state = OPTIMIZERS[self.optimizer].state
+        # A graph stands beside the gradients from the second backward of a step on.
+        both = any(
+            demand.after_first_backward and demand.moment in ("forward", "later")
+            for demand in demands(self.schedule.actions[0], self.receive_ahead)
+        )
+        return [
+            layer.parameter_bytes + state * sum(layer.trained_sizes)
+            + layer.gradient_bytes + both * layer.first.kept_inside
+            for layer in self.layers
+        ]  # fmt: skip
+
+    def partition(self, cap_bytes: int) -> Partition | None:
+        """The split whose fullest stage is smallest, None if no split keeps every stage within the cap."""
+        return partition_by(
+            self.peak, len(self.layers), self.schedule.num_stages, cap=cap_bytes, floor=self.floor()
+        )

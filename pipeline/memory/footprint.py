@@ -1,0 +1,208 @@
+"""Layer profiles added up to the memory story of a stage, to the byte.
+
+Adding "saved bytes" of layers would be wrong twice: neighbours keep the same storage (a ReLU's result is the
+next convolution's input), and the peak of a backward pass depends on what earlier layers still hold. So the
+stage is walked through layer by layer, with a storage that crosses a layer boundary known to both sides:
+
+    forward      x0 --[layer 0]--> x1 --[layer 1]--> x2        kept by 0: x1;  kept by 1: x1, a
+    backward     g0 <--[layer 0]-- g1 <--[layer 1]-- g2        layer 1 frees a, layer 0 frees x1
+
+A storage is charged once, with the size it was made with (a layer may pass on a slice of it), and freed in
+the backward pass of the earliest layer whose graph holds it. What only leads to outputs that no gradient
+comes back for is not kept; at the end of a stage the engine does keep it, until B.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from gpipe_bench.pipeline.memory.profile import LayerProfile
+from gpipe_bench.pipeline.memory.story import Received, Story
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one action of one micro-batch holds at its fullest, beyond the boundary inputs of the stage."""
+
+    activations: int = 0  # bytes held by the graph
+    gradients: int = 0  # bytes of parameter gradients that appeared in this action
+    transients: int = 0  # everything else: passing outputs, gradients of activations, temporaries
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.gradients + self.transients
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one stage, for one micro-batch. Boundary inputs are never part of the moments."""
+
+    num_parameters: int
+    parameter_bytes: int
+    trained_sizes: tuple[int, ...]  # of each parameter tensor that gets a gradient
+    buffer_bytes: int
+    gradient_bytes: int
+    input_bytes: int
+    kept_input_bytes: int  # of the boundary inputs, what stays from F or R, with a graph, to the end of B
+    target_bytes: int
+    output_gradient_bytes: int
+    saved_bytes: int  # held by the graph from the end of F or R to the end of B
+    free: Moment  # F without a graph
+    forward: Moment  # F with a graph, and R
+    backward_first: Moment  # B that creates the parameter gradients
+    backward: Moment  # every later B
+
+
+def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> Footprint:
+    """Add up the profiles of a stage's layers; ``loss`` is the loss of the last stage, as one more layer."""
+    chain = (*layers, loss) if loss is not None else tuple(layers)
+    target_bytes = loss.inputs.tensors[-1].num_bytes if loss is not None else 0
+    links = _link(chain)
+    saved_bytes, holder, forward = _walk_forward(chain, links)
+    inputs = layers[0].inputs
+    saved_names = {
+        name
+        for layer, ends in zip(chain, links.ends, strict=True)
+        for storage, name in _names(layer.first, ends).items()
+        if storage in layer.first.kept
+    }
+    return Footprint(
+        num_parameters=sum(layer.num_parameters for layer in layers),
+        parameter_bytes=sum(layer.parameter_bytes for layer in layers),
+        trained_sizes=tuple(size for layer in layers for size in layer.trained_sizes),
+        buffer_bytes=sum(layer.buffer_bytes for layer in layers),
+        gradient_bytes=sum(layer.gradient_bytes for layer in layers),
+        input_bytes=inputs.num_bytes,
+        kept_input_bytes=sum(
+            inputs.tensors[index].num_bytes
+            for index in inputs.distinct
+            if inputs.tensors[index].requires_grad or index in saved_names
+        ),
+        target_bytes=target_bytes,
+        output_gradient_bytes=0 if loss is not None else layers[-1].output_gradient_bytes,
+        saved_bytes=saved_bytes,
+        free=_walk_free(chain, links),
+        forward=forward,
+        backward_first=_walk_backward(chain, links, holder, saved_bytes, first=True),
+        backward=_walk_backward(chain, links, holder, saved_bytes, first=False),
+    )
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Names, unique within the stage, of the storages at a layer's two ends."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Links:
+    """The storages that layers of a stage pass to one another."""
+
+    ends: tuple[_Ends, ...]  # of each layer
+    sizes: dict[int, int]  # bytes of each name
+    boundary: frozenset[int]  # names that the stage's boundary holds, and the target
+
+
+def _link(chain: Sequence[LayerProfile]) -> _Links:
+    """Follow storages through the chain."""
+    ends: list[_Ends] = []
+    names: tuple[int, ...] = tuple(chain[0].inputs.same_as)
+    sizes = {name: chain[0].inputs.tensors[name].num_bytes for name in names}
+    boundary = set(names)
+    unused = len(names)
+    for index, layer in enumerate(chain):
+        if index and len(layer.first.inputs) > len(names):  # the loss: its last input is the target
+            sizes[unused] = layer.inputs.tensors[-1].num_bytes
+            boundary.add(unused)
+            names = (*names, unused)
+            unused += 1
+        story = layer.first
+        known = dict(zip(story.inputs, names, strict=True))
+        for storage in story.outputs:
+            if storage not in known:
+                known[storage], sizes[unused] = unused, story.sizes[storage]
+                unused += 1
+        ends.append(_Ends(names, tuple(known[storage] for storage in story.outputs)))
+        names = ends[-1].outputs
+    return _Links(tuple(ends), sizes, frozenset(boundary))
+
+
+def _names(story: Story, ends: _Ends) -> dict[int, int]:
+    """The stage's names of the storages at the two ends of a layer."""
+    return dict(zip(story.inputs + story.outputs, ends.inputs + ends.outputs, strict=True))
+
+
+def _walk_free(chain: Sequence[LayerProfile], links: _Links) -> Moment:
+    peak = 0
+    for layer, ends in zip(chain, links.ends, strict=True):
+        loose = sum(links.sizes[name] for name in set(ends.inputs) - links.boundary)
+        peak = max(peak, loose + layer.free.forward_peak)
+    return Moment(transients=peak)
+
+
+def _walk_forward(chain: Sequence[LayerProfile], links: _Links) -> tuple[int, dict[int, int], Moment]:
+    """Bytes saved at the end, the earliest layer whose graph holds each storage, and the fullest moment."""
+    saved, holder, fullest = 0, dict[int, int](), Moment()
+    for index, (layer, ends) in enumerate(zip(chain, links.ends, strict=True)):
+        story = layer.first
+        loose = sum(links.sizes[name] for name in set(ends.inputs) - links.boundary - holder.keys())
+        moment = Moment(activations=saved, transients=loose + story.forward_peak)
+        fullest = max(fullest, moment, key=lambda each: each.total)
+        saved += story.kept_inside
+        for storage, name in _names(story, ends).items():
+            if storage in story.kept and name not in links.boundary and name not in holder:
+                holder[name] = index
+                saved += links.sizes[name]
+    return saved, holder, fullest
+
+
+def _walk_backward(
+    chain: Sequence[LayerProfile], links: _Links, holder: dict[int, int], saved: int, *, first: bool
+) -> Moment:
+    gradients, fullest = 0, Moment()
+    last = chain[-1].first if first else chain[-1].later
+    received = tuple(
+        None if storage is None else Received(index, last.sizes[storage], is_held=True)
+        for index, storage in enumerate(last.output_gradients)
+    )
+    held = sum(each.num_bytes for each in received if each is not None)
+    numbers = count(len(received))
+    for index in range(len(chain) - 1, -1, -1):
+        story = chain[index].first if first else chain[index].later
+        names = _names(story, links.ends[index])
+        received = received[: len(story.outputs)]  # without the target's place
+        # A layer may hold a name more than once: two slices of one storage are two storages to it.
+        holds = Counter(names[storage] for storage in story.kept & names.keys())
+        # Gradients of activations and temporaries.
+        other = held + sum(each.num_bytes for each in {*received} if each is not None and not each.is_held)
+        for stretch in story.stretches(received):
+            if stretch.peak > fullest.total - saved - gradients - other:
+                fullest = Moment(
+                    saved + stretch.peak_saved, gradients + stretch.peak_gradients, other + stretch.peak_other
+                )
+            saved += stretch.saved
+            gradients += stretch.gradients
+            other += stretch.other
+            if stretch.released is not None:
+                name = names[stretch.released]
+                holds[name] -= 1
+                if holder.get(name) == index and holds[name] == 0:
+                    saved -= links.sizes[name]
+        received = _passed_back(story, received, numbers)
+    return fullest
+
+
+def _passed_back(
+    story: Story, received: tuple[Received | None, ...], numbers: Iterator[int]
+) -> tuple[Received | None, ...]:
+    """The gradients of a layer's inputs, as the layer before receives them."""
+    known = dict(zip(story.output_gradients, received, strict=True))
+    for storage in story.input_gradients:
+        if storage is not None and storage not in known:
+            known[storage] = Received(next(numbers), story.sizes[storage], is_held=False)
+    return tuple(None if storage is None else known[storage] for storage in story.input_gradients)

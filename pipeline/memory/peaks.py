@@ -1,0 +1,226 @@
+"""Peak bytes of every stage, from layer profiles and a schedule.
+
+The model replays a stage's action list with the footprint of one micro-batch per action; it reads the same
+schedule as the engine, so what is alive when follows from the schedule and is written down nowhere else.
+
+    gpipe, remat, M = 3     F0  F1  F2  R2  B2  R1  B1  R0  B0
+    boundary inputs held     1   2   3   3   3   2   2   1   1      one per micro-batch in flight
+    graphs held              0   0   0   1   1   1   1   1   1      one at a time
+
+Peaks are those of a steady training step: optimizer state exists, gradients are set to None between steps and
+appear at the first backward; the optimizer updates one tensor at a time (`foreach=False`). Micro-batches are
+of one size: profiles of the larger ones bound a step whose last micro-batches have an example less. Left out:
+the loss values that the last stage collects, one number per micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gpipe_bench.pipeline.memory.footprint import Footprint, Moment, footprint
+from gpipe_bench.pipeline.memory.profile import LayerProfile
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Bytes an optimizer needs per byte of parameter, beside the parameters and their gradients."""
+
+    state: int  # copies of the parameters kept between steps
+    temporaries: int  # parameter-sized temporaries while one parameter is updated, one tensor at a time
+    lingers: bool  # one of them lives on while the next parameter is updated: a variable of torch's loop
+    counts_steps: bool  # keeps a 4-byte step count for each parameter tensor
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": Optimizer(state=0, temporaries=0, lingers=False, counts_steps=False),
+    # Mean square and momentum: with the value the paper's 12 bytes per float32 parameter.
+    "rmsprop": Optimizer(state=2, temporaries=1, lingers=True, counts_steps=True),
+    "adam": Optimizer(state=2, temporaries=2, lingers=True, counts_steps=True),
+}
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """The fullest moment of a stage in a training step, in bytes; the parts add up to the peak."""
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+    boundary: int  # inputs kept per micro-batch; on the first and last stage the mini-batch itself
+    activations: int  # held by the graphs of micro-batches in flight, recomputed or not
+    transients: int  # gradients of activations, passing outputs, temporaries, receive buffers
+    when: str  # the action of the peak, or "optimizer"
+
+    @property
+    def peak(self) -> int:
+        return (
+            self.parameters + self.buffers + self.gradients + self.optimizer_state
+            + self.boundary + self.activations + self.transients
+        )  # fmt: skip
+
+    @property
+    def working_set(self) -> int:
+        """What comes and goes in a step: the paper's "activation memory" without gradients of parameters."""
+        return self.boundary + self.activations + self.transients
+
+
+def pipeline_memory(
+    layers: Sequence[LayerProfile],
+    loss: LayerProfile,
+    stages: Sequence[range],
+    schedule: Schedule,
+    optimizer: str = "rmsprop",
+    *,
+    receive_ahead: int = 0,
+) -> tuple[StageMemory, ...]:
+    """Peak of each stage when ``layers`` (profiled at the micro-batch size) are cut into ``stages``.
+
+    ``receive_ahead`` is the number of boundary inputs and gradients a stage has posted receives for beyond
+    the one in use: 1 over torch.distributed; 0 in one process, where gpipe and naive use every message as it
+    comes (under 1f1b one may wait there too, and the peak is between that for 0 and that for 1). Raises
+    ValueError for an unknown optimizer and for a schedule with another number of stages.
+    """
+    if len(stages) != schedule.num_stages:
+        raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
+    last = len(stages) - 1
+    return tuple(
+        stage_memory(
+            footprint([layers[layer] for layer in stage], loss if index == last else None),
+            schedule.actions[index],
+            optimizer,
+            is_first=index == 0,
+            receive_ahead=receive_ahead,
+        )
+        for index, stage in enumerate(stages)
+    )
+
+
+def stage_memory(
+    stage: Footprint,
+    actions: tuple[Action, ...],
+    optimizer: str = "rmsprop",
+    *,
+    is_first: bool,
+    receive_ahead: int = 0,
+) -> StageMemory:
+    """Peak of one stage that executes ``actions``."""
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(OPTIMIZERS)}")
+    rule = OPTIMIZERS[optimizer]
+    state = rule.state * sum(stage.trained_sizes) + 4 * len(stage.trained_sizes) * rule.counts_steps
+    num_microbatches = sum(action.kind is Kind.F for action in actions)
+    # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
+    user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
+
+    def at(
+        moment: Moment, gradients: int, boundary: int, activations: int, receives: int, when: str
+    ) -> StageMemory:
+        return StageMemory(
+            parameters=stage.parameter_bytes,
+            buffers=stage.buffer_bytes,
+            gradients=gradients + moment.gradients,
+            optimizer_state=state,
+            boundary=user_bytes + boundary,
+            activations=activations + moment.activations,
+            transients=moment.transients + receives,
+            when=when,
+        )
+
+    moments = {
+        "free": stage.free,
+        "forward": stage.forward,
+        "first": stage.backward_first,
+        "later": stage.backward,
+    }
+    received, kept = (0, 0) if is_first else (stage.input_bytes, stage.kept_input_bytes)
+    fullest = at(
+        Moment(transients=_update_transients(rule, stage.trained_sizes)),
+        stage.gradient_bytes, 0, 0, 0, "optimizer",
+    )  # fmt: skip
+    for demand in demands(actions, receive_ahead):
+        candidate = at(
+            moments[demand.moment],
+            stage.gradient_bytes if demand.after_first_backward else 0,
+            demand.inputs * received + demand.graph_inputs * kept,
+            demand.graphs * stage.saved_bytes,
+            demand.inputs_ahead * received + demand.output_gradients * stage.output_gradient_bytes,
+            demand.when,
+        )
+        if candidate.peak > fullest.peak:
+            fullest = candidate
+    return fullest
+
+
+def _update_transients(rule: Optimizer, sizes: tuple[int, ...]) -> int:
+    """Bytes of temporaries while an optimizer updates parameters of these sizes in turn."""
+    before = (0, *sizes) if rule.lingers else (0,) * (len(sizes) + 1)
+    return max((rule.temporaries * size + left for size, left in zip(sizes, before, strict=False)), default=0)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What an action finds alive on its stage, in numbers of micro-batches; independent of sizes."""
+
+    moment: str  # which moment of the footprint it adds
+    inputs: int  # boundary inputs held whole: those of micro-batches without a graph, its own in F and R
+    graph_inputs: int  # boundary inputs of which a graph holds its part: all others
+    graphs: int  # graphs held of other micro-batches
+    inputs_ahead: int  # posted receives of further inputs
+    output_gradients: int  # gradients received or posted, beside the one that a backward works on
+    after_first_backward: bool
+    when: str
+
+
+@lru_cache(maxsize=1024)
+def demands(actions: tuple[Action, ...], receive_ahead: int = 0) -> tuple[Demand, ...]:
+    """The distinct demands of a stage's actions, those left out that another one exceeds in everything."""
+    recomputed = {action.microbatch for action in actions if action.kind is Kind.R}
+    to_receive = sum(action.kind is Kind.F for action in actions)
+    to_send_back = sum(action.kind in (Kind.B, Kind.I) for action in actions)
+    whole, graphs, backwards = 0, 0, 0
+    found: list[Demand] = []
+    for action in actions:
+        ahead = 0
+        match action.kind:
+            case Kind.F:
+                whole, to_receive = whole + 1, to_receive - 1
+                moment = "free" if action.microbatch in recomputed else "forward"
+                gradients = 0
+            case Kind.R:
+                moment, gradients = "forward", 1 + min(receive_ahead, to_send_back - 1)
+            case Kind.B:
+                to_send_back -= 1
+                graphs -= 1
+                moment, gradients = "later" if backwards else "first", min(receive_ahead, to_send_back)
+            case _:
+                raise ValueError(f"no memory model for action {action}: split backwards are not modelled yet")
+        ahead = min(receive_ahead, to_receive)
+        in_graphs = graphs + (action.kind is Kind.B)
+        found.append(Demand(moment, whole, in_graphs, graphs, ahead, gradients, backwards > 0, str(action)))
+        if action.kind is Kind.B:
+            backwards += 1
+        elif moment == "forward":
+            whole, graphs = whole - 1, graphs + 1
+    return _undominated(found)
+
+
+def _undominated(found: list[Demand]) -> tuple[Demand, ...]:
+    """Of equal kinds only those that no other exceeds or equals in every count; the earliest of equals."""
+    by_kind: dict[tuple[str, bool], list[tuple[tuple[int, ...], Demand]]] = {}
+    for demand in found:
+        counts = (
+            demand.inputs, demand.graph_inputs, demand.graphs, demand.inputs_ahead, demand.output_gradients,
+        )  # fmt: skip
+        rivals = by_kind.setdefault((demand.moment, demand.after_first_backward), [])
+        if any(all(a >= b for a, b in zip(rival, counts, strict=True)) for rival, _ in rivals):
+            continue
+        rivals[:] = [
+            (rival, each)
+            for rival, each in rivals
+            if not all(a <= b for a, b in zip(rival, counts, strict=True))
+        ] + [(counts, demand)]
+    return tuple(demand for rivals in by_kind.values() for _, demand in rivals)

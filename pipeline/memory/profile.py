@@ -1,0 +1,298 @@
+"""What one layer costs in bytes, found by running it once on fake tensors of the real size.
+
+Everything downstream (partition, memory model, maximum-size search) adds up layer profiles, so a profile must
+say more than "saved 12 MiB": whether an input is kept by the layer's graph (its neighbour may keep the same
+storage), when in the backward pass it is let go, how high the transients stand at that moment. A profile
+therefore tells the *order of events* - which storage appears and dies when - of three stories:
+
+    free     forward without a graph                                       (F under re-materialization)
+    first    forward with a graph, backward that creates the gradients     (first B of a step)
+    later    the same with a backward that accumulates into them           (every other B)
+
+Nothing of the real size is allocated: the layer runs under FakeTensorMode, on the CPU device. A GPU's kernels
+may keep other things; real runs under a memory cap check that.
+
+Inputs are laid out as the layer before leaves them; gradients of outputs are made up dense and in the order
+of the dimensions, so what a layer copies because its gradient has another layout is not seen. Fake kernels
+return results in storages of their own size, while a few real ones return a small result in a large workspace
+(the CPU's `mse_loss` returns a number in as many bytes as its input has).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec, as_tuple
+from gpipe_bench.pipeline.memory.signature import signature
+from gpipe_bench.pipeline.memory.story import Story
+from gpipe_bench.pipeline.memory.tracker import EventLog
+from gpipe_bench.pipeline.stage.batchnorm import Statistics
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProfile:
+    """The bytes of one layer at one micro-batch size."""
+
+    name: str
+    inputs: Boundary
+    outputs: Boundary
+    unused: frozenset[int]  # positions of outputs for which no gradient comes back
+    num_parameters: int  # trainable elements
+    parameter_bytes: int  # trained or not
+    trained_sizes: tuple[int, ...]  # bytes of each parameter tensor that gets a gradient
+    buffer_bytes: int  # with what a stage adds for batch normalization (gpipe_bench.pipeline.stage.batchnorm)
+    gradient_bytes: int
+    free: Story
+    first: Story
+    later: Story
+
+    @cached_property
+    def output_gradient_bytes(self) -> int:
+        """Bytes of the gradients that come back for the outputs."""
+        ends = self.outputs
+        positions = [i for i in ends.distinct if ends.tensors[i].requires_grad and i not in self.unused]
+        return sum(ends.tensors[i].num_bytes for i in positions)
+
+
+@dataclass
+class Profiler:
+    """Profiles layers, each distinct one once: same configuration, same inputs, same precision.
+
+    ``autocast`` is the dtype of mixed precision (parameters stay as they are), None for none. Casts of
+    weights are not cached between operations, as in the engine: the cache would keep a copy of every weight.
+    """
+
+    autocast: torch.dtype | None = None
+    _known: dict[tuple[object, ...], LayerProfile] = field(default_factory=dict, repr=False)
+
+    def layer(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int] = frozenset()) -> LayerProfile:
+        """The profile of one layer. ``unused`` are positions of outputs that nothing after it differentiates.
+
+        Raises ValueError if it returns anything but tensors.
+        """
+        key = (signature(layer), inputs, unused)
+        if key not in self._known:
+            with FakeTensorMode():
+                self._known[key] = self._run(fake_copy(layer), inputs, unused)
+        return self._known[key]
+
+    def chain(
+        self, layers: Iterable[nn.Module], inputs: Boundary, unused: frozenset[int] = frozenset()
+    ) -> tuple[LayerProfile, ...]:
+        """Profiles of layers in sequence, each fed with what the one before it returns.
+
+        ``unused`` are positions of the last one's outputs that nothing differentiates. Raises ValueError if
+        two layers share a parameter: profiles are added up, so it would be counted twice.
+        """
+        modules, profiles = list(layers), list[LayerProfile]()
+        _refuse_ties(modules)
+        for module in modules:
+            profiles.append(self.layer(module, inputs))
+            inputs = profiles[-1].outputs
+        # No gradient comes back for what the layers after do not use (AmoebaNet's last "previous" tensor).
+        for index in range(len(modules) - 1, -1, -1):
+            if unused:
+                profiles[index] = self.layer(modules[index], profiles[index].inputs, unused)
+            unused = profiles[index].first.without_gradient
+        return tuple(profiles)
+
+    def model(
+        self,
+        layers: Iterable[nn.Module],
+        loss_fn: Callable[[Any, Tensor], Tensor],
+        inputs: Boundary,
+        target: Boundary,
+    ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
+        """Profiles of all layers of a model and of its loss, which may leave outputs unused."""
+        modules = list(layers)
+        profiles = self.chain(modules, inputs)
+        loss = self.loss(loss_fn, profiles[-1].outputs, target)
+        if loss.first.without_gradient:
+            profiles = self.chain(modules, inputs, loss.first.without_gradient)
+        return profiles, loss
+
+    def loss(
+        self, loss_fn: Callable[[Any, Tensor], Tensor], outputs: Boundary, target: Boundary
+    ) -> LayerProfile:
+        """The loss as one more layer, which takes the outputs and the target."""
+        return self.layer(LossLayer(loss_fn, outputs.is_tuple), outputs.join(target))
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
+
+    def _run(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
+        with torch.no_grad():
+            free, _ = self._tell(layer, inputs, unused)
+        first, outputs = self._tell(layer, inputs, unused)
+        later, _ = self._tell(layer, inputs, unused)
+        trained = [p for p in layer.parameters() if p.grad is not None]
+        with EventLog() as added:
+            statistics = Statistics([layer])
+            statistics.begin()
+        return LayerProfile(
+            name=type(layer).__name__,
+            inputs=inputs,
+            outputs=outputs,
+            unused=unused,
+            num_parameters=sum(p.numel() for p in layer.parameters() if p.requires_grad),
+            parameter_bytes=sum(p.numel() * p.itemsize for p in layer.parameters()),
+            trained_sizes=tuple(p.numel() * p.itemsize for p in trained),
+            buffer_bytes=sum(b.numel() * b.itemsize for b in layer.buffers()) + sum(added.sizes),
+            gradient_bytes=sum(first.sizes[storage] for storage in first.gradients),
+            free=free,
+            first=first,
+            later=later,
+        )
+
+    def _tell(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> tuple[Story, Boundary]:
+        """Run forward, and backward where there is a graph, with references as scarce as in a stage."""
+        delivered: dict[int, Tensor] = {}
+        leaves = [spec.empty() for spec in inputs.tensors]
+        seed = torch.empty(())
+        with EventLog() as log:
+            values = [
+                _enter(leaf, spec, position, delivered)
+                for position, (leaf, spec) in enumerate(zip(leaves, inputs.tensors, strict=True))
+            ]
+            values = [values[first] for first in inputs.same_as]
+            input_storages = _serials(log, values)
+            log.events.clear()
+            with self._precision():
+                result = layer(tuple(values) if inputs.is_tuple else values[0])
+            forward = tuple(log.events)
+            outputs = Boundary.of(result)
+            output_storages = _serials(log, as_tuple(result))
+            sent_back: list[int | None] = []
+            root = _follow(result, unused, log, sent_back) if torch.is_grad_enabled() else None
+            hidden = log.serial_of(root) if root is not None else None
+            del result, values
+            kept = frozenset(log.alive - {hidden})
+            log.events.clear()
+            if root is not None and root.requires_grad:
+                root.backward(seed)
+            del root
+            backward = tuple(event for event in log.events if hidden is None or abs(event) != hidden + 1)
+            gradients = {log.serial_of(p.grad) for p in layer.parameters() if p.grad is not None}
+        story = Story(
+            sizes=tuple(log.sizes),
+            inputs=input_storages,
+            outputs=output_storages,
+            kept=kept if torch.is_grad_enabled() else frozenset(),
+            gradients=frozenset(serial for serial in gradients if serial is not None),
+            output_gradients=tuple(sent_back) or (None,) * len(output_storages),
+            input_gradients=tuple(
+                log.serial_of(delivered[first]) if first == position and first in delivered else None
+                for position, first in enumerate(inputs.same_as)
+            ),
+            forward=forward,
+            backward=backward if torch.is_grad_enabled() else (),
+            without_gradient=frozenset(
+                position
+                for position, first in enumerate(inputs.same_as)
+                if inputs.tensors[position].requires_grad and first not in delivered
+            ),
+        )
+        return story, outputs
+
+
+class _Source(torch.autograd.Function):
+    """Makes an input that is no leaf, as between two layers, and takes its gradient as the layer before."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, position: int, delivered: dict[int, Tensor]) -> Tensor:
+        ctx.position, ctx.delivered = position, delivered
+        return torch.empty_like(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.delivered[ctx.position] = gradient
+        return None, None, None
+
+
+class _Tail(torch.autograd.Function):
+    """Stands for all that follows the layer: keeps nothing, sends fresh gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, log: EventLog, sent_back: list[int | None], *outputs: Tensor) -> Tensor:
+        ctx.log, ctx.sent_back = log, sent_back
+        ctx.specs = [(t.shape, t.dtype) if t.requires_grad else None for t in outputs]
+        ctx.same_as = Boundary.of(outputs).same_as
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [
+            torch.empty(spec[0], dtype=spec[1]) if spec is not None and first == index else None
+            for index, (spec, first) in enumerate(zip(ctx.specs, ctx.same_as, strict=True))
+        ]
+        ctx.sent_back.extend(None if each is None else ctx.log.serial_of(each) for each in gradients)
+        return None, None, *gradients
+
+
+class LossLayer(nn.Module):
+    """A loss function as a layer that takes ``(*outputs, target)``."""
+
+    def __init__(self, loss_fn: Callable[[Any, Tensor], Tensor], is_tuple: bool) -> None:
+        super().__init__()
+        self.loss_fn, self.is_tuple = loss_fn, is_tuple
+
+    def forward(self, values: tuple[Tensor, ...]) -> Tensor:
+        *outputs, target = values
+        return self.loss_fn(tuple(outputs) if self.is_tuple else outputs[0], target)
+
+
+def _enter(leaf: Tensor, spec: TensorSpec, position: int, delivered: dict[int, Tensor]) -> Tensor:
+    if not (spec.requires_grad and torch.is_grad_enabled()):
+        return torch.empty_like(leaf)
+    made: Tensor = _Source.apply(leaf.requires_grad_(), position, delivered)
+    return made
+
+
+def _follow(result: Any, unused: frozenset[int], log: EventLog, sent_back: list[int | None]) -> Tensor:
+    # The graph of an output that nothing differentiates goes with the output, and its backward never runs.
+    followed = [t.detach() if position in unused else t for position, t in enumerate(as_tuple(result))]
+    root: Tensor = _Tail.apply(log, sent_back, *followed)
+    return root
+
+
+def _serials(log: EventLog, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Numbers of the tensors' storages; one that the run did not make (a parameter) is new but costs nothing
+    here: it is counted where it belongs.
+    """
+    tensors, made = tuple(tensors), len(log.sizes)
+    log.watch(tensors)
+    log.sizes[made:] = [0] * (len(log.sizes) - made)
+    return tuple(serial for serial in map(log.serial_of, tensors) if serial is not None)
+
+
+def _refuse_ties(layers: Iterable[nn.Module]) -> None:
+    owners: dict[nn.Parameter, int] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            if owners.setdefault(parameter, index) != index:
+                raise ValueError(
+                    f"layers {owners[parameter]} and {index} share the parameter {name!r}, which profiles "
+                    "would count twice: put both layers into one module, or give each its own"
+                )
+
+
+def fake_copy(layer: nn.Module) -> nn.Module:
+    """The layer with fake CPU tensors for its parameters and buffers, whatever device they are on."""
+    stand_ins: dict[int, Any] = {}
+    for parameter in layer.parameters():
+        fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        stand_ins[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+    for buffer in layer.buffers():
+        stand_ins[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return copy.deepcopy(layer, stand_ins).train()

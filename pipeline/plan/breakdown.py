@@ -1,0 +1,162 @@
+"""Where the time of a step goes: every device-second of K x makespan has one reason.
+
+Idle time carries no label. A stage that waits may wait for a slow link, for a fuller stage, or because any
+pipeline fills and drains; a profiler cannot tell. So the same step is laid out again under circumstances that
+lack one reason at a time, and the difference is what that reason costs (the paper's overhead breakdown, v1
+Figure 4, v5 section 3.1):
+
+    the step itself      - what its actions, its weight update and its set-up fill is known
+    with a free link     - the difference is communication
+    without set-up       - the difference, less the set-up itself, is waiting for it: counted as set-up
+    with even stages     - every stage takes the mean: the difference is load imbalance
+    what is still idle   - bubble
+
+Uneven stages can happen to be faster than even ones (a light last stage, recomputing little, ends the step of
+a single micro-batch sooner); then nothing is lost to imbalance, and the bubble is what is idle. All
+arithmetic is on fractions: the parts add up exactly. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import inf
+from typing import cast
+
+from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.replay import ActionTimes, duration_of, replay
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
+
+PARTS = (
+    "computation", "recompute", "weight update", "setup", "communication", "load imbalance", "bubble",
+)  # fmt: skip
+"""The reasons, named as in the paper, from work to waiting."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Device-seconds of one step by reason, exact; `seconds` has an entry for each of PARTS.
+
+    `timeline` is the step that was taken apart.
+    """
+
+    seconds: dict[str, Fraction]
+    num_stages: int
+    timeline: Timeline
+
+    @property
+    def shares(self) -> dict[str, Fraction]:
+        """Shares of K x makespan; they add up to exactly 1. All zero for a step that takes no time."""
+        total = sum(self.seconds.values(), Fraction(0))
+        return {part: value / total if total else Fraction(0) for part, value in self.seconds.items()}
+
+    @property
+    def makespan_s(self) -> float:
+        return float(sum(self.seconds.values(), Fraction(0)) / self.num_stages)
+
+
+def breakdown(
+    schedule: Schedule,
+    action_s: ActionTimes,
+    link: Link = FREE,
+    *,
+    activation_bytes: Sequence[float] = (),
+    gradient_bytes: Sequence[float] = (),
+    setup_s: Sequence[float] = (),
+    update_s: Sequence[float] = (),
+    early_recompute: bool = True,
+) -> Breakdown:
+    """Attributes every device-second of the replayed step. Arguments and errors are those of `replay`."""
+    duration_s = duration_of(action_s)
+    work = {action: _exact(f"duration of {action}", duration_s(action)) for action in schedule}
+    setup = [_exact("setup_s", seconds) for seconds in setup_s]
+    update = [_exact("update_s", seconds) for seconds in update_s]
+
+    def lay_out(
+        actions: dict[Action, float], through: Link, before: Sequence[float], after: Sequence[float]
+    ) -> Timeline:
+        return replay(
+            schedule,
+            actions.__getitem__,
+            through,
+            activation_bytes=[_exact("activation_bytes", size) for size in activation_bytes],
+            gradient_bytes=[_exact("gradient_bytes", size) for size in gradient_bytes],
+            setup_s=before,
+            update_s=after,
+            early_recompute=early_recompute,
+        )
+
+    step = lay_out(work, _exact_link(link), setup, update)
+    free = lay_out(work, FREE, setup, update)
+    ready = lay_out(work, FREE, (), update)
+    even = lay_out(_even(work), FREE, (), [_mean(update)] * len(update))
+
+    recompute = _total(seconds for action, seconds in work.items() if action.kind is Kind.R)
+    set_up = _total(setup)
+    idle = Fraction(step.idle_s)
+    communication = _lost(step, free, idle)
+    waiting_for_setup = _lost(free, ready, idle - communication, known=set_up)
+    imbalance = _lost(ready, even, idle - communication - waiting_for_setup)
+    seconds = {
+        "computation": _total(work.values()) - recompute,
+        "recompute": recompute,
+        "weight update": _total(update),
+        "setup": set_up + waiting_for_setup,
+        "communication": communication,
+        "load imbalance": imbalance,
+        "bubble": idle - communication - waiting_for_setup - imbalance,
+    }
+    return Breakdown(seconds, schedule.num_stages, _in_floats(step))
+
+
+def _lost(to: Timeline, instead: Timeline, idle: Fraction, known: Fraction = Fraction(0)) -> Fraction:
+    """Device-seconds by which one step is longer than the other, less the known ones; at most those idle."""
+    longer = to.num_stages * (Fraction(to.makespan_s) - Fraction(instead.makespan_s))
+    return min(max(longer - known, Fraction(0)), idle)
+
+
+def _exact(what: str, value: float) -> float:
+    """The value as a fraction. The replay computes with what it is given, and calls it a float."""
+    if not 0 <= value < inf:
+        raise ValueError(f"{what} is {value}; it must be finite and not negative")
+    return cast(float, Fraction(value))
+
+
+def _in_floats(step: Timeline) -> Timeline:
+    """For drawing and storing."""
+    return replace(
+        step,
+        events=tuple(Event(e.action, float(e.start_s), float(e.end_s)) for e in step.events),
+        work=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.work),
+        messages=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.messages),
+    )
+
+
+def _exact_link(link: Link) -> Link:
+    if link == FREE:
+        return link
+    bandwidth = link.bandwidth_bytes_per_s
+    return replace(
+        link,
+        latency_s=_exact("latency_s", link.latency_s),
+        bandwidth_bytes_per_s=bandwidth if bandwidth == inf else _exact("bandwidth_bytes_per_s", bandwidth),
+    )
+
+
+def _even(work: dict[Action, float]) -> dict[Action, float]:
+    """The same total work, with the same kind of work on a micro-batch taking every stage equally long."""
+    alike: dict[tuple[Kind, int], list[float]] = {}
+    for action, seconds in work.items():
+        alike.setdefault((action.kind, action.microbatch), []).append(seconds)
+    mean = {key: _mean(group) for key, group in alike.items()}
+    return {action: mean[action.kind, action.microbatch] for action in work}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0
+
+
+def _total(values: Iterable[float]) -> Fraction:
+    return sum((Fraction(value) for value in values), Fraction(0))

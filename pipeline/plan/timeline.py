@@ -1,0 +1,222 @@
+"""What happened when: the common result of running a schedule and of replaying one.
+
+Measured and replayed steps must be comparable action by action, so both end in the same plain data: one event
+per action, in seconds from the start of the step. Makespan, bubble and live activations are read off it, and
+it is exported in the Chrome trace format, which Perfetto and chrome://tracing open, as CSV for spreadsheets
+and as plain data that a record can keep. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpipe_bench.pipeline.plan.schedule import Action, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One action's start and end, in seconds from the start of the step."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What takes time in a step beside its actions: work of a stage ("setup", "update") or a message
+    ("0F1->1") on its way from `stage`, in seconds from the start of the step.
+    """
+
+    name: str
+    stage: int
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of one step, ordered by start.
+
+    `provenance` is "measured" or "replayed"; `devices` names the device of each stage; `conditions` says what
+    was held fixed (threads, pinned cores), so that a picture can be judged without its producer. `work` keeps
+    a stage busy like an action; `messages` occupy a link and no stage. Either is empty where it is not known.
+    """
+
+    events: tuple[Event, ...]
+    num_stages: int
+    provenance: str = "measured"
+    devices: tuple[str, ...] = ()
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    work: tuple[Span, ...] = ()
+    messages: tuple[Span, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        events: Iterable[Event],
+        num_stages: int,
+        provenance: str = "measured",
+        devices: Iterable[str] = (),
+        conditions: Mapping[str, str] | None = None,
+    ) -> Timeline:
+        """Orders the events and moves the earliest start to 0."""
+        ordered = sorted(events, key=lambda event: (event.start_s, event.action))
+        origin_s = ordered[0].start_s if ordered else 0.0
+        shifted = tuple(Event(e.action, e.start_s - origin_s, e.end_s - origin_s) for e in ordered)
+        return cls(shifted, num_stages, provenance, tuple(devices), dict(conditions or {}))
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first start to the last end."""
+        ends_s = [event.end_s for event in self.events] + [span.end_s for span in self.work]
+        return max(ends_s, default=0.0)
+
+    def of_stage(self, stage: int) -> tuple[Event, ...]:
+        """The events of one stage, in order."""
+        return tuple(event for event in self.events if event.action.stage == stage)
+
+    def busy_s(self, stage: int) -> float:
+        """Seconds in which the stage is inside an action or other work."""
+        events_s = sum(event.duration_s for event in self.of_stage(stage))
+        return events_s + sum(span.duration_s for span in self.work if span.stage == stage)
+
+    @property
+    def idle_s(self) -> float:
+        """Device-seconds of K x makespan that neither an action nor other work fills."""
+        busy_s = sum(event.duration_s for event in self.events) + sum(span.duration_s for span in self.work)
+        return self.num_stages * self.makespan_s - busy_s
+
+    @property
+    def bubble(self) -> float:
+        """Share of the K x makespan device-seconds that no action fills, 0 to 1. With equal stages, no
+        recomputation and a free link it is the paper's (K - 1) / (M + K - 1) (section 2.3).
+        """
+        total_s = self.num_stages * self.makespan_s
+        return self.idle_s / total_s if total_s else 0.0
+
+    def live_activations(self, stage: int) -> tuple[tuple[float, int], ...]:
+        """(time in s, micro-batches whose graph is alive from then on) at every change on this stage.
+
+        A graph lives from the start of the action that builds it (F, or R where the micro-batch is
+        recomputed) to the end of the backward.
+        """
+        events = self.of_stage(stage)
+        recomputed = {e.action.microbatch for e in events if e.action.kind is Kind.R}
+        halved = {e.action.microbatch for e in events if e.action.kind is Kind.W}
+        changes = []
+        for event in events:
+            microbatch = event.action.microbatch
+            if event.action.kind is (Kind.R if microbatch in recomputed else Kind.F):
+                changes.append((event.start_s, 1))
+            elif event.action.kind is (Kind.W if microbatch in halved else Kind.B):
+                changes.append((event.end_s, -1))
+        live, steps = 0, []
+        for time_s, change in sorted(changes):
+            live += change
+            steps.append((time_s, live))
+        return tuple(steps)
+
+    def to_chrome(self) -> dict[str, Any]:
+        """The timeline as a Chrome trace object: one row per stage, times in microseconds."""
+        rows: list[dict[str, Any]] = []
+        for stage in range(self.num_stages):
+            label = f"stage {stage}" + (f" ({self.devices[stage]})" if self.devices else "")
+            rows.append(
+                {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": label}},
+            )
+        for event in self.events:
+            action = event.action
+            rows.append(
+                {
+                    "name": str(action),
+                    "cat": action.kind.name,
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": action.stage,
+                    "ts": event.start_s * 1e6,
+                    "dur": event.duration_s * 1e6,
+                    "args": {"microbatch": action.microbatch},
+                }
+            )
+        rows += [
+            {
+                "name": span.name, "cat": "work", "ph": "X", "pid": 0, "tid": span.stage,
+                "ts": span.start_s * 1e6, "dur": span.duration_s * 1e6,
+            }
+            for span in self.work
+        ]  # fmt: skip
+        for number, span in enumerate(self.messages):  # asynchronous: messages of a link may overlap
+            ends = (("b", span.start_s), ("e", span.end_s))
+            rows += [
+                {
+                    "name": span.name, "cat": "message", "ph": phase, "id": number, "pid": 0,
+                    "tid": span.stage, "ts": time_s * 1e6,
+                }
+                for phase, time_s in ends
+            ]  # fmt: skip
+        return {
+            "traceEvents": rows,
+            "displayTimeUnit": "ms",
+            "otherData": {"provenance": self.provenance, **self.conditions},
+        }
+
+    def save_chrome(self, path: Path | str) -> None:
+        """Writes the Chrome trace as JSON; open it in https://ui.perfetto.dev or chrome://tracing."""
+        Path(path).write_text(json.dumps(self.to_chrome()))
+
+    def to_csv(self) -> str:
+        """One line per action, other work and message: what, name, stage, start_s, end_s."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(("what", "name", "stage", "start_s", "end_s"))
+        for what, spans in (("action", self.events), ("work", self.work), ("message", self.messages)):
+            writer.writerows((what, _name(each), _stage(each), each.start_s, each.end_s) for each in spans)
+        return out.getvalue()
+
+    def to_data(self) -> dict[str, Any]:
+        """The timeline as lists and numbers, for a record; `from_data` reads it back."""
+        return {
+            "num_stages": self.num_stages,
+            "provenance": self.provenance,
+            "devices": list(self.devices),
+            "conditions": dict(self.conditions),
+            "events": [[str(event.action), event.start_s, event.end_s] for event in self.events],
+            "work": [[span.name, span.stage, span.start_s, span.end_s] for span in self.work],
+            "messages": [[span.name, span.stage, span.start_s, span.end_s] for span in self.messages],
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Timeline:
+        """Reads what `to_data` made."""
+        return cls(
+            tuple(Event(Action.parse(action), start_s, end_s) for action, start_s, end_s in data["events"]),
+            data["num_stages"],
+            data["provenance"],
+            tuple(data["devices"]),
+            dict(data["conditions"]),
+            tuple(Span(*span) for span in data["work"]),
+            tuple(Span(*span) for span in data["messages"]),
+        )
+
+
+def _stage(each: Event | Span) -> int:
+    return each.action.stage if isinstance(each, Event) else each.stage
+
+
+def _name(each: Event | Span) -> str:
+    return str(each.action) if isinstance(each, Event) else each.name

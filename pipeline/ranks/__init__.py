@@ -1,0 +1,1 @@
+"""A pipeline over processes: one rank per stage, messages between them, and one failure known to all."""

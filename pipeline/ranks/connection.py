@@ -1,0 +1,181 @@
+"""Messages from rank to rank: through shared memory to neighbours on this host, else through
+torch.distributed.
+
+The backends are torch.distributed's own, made directly on the process group's store. `dist.new_group` would
+do the same, but names a group by how many the process has seen already, so that ranks with different pasts
+wait for each other forever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from gpipe_bench.pipeline.errors import PeerError
+from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks.neighbour import Arrival, Departure, Neighbour
+
+# No message has this tag, so a receive of it can only time out.
+_NEVER_SENT = 2**30
+
+
+class Work(Protocol):
+    """A message on its way: `wait` returns when the tensor may be used, on a GPU by what is enqueued
+    afterwards.
+    """
+
+    def wait(self) -> object: ...
+
+
+class Form(NamedTuple):
+    """A tensor without its data, as it travels: dense, in the layout that its strides say."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        like = torch.empty_like(tensor, device="meta")  # dense also where the tensor is not
+        return cls(tuple(tensor.shape), tuple(like.stride()), tensor.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        count = self.dtype.itemsize
+        for length in self.shape:
+            count *= length
+        return count
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+    def fits(self, tensor: Tensor) -> bool:
+        return tensor.shape == self.shape and tensor.dtype == self.dtype
+
+
+class Buffer(NamedTuple):
+    """A tensor to receive into; `flat` is its memory as the network sees it."""
+
+    tensor: Tensor
+    flat: Tensor
+    shared: Tensor | None  # the bytes, where a neighbour writes them
+
+
+class Connection:
+    """Messages of one kind between all ranks. Those of one direction and tag arrive in order."""
+
+    def __init__(self, backend: Any, channel: int, neighbours: dict[int, Neighbour]) -> None:
+        self._backend, self._channel, self._neighbours = backend, channel, neighbours
+
+    def buffer(self, form: Form, source: int, device: torch.device) -> Buffer:
+        """Where to receive a tensor from rank `source`."""
+        neighbour = self._neighbours.get(source)
+        if neighbour is None or form.num_bytes == 0:
+            tensor = form.empty(device)
+            return Buffer(tensor, flat(tensor), None)
+        try:
+            shared = neighbour.empty(form.num_bytes)
+        except RuntimeError as error:
+            raise unreachable(None, source, error) from error
+        memory = shared.view(form.dtype)
+        return Buffer(memory.as_strided(form.shape, form.stride), memory, shared)
+
+    def give_back(self, buffer: Buffer, source: int) -> None:
+        """Allows the memory of a buffer from `source` to be used for another."""
+        if buffer.shared is not None:
+            self._neighbours[source].give_back(buffer.shared)
+
+    def receive(self, buffer: Buffer, source: int, tag: int, action: Action | None = None) -> Work:
+        """Posts a receive, to be followed by `flush`; `action` is what an error will name."""
+        try:
+            if buffer.shared is not None:
+                return self._neighbours[source].post(self._channel, tag, buffer.shared)
+            return self._backend.recv([buffer.flat], source, tag)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            raise unreachable(action, source, error) from error
+
+    def flush(self, source: int) -> None:
+        """Makes posted receives known to rank `source`."""
+        neighbour = self._neighbours.get(source)
+        if neighbour is not None:
+            try:
+                neighbour.flush()
+            except RuntimeError as error:
+                raise unreachable(None, source, error) from error
+
+    def send(self, tensor: Tensor, target: int, tag: int, action: Action | None = None) -> Work:
+        """Starts to send a flat tensor, which must not change before the work is done."""
+        neighbour = self._neighbours.get(target)
+        try:
+            if neighbour is not None:
+                return neighbour.send(self._channel, tag, tensor)
+            return self._backend.send([tensor], target, tag)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            raise unreachable(action, target, error) from error
+
+    def wait(self, work: Work, action: Action | None, peer: int) -> None:
+        """Waits for a message from or to rank `peer`; `action` is what an error will name."""
+        try:
+            # While this process waits for the network, nobody moves its messages to neighbours along.
+            if self._neighbours and not isinstance(work, Arrival | Departure):
+                for neighbour in self._neighbours.values():
+                    neighbour.drain()
+            work.wait()
+        except RuntimeError as error:
+            raise unreachable(action, peer, error) from error
+
+    def cut(self) -> None:
+        """Makes every wait fail, here and on the other ranks; the connection cannot be used again."""
+        for neighbour in self._neighbours.values():
+            neighbour.close()
+        if self._backend.name() != "gloo":
+            self._backend.abort()
+            return
+        # gloo closes all connections to other ranks when a wait for one of them times out; with those that
+        # are closed already there is no wait.
+        for peer in range(self._backend.size()):
+            if peer != self._backend.rank():
+                with contextlib.suppress(RuntimeError):
+                    work = self._backend.recv([torch.empty(1)], peer, _NEVER_SENT)
+                    work.wait(timedelta(milliseconds=1))
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store through which a process group was set up, for keys of one more pipeline on it.
+
+    Ranks that build their pipelines on the group in the same order get the same keys.
+    """
+    store = group.get_group_store()
+    number = store.add(f"pipelines of rank {dist.get_rank(group)}", 1)
+    return dist.PrefixStore(f"pipeline {number}", store)  # type: ignore[attr-defined]
+
+
+def backend(store: Any, rank: int, size: int, *, name: str, cuda: bool, timeout_s: float) -> Any:
+    """gloo, or NCCL with streams of high priority, between all ranks of the store; all must call."""
+    store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=timeout_s)
+    if not cuda:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements of a dense tensor in the order of its memory."""
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def unreachable(action: Action | None, peer: int, error: RuntimeError) -> PeerError:
+    """What a connection's error means: the peer is gone, or has not answered in time."""
+    text = str(error).splitlines()[0]
+    text = text.partition("] ")[2] or text  # without the place in gloo's source, and without its advice
+    text = text.partition(". This is typically")[0]
+    if "timed out" in text.lower():
+        return PeerError(action, peer, f"rank {peer} did not answer: {text}", timed_out=True)
+    return PeerError(action, peer, f"rank {peer} disappeared: {text}", timed_out=False)

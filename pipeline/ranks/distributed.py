@@ -1,0 +1,290 @@
+"""How tensors move between processes: point-to-point, one process per stage.
+
+Receives are posted ahead (`ring`), sends are not waited for until later messages that take memory have left
+by the same way, and activations and gradients have connections of their own each, so that neither queues
+behind the other. Which shapes travel the ranks learn from the first real micro-batch (`agreement`): the model
+is never run on made-up data, which would move its batch-normalization averages and need memory of its own.
+The first rank numbers the kinds of steps it meets (shapes, dtypes, training or not) and tells the number
+before each step, so the other ranks need not see the batch.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from gpipe_bench.pipeline.errors import ActionError, PeerError, summary
+from gpipe_bench.pipeline.plan.ring import activation_ring, gradient_ring
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.ranks.agreement import MOST_TENSORS, Agreement, Outline, Receiver
+from gpipe_bench.pipeline.ranks.connection import Buffer, Connection, Form, Work, backend, store_of
+from gpipe_bench.pipeline.ranks.failure import Blackboard, Lookout
+from gpipe_bench.pipeline.ranks.introduction import meet
+from gpipe_bench.pipeline.ranks.sending import Sender, changed, conform
+from gpipe_bench.pipeline.stage.microbatch import Message, sizes
+from gpipe_bench.pipeline.stage.stage import Gradients
+from gpipe_bench.pipeline.transport import Plan
+
+_OUTLINE_TAG, _HEADER_TAG, _LOSS_TAG = 0, 2**28, 2**29
+_HEADER = Form((3,), (1,), torch.int64)  # number of the agreement, examples, training or not
+
+
+class PointToPoint:
+    """The transport of one stage in a process group whose rank k runs stage k.
+
+    `timeout_s` bounds every wait for another rank; with `share_memory`, neighbours on one host exchange CPU
+    tensors through memory. After a failure the pipeline's own connections are closed on all ranks; `group`
+    itself is not touched.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        schedule: Schedule,
+        device: torch.device,
+        *,
+        timeout_s: float,
+        share_memory: bool = True,
+    ) -> None:
+        self.rank, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
+        self._schedule, self._device = schedule, device
+        store, cuda = store_of(group), device.type != "cpu"
+        near = meet(store, self.rank, self.num_stages, willing=share_memory, timeout_s=timeout_s)
+        near = {} if cuda else near
+        # Headers and outlines are read by the host, so they never go through NCCL.
+        self._control = Connection(self._backend(store, "control", cuda=False, timeout_s=timeout_s), 0, near)
+        self._activations = Connection(
+            self._backend(store, "activations", cuda=cuda, timeout_s=timeout_s), 1, near
+        )
+        self._gradients = Connection(
+            self._backend(store, "gradients", cuda=cuda, timeout_s=timeout_s), 2, near
+        )
+        self._blackboard = Blackboard(store, group)
+        self._failed: ActionError | None = None
+        self._noticed = False  # a failure elsewhere, by the lookout
+        self._lookout = Lookout(self._blackboard, self._notice) if cuda else None
+        self._agreements: list[Agreement] = []
+        self._numbers: dict[Hashable, int] = {}  # of the agreements, by signature, on the first rank
+        self._agreement = Agreement(())
+        self._training = True
+        # A receiver that knows no outline yet has posted nothing, and may wait for something else than it is
+        # sent.
+        self._patient = False
+        self._control_sender = Sender(self._control)
+        self._activation_sender = Sender(self._activations)
+        self._gradient_sender = Sender(self._gradients)
+        self._header_buffer: Buffer | None = None
+        self._header_work: Work | None = None  # posted a step ahead
+        self._loss_buffer: Buffer | None = None
+        self._loss_work: Work | None = None
+        row = schedule.actions[self.rank]
+        self._gradient_kinds = {a.microbatch: a.kind for a in row if a.kind in (Kind.B, Kind.I)}
+        self._inputs: Receiver | None = None
+        self._output_gradients: Receiver | None = None
+        if self.rank > 0:
+            ring = activation_ring(schedule, self.rank)
+            self._inputs = Receiver(self._activations, self.rank - 1, ring, device)
+            self._header_buffer = self._control.buffer(_HEADER, self.rank - 1, torch.device("cpu"))
+            self._post_header()
+        if self.rank + 1 < self.num_stages:
+            ring = gradient_ring(schedule, self.rank)
+            small = gradient_ring(schedule, self.rank, small=True)
+            self._output_gradients = Receiver(self._gradients, self.rank + 1, ring, device, small=small)
+
+    def _backend(self, store: Any, name: str, *, cuda: bool, timeout_s: float) -> Any:
+        return backend(store, self.rank, self.num_stages, name=name, cuda=cuda, timeout_s=timeout_s)
+
+    def refresh(self) -> None:
+        """Forgets what the ranks agreed on."""
+        self._agreements.clear()
+        self._numbers.clear()
+
+    # A step
+
+    def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
+        if self._failed is not None:
+            raise RuntimeError(
+                f"this pipeline has failed before ({self._failed}); build a new one on every rank"
+            )
+        if self._noticed:
+            raise PeerError(None, self.rank, "another rank has failed", timed_out=False)
+        if plan is not None:
+            number = self._numbers.setdefault(signature, len(self._numbers))
+            header = torch.tensor([number, plan.examples, int(plan.training)])
+        else:
+            assert self._header_buffer is not None
+            assert self._header_work is not None
+            self._control.wait(self._header_work, None, self.rank - 1)
+            header = self._header_buffer.tensor.clone()
+            self._post_header()
+        if self.rank + 1 < self.num_stages:
+            target = Action(self.rank + 1, Kind.F, 0)
+            self._control_sender.send([header], target, _HEADER_TAG, bounded=self._patient)
+        number, examples, training = header.tolist()
+        self._training = bool(training)
+        self._patient = number < len(self._agreements)
+        if not self._patient:
+            self._agreements.append(Agreement(sizes(examples, self._schedule.num_microbatches)))
+        agreement = self._agreement = self._agreements[number]
+        if self._inputs is not None:
+            self._inputs.begin(agreement.activations, agreement.lengths, training=self._training)
+        if self._output_gradients is not None and self._training:
+            self._output_gradients.begin(agreement.gradients, agreement.lengths, training=True)
+            self._post_loss()
+        return Plan(examples, self._training)
+
+    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
+        agreement = self._agreement
+        length = agreement.lengths[microbatch]
+        target = Action(stage + 1, Kind.F, microbatch)
+        outline = agreement.activations_sent.get(length)
+        if outline is None:
+            if len(message.tensors) > MOST_TENSORS:
+                raise ValueError(
+                    f"{len(message.tensors)} tensors leave stage {stage}; at most {MOST_TENSORS} can"
+                )
+            forms = tuple([Form.of(tensor) for tensor in message.tensors])
+            outline = Outline(forms, message.structure, message.needs_grad)
+            agreement.activations_sent[length] = outline
+            self._send_outline(outline, target)
+        elif (message.structure, message.needs_grad) != (outline.structure, outline.needs_grad):
+            raise changed(f"what the output of stage {stage} consists of and what needs a gradient")
+        tensors = conform(message.tensors, outline, self._device, f"output of stage {stage}")
+        self._activation_sender.send(tensors, target, bounded=self._patient)
+
+    def receive_activation(self, stage: int, microbatch: int) -> Message:
+        receiver, agreement = self._inputs, self._agreement
+        assert receiver is not None
+        source = Action(stage - 1, Kind.F, microbatch)
+        length = agreement.lengths[microbatch]
+        if not receiver.is_posted(microbatch):
+            agreement.activations[length] = self._receive_outline(source)
+            receiver.post()
+        for work in receiver.works(microbatch):
+            self._activations.wait(work, source, self.rank - 1)
+        outline = agreement.activations[length]
+        return Message(receiver.take(microbatch), outline.structure, outline.needs_grad)  # type: ignore[arg-type]
+
+    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
+        agreement = self._agreement
+        length = agreement.lengths[microbatch]
+        target = Action(stage - 1, self._gradient_kinds[microbatch], microbatch)
+        outline = agreement.gradients_sent.get(length)
+        if outline is None:
+            outline = Outline(tuple([None if g is None else Form.of(g) for g in gradients]))
+            agreement.gradients_sent[length] = outline
+            self._send_outline(outline, target)
+        tensors = conform(gradients, outline, self._device, f"gradient of the input of stage {stage}")
+        self._gradient_sender.send(tensors, target, bounded=self._patient)
+
+    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
+        receiver, agreement = self._output_gradients, self._agreement
+        assert receiver is not None
+        source = Action(stage + 1, self._gradient_kinds[microbatch], microbatch)
+        if not receiver.is_posted(microbatch):
+            agreement.gradients[agreement.lengths[microbatch]] = self._receive_outline(source)
+            receiver.post()
+            self._post_loss()
+        for work in receiver.works(microbatch):
+            self._gradients.wait(work, source, self.rank + 1)
+        return receiver.take(microbatch)
+
+    def release(self, stage: int, microbatch: int) -> None:
+        if self._inputs is not None:
+            self._inputs.release(microbatch)
+        if self._output_gradients is not None:
+            self._output_gradients.release(microbatch)
+            self._post_loss()
+
+    def _notice(self) -> None:
+        """Another rank has failed: releases the GPU from waiting for it. The next step raises."""
+        self._noticed = True
+        for connection in (self._activations, self._gradients):
+            connection.cut()
+
+    def finish(self, loss: Tensor | None) -> Tensor | None:
+        """The loss follows the gradients towards the first stage. When this returns all sends are gone, so
+        that the process may exit.
+        """
+        if self._training:
+            loss = self._pass_loss(loss)
+        for sender in (self._activation_sender, self._gradient_sender, self._control_sender):
+            sender.finish()
+        return loss
+
+    def abort(self, action: Action | None, error: BaseException) -> ActionError:
+        if self._failed is None:
+            if self._lookout is not None:
+                self._lookout.stop()
+            if isinstance(error, PeerError):
+                self._failed = self._blackboard.explain(error)
+            else:
+                self._failed = self._blackboard.report(ActionError(action, summary(error), self.rank))
+            for connection in (self._activations, self._gradients, self._control):
+                connection.cut()
+        return self._failed
+
+    # Parts of a step
+
+    def _post_header(self) -> None:
+        """Posts the receive of the next step's header."""
+        assert self._header_buffer is not None
+        self._header_work = self._control.receive(self._header_buffer, self.rank - 1, _HEADER_TAG)
+        self._control.flush(self.rank - 1)
+
+    def _post_loss(self) -> None:
+        """Posts the receive of the loss behind those of the gradients, whose queue it shares."""
+        form, receiver = self._agreement.loss, self._output_gradients
+        assert receiver is not None
+        if form is None or self._loss_work is not None or receiver.num_unposted:
+            return
+        if self._loss_buffer is None or not form.fits(self._loss_buffer.tensor):
+            self._loss_buffer = self._gradients.buffer(form, self.rank + 1, self._device)
+        self._loss_work = self._gradients.receive(self._loss_buffer, self.rank + 1, _LOSS_TAG)
+        self._gradients.flush(self.rank + 1)
+
+    def _pass_loss(self, loss: Tensor | None) -> Tensor:
+        agreement = self._agreement
+        new = agreement.loss is None
+        if loss is None:
+            source = Action(self.rank + 1, Kind.B, 0)
+            if agreement.loss is None:
+                (agreement.loss,) = self._receive_outline(source).forms
+            self._post_loss()
+            assert self._loss_work is not None
+            assert self._loss_buffer is not None
+            self._gradients.wait(self._loss_work, source, self.rank + 1)
+            self._loss_work = None
+            loss = self._loss_buffer.tensor.clone()
+        else:
+            agreement.loss = Form.of(loss)
+        if self.rank > 0:
+            target = Action(self.rank - 1, Kind.B, 0)
+            if new:
+                self._send_outline(Outline((agreement.loss,)), target)
+            self._gradient_sender.send([loss], target, _LOSS_TAG, bounded=self._patient)
+        return loss
+
+    def _send_outline(self, outline: Outline, target: Action) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(outline)), dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        self._control_sender.send([length, data], target, _OUTLINE_TAG, bounded=self._patient)
+
+    def _receive_outline(self, source: Action) -> Outline:
+        length = self._receive_now(Form((1,), (1,), torch.int64), source, _OUTLINE_TAG)
+        data = self._receive_now(Form((int(length),), (1,), torch.uint8), source, _OUTLINE_TAG + 1)
+        outline = pickle.loads(data.numpy().tobytes())
+        assert isinstance(outline, Outline)
+        return outline
+
+    def _receive_now(self, form: Form, source: Action, tag: int) -> Tensor:
+        buffer = self._control.buffer(form, source.stage, torch.device("cpu"))
+        self._control.wait(self._control.receive(buffer, source.stage, tag, source), source, source.stage)
+        data = buffer.tensor.clone()
+        self._control.give_back(buffer, source.stage)
+        return data

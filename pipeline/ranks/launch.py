@@ -1,0 +1,72 @@
+"""Starts one process per stage on this host, with torch's own elastic launcher.
+
+For several hosts, or to start a script, use `torchrun`, which is the same launcher (docs/running.md); a
+script calls `start_process` itself.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from gpipe_bench.pipeline.ranks.host import prepare_process
+
+
+def launch(
+    function: Callable[..., Any], num_processes: int, *arguments: Any, threads: int = 1, pin: bool = True
+) -> list[Any]:
+    """Runs `function(*arguments)` in `num_processes` processes that form the default process group; returns
+    their results.
+
+    `function` must be importable by name and its results picklable. If a process fails, the others are ended
+    and a `ChildFailedError` shows the first failure.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="spawn",
+    )
+    results = elastic_launch(config, _run)(function, threads, pin, *arguments)
+    return [results[rank] for rank in range(num_processes)]
+
+
+@contextmanager
+def start_process(*, threads: int = 1, pin: bool = True, timeout_s: float = 600.0) -> Iterator[torch.device]:
+    """The set-up of a process that torchrun has started: threads, core or GPU, process group; gives its
+    device.
+
+    On exit the process group is destroyed.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    prepare_process(local_rank, threads=threads, pin=pin)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+@record
+def _run(function: Callable[..., Any], threads: int, pin: bool, *arguments: Any) -> Any:
+    with start_process(threads=threads, pin=pin):
+        return function(*arguments)

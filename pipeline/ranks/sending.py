@@ -1,0 +1,99 @@
+"""The sending half of a connection: how many messages are on their way, and in which form they go.
+
+A send that nobody waits for keeps its tensors alive, and one that is waited for at once makes its stage as
+slow as the receiver. Between the two is a short queue, which belongs to the way and not to the transport, as
+the receives posted ahead belong to `agreement.Receiver`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks.agreement import MOST_TENSORS, SMALL_BYTES, Outline
+from gpipe_bench.pipeline.ranks.connection import Connection, Work, flat
+
+# Sends on the way, per direction, that may be more than `SMALL_BYTES` together. With one, a late receiver
+# would hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its
+# receives already.
+SENDS_ON_THE_WAY = 2
+
+
+class _Sending(NamedTuple):
+    works: list[Work]
+    tensors: list[Tensor]  # kept until they are gone
+    action: Action  # what receives them
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class Sender:
+    """One direction of sending."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._queue: deque[_Sending] = deque()
+
+    def send(
+        self, tensors: list[Tensor], target: Action, tag: int | None = None, *, bounded: bool = False
+    ) -> None:
+        """Starts to send flat tensors to the stage of `target`; if `bounded`, waits for earlier ones where
+        these take memory.
+        """
+        first = target.microbatch * MOST_TENSORS if tag is None else tag
+        works = [
+            self._connection.send(tensor, target.stage, first + i, target)
+            for i, tensor in enumerate(tensors)
+            if tensor.numel()
+        ]
+        queue = self._queue
+        queue.append(_Sending(works, tensors, target))
+        if bounded and len(queue) > SENDS_ON_THE_WAY and len(queue) * queue[0].num_bytes > SMALL_BYTES:
+            self._wait(queue.popleft())
+
+    def finish(self) -> None:
+        """Waits until everything is gone."""
+        while self._queue:
+            self._wait(self._queue.popleft())
+
+    def _wait(self, sending: _Sending) -> None:
+        for work in sending.works:
+            self._connection.wait(work, sending.action, sending.action.stage)
+
+
+def conform(
+    tensors: Sequence[Tensor | None], outline: Outline, device: torch.device, what: str
+) -> list[Tensor]:
+    """The tensors as the receiver expects them: of the agreed forms, flat."""
+    found = []
+    for tensor, form in zip(tensors, outline.forms, strict=True):
+        if form is None:
+            if tensor is not None:
+                raise changed(f"whether there is a {what}")
+            tensor = torch.empty(0)
+        elif tensor is None:
+            tensor = form.empty(device).zero_()
+        elif not form.fits(tensor):
+            now = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise changed(
+                f"the shape or dtype of the {what}, {form.shape} {form.dtype} before and {now} now,"
+            )
+        elif tensor.stride() != form.stride:
+            tensor = form.empty(device).copy_(tensor)
+        found.append(flat(tensor))
+    return found
+
+
+def changed(what: str) -> RuntimeError:
+    """The error for a message that is not what was agreed on."""
+    return RuntimeError(
+        f"{what} changed since the ranks agreed on what travels; call Pipeline.refresh() on every rank "
+        "after changing the model, and give every kind of mini-batch shapes of its own"
+    )

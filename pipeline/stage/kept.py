@@ -1,0 +1,108 @@
+"""What a stage keeps of one micro-batch between two of its actions.
+
+The memory that a schedule needs is what the stages hold while they wait, so all that a stage may hold stands
+here, in one object per micro-batch with a known moment for each part: the inputs come in with F, they become
+the leaves of a graph with F or R, and `drop` lets go of everything at once. The graph is held by its outgoing
+edges rather than by the output tensors, so that an output lives on only if a layer saved it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gpipe_bench.pipeline.stage.microbatch import Message, Structure, Tree, flatten
+
+
+class _Entry(torch.autograd.Function):
+    """Where a boundary input enters the graph and its gradient leaves it.
+
+    A leaf's gradient is copied unless it is laid out like the leaf, which the piece of a concatenation's
+    gradient is not; here the gradient goes out as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, exits: list[Tensor | None], position: int) -> Tensor:
+        ctx.exits, ctx.position = exits, position
+        # Unlike a view of the same shape it keeps the strides of dimensions of length 1.
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.exits[ctx.position] = gradient
+        return None, None, None
+
+
+class Kept:
+    """What stage number `stage` holds of one micro-batch between two of its actions."""
+
+    __slots__ = (
+        "edges",
+        "exits",
+        "gradients",
+        "inputs",
+        "needs_grad",
+        "places",
+        "stage",
+        "structure",
+        "versions",
+    )
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage  # for messages
+        self.drop()
+
+    def drop(self) -> None:
+        self.inputs: tuple[Tensor, ...] = ()  # the boundary inputs; leaves where they need a gradient
+        self.structure: Structure = None
+        self.needs_grad: tuple[bool, ...] = ()
+        self.versions: tuple[int, ...] = ()  # of the inputs, to notice a layer that overwrites what R needs
+        self.edges: tuple[GradientEdge, ...] = ()  # where the gradients of the outputs enter the graph
+        self.exits: list[Tensor | None] = []  # gradients of the inputs, once the backward has run
+        self.places: tuple[int, ...] = ()  # which tensors of the outgoing message the edges belong to
+        self.gradients: tuple[Tensor, ...] = ()  # of the edges, kept from I to W
+
+    def take(self, received: Message) -> None:
+        """The inputs that came from the stage before."""
+        self.inputs, self.structure, self.needs_grad = received
+
+    def take_own(self, microbatch: Tree, device: torch.device) -> None:
+        """The inputs of the first stage: its own part of the mini-batch."""
+        tensors, self.structure = flatten(microbatch, "the mini-batch")
+        # .data: parts of one batch share a version counter, but overwriting one does not change the others.
+        self.inputs = tuple([t.data.to(device, non_blocking=True) for t in tensors])
+        self.needs_grad = (False,) * len(tensors)
+
+    def enter(self) -> tuple[Tensor, ...]:
+        """The inputs as the beginning of a new graph; without a graph, as they are."""
+        if not (torch.is_grad_enabled() and any(self.needs_grad)):
+            return self.inputs
+        exits: list[Tensor | None] = [None] * len(self.needs_grad)
+        leaves: list[Tensor] = []
+        entered: list[Tensor] = []
+        for position, (tensor, needed) in enumerate(zip(self.inputs, self.needs_grad, strict=True)):
+            leaf = tensor.detach().requires_grad_() if needed else tensor
+            leaves.append(leaf)
+            entered.append(_Entry.apply(leaf, exits, position) if needed else leaf)
+        self.exits, self.inputs = exits, tuple(leaves)
+        return tuple(entered)
+
+    def keep_graph(self, outputs: Sequence[Tensor], announced: tuple[bool, ...] | None = None) -> None:
+        """Keeps where the gradients enter the graph, and of the inputs only the leaves that take gradients
+        out.
+        """
+        if announced is not None and any(
+            t.requires_grad and not a for t, a in zip(outputs, announced, strict=True)
+        ):
+            raise RuntimeError(
+                f"an output of stage {self.stage} needs a gradient now, but did not when the stages agreed "
+                "on what travels; call Pipeline.refresh() after changing which parameters are trained"
+            )
+        self.places = tuple([i for i, tensor in enumerate(outputs) if tensor.requires_grad])
+        self.edges = tuple([get_gradient_edge(outputs[i]) for i in self.places])
+        if not all(self.needs_grad):
+            self.inputs = tuple([t for t in self.inputs if t.requires_grad])

@@ -1,0 +1,144 @@
+"""Runs the layers of a stage so that neither the cuts nor a recomputation show in what they compute.
+
+A layer draws random numbers, changes the averages of batch normalization and meets autocast's cache of casts
+as a side effect of being called, and a pipeline calls it more often and in another order than the plain model
+does. What must surround such a call, forward or backward, is the same whatever the action; it stands here
+once, so that the actions of a stage are about what it keeps and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
+
+from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.microbatch import Tree, tensors_of
+from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
+
+LossFn = Callable[..., Tensor]  # (output, target) -> mean loss over the examples of a micro-batch
+
+
+class LayerRunner:
+    """Consecutive layers of the model, and the loss behind the last of them, on one device.
+
+    `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
+    draws the same wherever the cuts are. `statistics` are those of these layers.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[nn.Module, ...],
+        first_layer: int,
+        *,
+        device: torch.device,
+        seed: int,
+        statistics: Statistics,
+    ) -> None:
+        self.layers, self.first_layer = layers, first_layer
+        self.device, self.seed, self.statistics = device, seed, statistics
+        self._generators = Generators(device)
+        self._draws = tuple(may_draw(layer) for layer in layers)
+        # Each layer and its stream's key; None: draws nothing.
+        self._calls: tuple[tuple[nn.Module, int | None], ...] = ()
+        self._loss_key = 0
+        self._targets: Sequence[Tree | None] = ()
+        self._loss_fn: LossFn | None = None
+        self._autocast = False
+
+    def begin(self, step: int, targets: Sequence[Tree | None], loss_fn: LossFn | None) -> None:
+        """Prepares step number `step`, which numbers the random streams, under the autocast of the moment."""
+        self._targets, self._loss_fn = targets, loss_fn
+        self._calls = tuple(
+            (layer, layer_key(self.seed, step, self.first_layer + i) if draws else None)
+            for i, (layer, draws) in enumerate(zip(self.layers, self._draws, strict=True))
+        )
+        self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers))
+        self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
+
+    def release(self) -> None:
+        """Lets go of what belongs to the user: the targets and the loss."""
+        self._targets, self._loss_fn = (), None
+
+    def run(self, m: int, value: Tree, *, recording: bool) -> Tree:
+        """The layers in order, each with its own random stream; the user's generators are given back
+        untouched.
+        """
+        generators = self._generators
+        states: list[Tensor] | None = None
+        forget_casts = self._autocast and not torch.is_grad_enabled()
+        if forget_casts:  # autocast caches weights cast without a graph, and a graph must not meet them
+            torch.clear_autocast_cache()
+        if self.statistics:
+            self.statistics.redirect(recording=recording)
+        try:
+            for layer, key in self._calls:
+                if key is not None:
+                    if states is None:
+                        states = generators.save()
+                    generators.seed(mix(key ^ m))
+                value = layer(value)
+        finally:
+            if states is not None:
+                generators.restore(states)
+            if self.statistics:
+                self.statistics.release()
+            if forget_casts:
+                torch.clear_autocast_cache()
+        return value
+
+    def loss(self, m: int, output: Tree) -> Tensor:
+        """The mean loss of the micro-batch: one more layer, with a random stream of its own."""
+        assert self._loss_fn is not None
+        target = self._targets[m]
+        if target is not None and any(t.device != self.device for t in tensors_of(target, "the target")):
+            moved = tuple(t.to(self.device, non_blocking=True) for t in tensors_of(target))
+            target = moved[0] if isinstance(target, Tensor) else moved
+        states = self._generators.save()
+        try:
+            self._generators.seed(mix(self._loss_key ^ m))
+            loss = self._loss_fn(output, target)
+        finally:
+            self._generators.restore(states)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = (
+                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            )
+            raise ValueError(
+                f"loss_fn returned {got}; it must return the mean over the examples, a single number"
+            )
+        return loss
+
+    def run_backward(
+        self,
+        edges: tuple[GradientEdge, ...],
+        gradients: tuple[Tensor, ...],
+        *,
+        keep_graph: bool,
+        inputs: tuple[Tensor, ...] = (),
+    ) -> None:
+        """Accumulates the gradients of the graph's leaves, or of `inputs` alone, from those of its edges."""
+        # What torch.autograd.backward calls in the end; its own checks of gradient edges cost 30 us a time.
+        run = Variable._execution_engine.run_backward
+        arguments = (edges, gradients, keep_graph, False, inputs)
+        if self.statistics:  # a layer may checkpoint parts of itself, which then run once more in here
+            self.statistics.redirect(recording=False)
+        try:
+            if not self._autocast:
+                run(*arguments, allow_unreachable=True, accumulate_grad=True)
+                return
+            # As after a plain forward: the context that chose the precisions is over when the backward
+            # begins.
+            with torch.autocast(self.device.type, enabled=False), torch.autocast("cpu", enabled=False):
+                run(*arguments, allow_unreachable=True, accumulate_grad=True)
+        finally:
+            if self.statistics:
+                self.statistics.release()
+
+    def describe_output(self, stage: int) -> str:
+        """What the layers of stage number `stage` give, for messages."""
+        last = self.first_layer + len(self.layers) - 1
+        return f"the output of layer {last} ({type(self.layers[-1]).__name__}), the last of stage {stage},"

@@ -1,0 +1,125 @@
+"""One random stream per (seed, step, layer, micro-batch).
+
+Random layers draw from the process's default generator, so their masks depend on everything that drew before
+them: on K, on the order of the micro-batches, and on whether a forward is the first or a recomputation. The
+usual remedy saves and restores generator states. Here the generator is instead seeded before each layer that
+may draw, with a key made from the four counters. The same layer then sees the same stream for the same
+micro-batch wherever and whenever it runs, nothing has to be saved for the recomputation, and the plain model
+can be given the very same draws (`run_plain`).
+
+The CPU generator uses the low 32 bits of a key, the CUDA generator all 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_bench.pipeline.stage.microbatch import Tree
+
+_MASK = (1 << 64) - 1
+
+
+def mix(value: int) -> int:
+    """A bijection of 64-bit integers that spreads every input bit over all output bits (the SplitMix64
+    finalizer).
+    """
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def layer_key(seed: int, step: int, layer: int) -> int:
+    """The part of a stream's key that all micro-batches share."""
+    return mix(mix(mix(seed & _MASK) ^ step) ^ layer)
+
+
+def stream_key(seed: int, step: int, layer: int, microbatch: int) -> int:
+    """The 64-bit key of one stream."""
+    return mix(layer_key(seed, step, layer) ^ microbatch)
+
+
+# torch's own modules that draw although they are no Dropout; the probability that must be positive, where one
+# decides.
+_RANDOM_MODULES: tuple[tuple[type[nn.Module], str | None], ...] = (
+    (nn.modules.dropout._DropoutNd, "p"),
+    (nn.RReLU, None),
+    (nn.FractionalMaxPool2d, None),
+    (nn.FractionalMaxPool3d, None),
+    (nn.MultiheadAttention, "dropout"),
+    (nn.TransformerEncoderLayer, None),
+    (nn.TransformerDecoderLayer, None),
+    (nn.RNNBase, "dropout"),
+)
+
+
+def may_draw(layer: nn.Module) -> bool:
+    """Whether a layer may draw random numbers, in any mode.
+
+    False only if it is built of modules of `torch.nn` alone, none of which draws, and has no hooks; the
+    forward of any other class could call anything.
+    """
+    for module in layer.modules():
+        if not type(module).__module__.startswith("torch.nn.modules."):
+            return True
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+            return True
+        for kind, probability in _RANDOM_MODULES:
+            if isinstance(module, kind) and (probability is None or getattr(module, probability) > 0):
+                return True
+    return False
+
+
+class Generators:
+    """The default generators that a layer on `device` may draw from: the CPU's and, on CUDA, the device's
+    own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._all = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._all.append(torch.cuda.default_generators[index])
+
+    def seed(self, key: int) -> None:
+        """Starts the stream `key` on every generator."""
+        for generator in self._all:
+            generator.manual_seed(key)
+
+    def save(self) -> list[Tensor]:
+        """The states of the generators, to be restored after the engine has used them."""
+        return [generator.get_state() for generator in self._all]
+
+    def restore(self, states: Iterable[Tensor]) -> None:
+        """Gives the generators back as they were at `save`."""
+        for generator, state in zip(self._all, states, strict=True):
+            generator.set_state(state)
+
+
+def run_plain(
+    layers: Iterable[nn.Module],
+    inputs: Tree,
+    *,
+    seed: int,
+    step: int,
+    microbatch: int,
+    device: torch.device | str = "cpu",
+) -> Tree:
+    """The plain model on one micro-batch with the draws a pipeline makes in its step number `step`.
+
+    `step` counts the pipeline's training steps from 0. The default generators are left as they were.
+    """
+    generators = Generators(torch.device(device))
+    states = generators.save()
+    try:
+        value = inputs
+        for index, layer in enumerate(layers):
+            generators.seed(stream_key(seed, step, index, microbatch))
+            value = layer(value)
+        return value
+    finally:
+        generators.restore(states)

@@ -1,0 +1,261 @@
+"""One stage: what it does with a micro-batch, and exactly what it keeps in between.
+
+`torch.utils.checkpoint` ties the recomputation to the arrival of the gradient, because it runs inside the
+backward. Here the graph is a value that the stage holds: `recompute` builds it whenever the schedule says so,
+`backward` consumes it. Between actions a stage holds, per micro-batch, either its boundary inputs
+(re-materialization) or its graph (`kept`); how the layers are called is the same in all actions (`layers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.autograd.graph import GradientEdge
+
+from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.kept import Kept
+from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
+from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
+
+Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
+
+
+class Stage:
+    """Consecutive layers of the model on one device.
+
+    `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
+    draws the same wherever the cuts are. `replica_group` is passed to `batchnorm.Statistics`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        *,
+        device: torch.device,
+        is_last: bool,
+        seed: int = 0,
+        replica_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.index, self.device, self.seed = index, device, seed
+        self.is_first, self.is_last = index == 0, is_last
+        self.layers = tuple(layers)
+        self.first_layer = first_layer
+        self.statistics = Statistics(self.layers, replica_group)
+        self.losses: list[Tensor] = []  # weighted loss of each micro-batch, on the last stage
+        self.outputs: list[Tree | None] = []  # of each micro-batch, on the last stage, when there is no loss
+        self._runner = LayerRunner(
+            self.layers, first_layer, device=device, seed=seed, statistics=self.statistics
+        )
+        self._parameters = tuple(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
+        self._trainable: tuple[bool, ...] = ()
+        self._needs_grad: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # of outputs, by that of the inputs
+        self._microbatches: list[Kept] = []
+        self._feed: Sequence[Tree] = ()
+        self._shares: tuple[float, ...] = ()
+        self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
+        self._training = False
+
+    # One step
+
+    def begin(
+        self,
+        step: int,
+        num_microbatches: int,
+        *,
+        training: bool,
+        feed: Sequence[Tree] = (),
+        targets: Sequence[Tree | None] = (),
+        loss_fn: LossFn | None = None,
+        shares: tuple[float, ...] = (),
+    ) -> None:
+        """Prepares training step or forward pass number `step`.
+
+        `feed` holds the micro-batches of the first stage; `targets`, `loss_fn` and `shares` (each
+        micro-batch's share of the examples) belong to the last. Without `loss_fn` the last stage keeps its
+        outputs.
+        """
+        while len(self._microbatches) < num_microbatches:
+            self._microbatches.append(Kept(self.index))
+        self._training = training
+        self.statistics.begin()
+        self._feed, self._shares = feed, shares
+        self.losses, self.outputs = [], [None] * (num_microbatches if self.is_last else 0)
+        self._check_parameters()
+        trainable = tuple([parameter.requires_grad for parameter in self._parameters])
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._needs_grad.clear()
+        self._runner.begin(step, targets, loss_fn)
+
+    def _check_parameters(self) -> None:
+        """Notices a model that was moved or whose parameters were replaced."""
+        first = next((p for layer in self.layers for p in layer.parameters()), None)
+        if first is None:
+            return
+        if first.device != self.device:
+            raise ValueError(
+                f"the parameters of stage {self.index} have moved from {self.device} to {first.device}; "
+                "move the model before the pipeline is built, or pass devices="
+            )
+        if first is not self._parameters[0]:
+            self._parameters = tuple(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
+
+    def refresh(self) -> None:
+        """Forgets which outputs need a gradient; the next step finds out."""
+        self._needs_grad.clear()
+
+    def finish(self) -> None:
+        """Ends a step: the moving averages of batch normalization move once."""
+        self.statistics.commit()
+        self._release()
+
+    def reset(self) -> None:
+        """Drops everything the current step holds, after an error."""
+        self.statistics.forget()
+        self._release()
+        self.losses, self.outputs = [], []
+
+    def _release(self) -> None:
+        for microbatch in self._microbatches:
+            microbatch.drop()
+        self._feed = ()
+        self._runner.release()
+
+    # Actions
+
+    def forward(self, m: int, received: Message | None, graph: bool) -> Message | None:
+        """F: runs the layers, with a graph or, under re-materialization, without; returns what the next stage
+        needs.
+
+        `received` comes from the stage before; None on the first stage, which takes its own micro-batch.
+        """
+        state = self._microbatches[m]
+        if received is None:
+            state.take_own(self._feed[m], self.device)
+        else:
+            state.take(received)
+        del received
+        if not self._training:
+            return self._forward_only(state, m)
+        known = self._needs_grad.get(state.needs_grad)
+        if not graph:
+            state.versions = tuple([tensor._version for tensor in state.inputs])
+        # Whether the outputs need a gradient only a graph tells, so the first forward of a kind builds one.
+        with torch.set_grad_enabled(graph or (known is None and not self.is_last)):
+            output = self._runner.run(m, unflatten(state.enter(), state.structure), recording=True)
+            if self.is_last:
+                loss = self._runner.loss(m, output)
+                self.losses.append(loss.detach() * self._shares[m])
+                if graph:
+                    state.keep_graph((loss,))
+                return None
+        tensors, structure = flatten(output, self._runner.describe_output(self.index))
+        needs_grad = known if known is not None else tuple([tensor.requires_grad for tensor in tensors])
+        self._needs_grad[state.needs_grad] = needs_grad
+        if graph:
+            state.keep_graph(tensors, needs_grad)
+        return Message(tuple([t.detach() if t.requires_grad else t for t in tensors]), structure, needs_grad)
+
+    def _forward_only(self, state: Kept, m: int) -> Message | None:
+        with torch.no_grad():
+            output = self._runner.run(m, unflatten(state.inputs, state.structure), recording=True)
+        state.drop()
+        if self.is_last:
+            self.outputs[m] = output
+            return None
+        tensors, structure = flatten(output, self._runner.describe_output(self.index))
+        return Message(tensors, structure, (False,) * len(tensors))
+
+    def recompute(self, m: int) -> None:
+        """R: the forward again on the kept inputs, same draws, now with a graph; its outputs are not kept."""
+        state = self._microbatches[m]
+        if state.versions != tuple([tensor._version for tensor in state.inputs]):
+            raise RuntimeError(
+                f"a layer of stage {self.index} changed the stage's input in place, so it cannot be "
+                "recomputed; use the out-of-place form of the operation (inplace=False) in the stage's first "
+                "layer, or remat='never'"
+            )
+        with torch.enable_grad():
+            output = self._runner.run(m, unflatten(state.enter(), state.structure), recording=False)
+            if self.is_last:
+                state.keep_graph((self._runner.loss(m, output),))
+                return
+        tensors, _ = flatten(output, self._runner.describe_output(self.index))
+        state.keep_graph(tensors, self._needs_grad[state.needs_grad])
+
+    def backward(self, m: int, gradients: Gradients) -> Gradients:
+        """B: gradients of the outputs in, parameter gradients accumulated, gradients of the inputs out.
+
+        The last stage takes none in; it starts from its loss. Inputs, graph and gradients are dropped at
+        once.
+        """
+        state = self._microbatches[m]
+        roots, seeds = self._roots(state, m, gradients)
+        del gradients
+        exits = state.exits or [None] * len(state.needs_grad)
+        inputs = state.inputs  # alive until the backward is over, as the memory model has it
+        state.drop()
+        if roots:
+            self._runner.run_backward(roots, seeds, keep_graph=False)
+        del inputs
+        return tuple(exits)
+
+    def backward_inputs(self, m: int, gradients: Gradients) -> Gradients:
+        """I: the gradients of the inputs alone; the graph and the gradients of the outputs stay for W.
+
+        The two halves walk the graph one after the other, so W passes through the activations' gradients a
+        second time.
+        """
+        state = self._microbatches[m]
+        state.edges, state.gradients = self._roots(state, m, gradients)
+        leaves = tuple([t for t in state.inputs if t.requires_grad])
+        if leaves and state.edges:
+            self._runner.run_backward(state.edges, state.gradients, keep_graph=True, inputs=leaves)
+        return tuple(state.exits or [None] * len(state.needs_grad))
+
+    def backward_weights(self, m: int) -> None:
+        """W: the gradients of the parameters, from what I left; then everything of the micro-batch is
+        dropped.
+        """
+        state = self._microbatches[m]
+        weights = tuple([p for p in self._parameters if p.requires_grad])
+        edges, gradients = state.edges, state.gradients
+        state.drop()
+        if weights and edges:
+            self._runner.run_backward(edges, gradients, keep_graph=False, inputs=weights)
+
+    # Parts of the actions
+
+    def _roots(
+        self, state: Kept, m: int, gradients: Gradients
+    ) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
+        """The edges that have a gradient, and these gradients."""
+        if self.is_last:
+            if not state.edges:
+                raise RuntimeError(
+                    "the loss depends on no parameter that requires a gradient; there is nothing to train"
+                )
+            return state.edges, (self._loss_gradient(m, state.edges[0]),)
+        pairs = [
+            (edge, gradient)
+            for edge, place in zip(state.edges, state.places, strict=True)
+            if (gradient := gradients[place]) is not None
+        ]
+        return tuple([edge for edge, _ in pairs]), tuple([gradient for _, gradient in pairs])
+
+    def _loss_gradient(self, m: int, edge: GradientEdge) -> Tensor:
+        """The micro-batch's share of the examples: the weight of its loss enters here and nowhere else, so
+        that no pass over the gradients follows.
+        """
+        metadata = edge.node._input_metadata[edge.output_nr]
+        key = (self._shares[m], metadata.dtype)
+        gradient = self._seeds.get(key)
+        if gradient is None or gradient.shape != tuple(metadata.shape):
+            gradient = torch.full(tuple(metadata.shape), key[0], dtype=metadata.dtype, device=metadata.device)
+            self._seeds[key] = gradient
+        return gradient

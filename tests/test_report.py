@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from records import quantity, record
 
 from gpipe_bench.experiments import registry
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.commands import report as verb_report
 from gpipe_bench.experiments.report import records as report_records
 from gpipe_bench.experiments.report.figure_files import draw, drawn
@@ -213,7 +213,7 @@ def test_no_torch_and_quick_from_the_command_line(tmp_path):
 
 
 def test_json_has_a_line_for_each_cell(tmp_path, capsys):
-    assert cli.main(["report", "--results", str(tmp_path), "--json"]) == cli.DONE
+    assert cli.main(["report", "--results", str(tmp_path), "--json"]) == exits.DONE
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     published = {cell.key for cell in load_paper() if cell.source == "paper"}
     assert {(line["table"], line["row"], line["column"]) for line in lines} >= published
@@ -223,7 +223,7 @@ def test_json_has_a_line_for_each_cell(tmp_path, capsys):
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
-    assert cli.main(["report", "--output", str(tmp_path / "file"), "--no-figures"]) == cli.BAD_USAGE
+    assert cli.main(["report", "--output", str(tmp_path / "file"), "--no-figures"]) == exits.BAD_USAGE
     assert "choose another folder with --output" in capsys.readouterr().err
 
 

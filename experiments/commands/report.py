@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.report.figures import Picture, pictures_of
 from gpipe_bench.experiments.report.readable import readable, show_all
@@ -51,13 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
                 line = {**msgspec.to_builtins(row.comparison), "kind": row.kind, "machine": machine,
                         "at_half": row.narrow, "at_twice": row.wide}  # fmt: skip
                 print_line(msgspec.json.encode(line))
-        return cli.DONE
+        return exits.DONE
     folder = arguments.output or arguments.results
     print(f"{page.counts}\n")
     for name, text in ((HTML, html(page)), (MARKDOWN, markdown(page))):
         write(folder / name, text)
         print(f"report: {_short(folder / name)}")
-    return cli.DONE
+    return exits.DONE
 
 
 def build(results: Path, *, figures: bool = True) -> Page:

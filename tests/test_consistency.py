@@ -25,6 +25,7 @@ from gpipe_bench.experiments.consistency.experiment import EXPERIMENT, FIRST_SEE
 from gpipe_bench.experiments.consistency.figures import figures
 from gpipe_bench.experiments.consistency.recipe import DAWNBENCH, DIGITS
 from gpipe_bench.experiments.consistency.tables import tables
+from gpipe_bench.experiments.report.figure_files import draw
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record
@@ -211,10 +212,10 @@ def test_the_text_shows_all_levels_and_the_figures_are_drawn(tmp_path: Path) -> 
         "sequential, rate / 2 ",
     ):  # fmt: skip
         assert part in text, part
-    paths = figures(records, tmp_path)
+    paths = draw(EXPERIMENT, records, tmp_path)
     assert [path.name for path in paths] == ["consistency.png", "consistency.svg"]
     assert paths[0].stat().st_size > 20_000
-    assert figures([], tmp_path) == []
+    assert figures([]) == []
     assert "Equal digests" not in tables([*records[:-5], *records[-3:]], [])
 
 

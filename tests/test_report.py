@@ -26,8 +26,8 @@ from gpipe_bench.experiments.commands import report as verb_report
 from gpipe_bench.experiments.report import records as report_records
 from gpipe_bench.experiments.report.figure_files import draw, drawn
 from gpipe_bench.experiments.report.records import Source, answers, folders, sources
-from gpipe_bench.experiments.report.tables import TABLES, table_infos
-from gpipe_bench.experiments.report.timelines import charts_of, timelines
+from gpipe_bench.experiments.report.tables import table_infos
+from gpipe_bench.experiments.report.timelines import charts_of, kept_timelines, timelines
 from gpipe_bench.harness.experiment import Ours
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.paper import load_paper
@@ -43,6 +43,8 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = REFERENCE / "cpu-2-cores"
+EXPERIMENTS = [registry.load(name) for name in registry.EXPERIMENTS]
+TIMED = dataclasses.replace(FAKE, timelines=kept_timelines)
 INFO = {"t": TableInfo(title="T", short="T", about="", missing="nobody ran it")}
 
 
@@ -151,11 +153,11 @@ def test_a_table_that_is_not_run_says_why(page):
         reasons = {row.reason for row in table.rows if row.comparison.verdict == "not run"}
         for reason in reasons:
             assert reason not in ("", "there is no record of this case"), table.name
-    infos = table_infos({"table1": {"short"}, "table2": {"smoke"}})
+    infos = table_infos(EXPERIMENTS, {"table1": {"short"}, "table2": {"smoke"}})
     assert "only a smoke run" in infos["table2-amoebanet"].missing
     assert "nox -s figure2" in infos["formulas"].missing
     assert "do not report" in infos["claims"].missing
-    assert {cell.table for cell in load_paper()} == set(TABLES)
+    assert {cell.table for cell in load_paper()} == set(infos)
 
 
 def test_the_page_holds_all_it_needs(page, parsed):
@@ -360,14 +362,14 @@ def test_timelines_are_found_wherever_records_keep_them():
     data = timeline.to_data()
     details = {"timeline": data, "all": [{"measured": data}, 3], "other": {"events": []}}
     assert [path for path, _ in timelines(details)] == [("timeline",), ("all", "0", "measured")]
-    charts = charts_of([chart_source(details)])
+    charts = charts_of(TIMED, chart_source(details))
     assert [chart.title for chart in charts] == ["step=1", "step=1, all, 0, measured"]
     assert len({chart.name for chart in charts}) == 2
 
 
 def test_a_chart_says_what_each_action_is_and_carries_the_same_trace():
     timeline = replay(gpipe(2, 2, "always"), {kind: slots * 1e-3 for kind, slots in SLOTS.items()})
-    (chart,) = charts_of([chart_source({"timeline": timeline.to_data()})])
+    (chart,) = charts_of(TIMED, chart_source({"timeline": timeline.to_data()}))
     titles = [box.title for box in chart.boxes]
     assert titles[0] == "0F0: forward, stage 0, micro-batch 0, 1 ms, from 0 ms"
     assert len(titles) == len(timeline.events)
@@ -376,7 +378,7 @@ def test_a_chart_says_what_each_action_is_and_carries_the_same_trace():
     )
     content = gzip.decompress(b64decode(urllib.parse.unquote(chart.trace).partition(",")[2]))
     assert json.loads(content) == json.loads(json.dumps(timeline.to_chrome()))
-    assert chart.trace == charts_of([chart_source({"timeline": timeline.to_data()})])[0].trace
+    assert chart.trace == charts_of(TIMED, chart_source({"timeline": timeline.to_data()}))[0].trace
 
 
 @given(st.floats(1e-6, 1e6), st.integers(1, 8))
@@ -394,7 +396,7 @@ def test_axes_are_round_and_inside(span, parts):
 
 
 def test_an_empty_timeline_is_an_empty_chart():
-    (chart,) = charts_of([chart_source({"timeline": Timeline((), 2).to_data()})])
+    (chart,) = charts_of(TIMED, chart_source({"timeline": Timeline((), 2).to_data()}))
     assert (chart.boxes, chart.ticks) == ((), [])
 
 
@@ -407,13 +409,13 @@ def test_too_many_boxes_leave_traces():
 def test_figures_are_kept_only_for_the_records_they_show(tmp_path):
     records = [fake(1, 1), fake(2, 2)]
     paths = draw(FAKE, records, tmp_path)
-    assert drawn("fake", records[::-1], tmp_path) == paths
-    assert drawn("fake", records[:1], tmp_path) is None
-    assert drawn("fake", [fake(1, 1), fake(2, 3)], tmp_path) is None
+    assert drawn(FAKE, records[::-1], tmp_path) == paths
+    assert drawn(FAKE, records[:1], tmp_path) is None
+    assert drawn(FAKE, [fake(1, 1), fake(2, 3)], tmp_path) is None
     paths[0].unlink()
-    assert drawn("fake", records, tmp_path) is None
+    assert drawn(FAKE, records, tmp_path) is None
     (tmp_path / "fake.json").write_text("[]")
-    assert drawn("fake", records, tmp_path) is None
+    assert drawn(FAKE, records, tmp_path) is None
 
 
 @pytest.mark.parametrize("machine", sorted(path.name for path in REFERENCE.iterdir() if path.is_dir()))
@@ -426,5 +428,5 @@ def test_the_reference_figures_show_the_reference_records(machine):
             and experiment.figures is not None
             and (REFERENCE / machine / "figures" / f"{name}.json").exists()
         ):
-            shown = drawn(name, found[0].records, found[0].folder / "figures")
+            shown = drawn(experiment, found[0].records, found[0].folder / "figures")
             assert shown, f"the figures of {name} on {machine} are of other records; draw them again"

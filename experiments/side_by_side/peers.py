@@ -176,6 +176,7 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     tables=tables,
+    docs="docs/own-engine.md",
     options=("engine",),
     engines=(KNOWN,),
 )

@@ -44,13 +44,12 @@ def title(name: str) -> str:
     _, *folders = EXPERIMENTS[name].split(".")
     path = Path(__file__).resolve().parents[1].joinpath(*folders).with_suffix(".py")
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
-            continue
-        if [ast.unparse(target) for target in node.targets] == ["EXPERIMENT"]:
-            for keyword in node.value.keywords:
-                if keyword.arg == "title" and isinstance(keyword.value, ast.Constant):
-                    return str(keyword.value.value)
-    raise ValueError(f'{path} has no EXPERIMENT = ...(title="..."); nox lists experiments by that line')
+        match node:
+            case ast.Assign(targets=[ast.Name("EXPERIMENT")], value=ast.Call(keywords=keywords)):
+                given = {keyword.arg: keyword.value for keyword in keywords}
+                if isinstance(text := given.get("title"), ast.Constant):
+                    return str(text.value)
+    raise ValueError(f'{path} has no EXPERIMENT = ...(title="..."); nox lists experiments by it')
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

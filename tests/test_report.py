@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -11,6 +12,7 @@ import sys
 import urllib.parse
 from base64 import b64decode
 from collections import Counter
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -37,6 +39,7 @@ from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.report.chart import Box, Chart, within
 from gpipe_bench.harness.report.page import Answer, Counts, TableInfo, table_views
 from gpipe_bench.harness.report.render import html, markdown
+from gpipe_bench.harness.shown import Plot
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -416,6 +419,38 @@ def test_figures_are_kept_only_for_the_records_they_show(tmp_path):
     assert drawn(FAKE, records, tmp_path) is None
     (tmp_path / "fake.json").write_text("[]")
     assert drawn(FAKE, records, tmp_path) is None
+
+
+def test_figures_on_disk_are_those_that_the_experiment_draws_now(tmp_path):
+    paths = draw(FAKE, [fake(1, 1)], tmp_path)
+    assert drawn(FAKE, [fake(1, 1)], tmp_path) == paths
+    (plot,) = FAKE.figures([fake(1, 1)])
+    renamed = dataclasses.replace(FAKE, figures=lambda records: [dataclasses.replace(plot, name="other")])
+    assert drawn(renamed, [fake(1, 1)], tmp_path) is None
+
+
+def test_a_plot_is_drawn_and_saved_in_its_own_style(tmp_path):
+    seen = []
+
+    @contextlib.contextmanager
+    def style(name):
+        seen.append(f"enter {name}")
+        yield
+        seen.append(f"leave {name}")
+
+    class Drawing:
+        def savefig(self, path, /, *, dpi):
+            seen.append(path.name)
+
+    def plot(name, suffixes):
+        return Plot(
+            name=name, caption="", alt="", suffixes=suffixes, style=partial(style, name),
+            draw=lambda: seen.append(f"draw {name}") or Drawing(),
+        )  # fmt: skip
+
+    plots = [plot("a", ("png", "svg")), plot("b", ("png",))]
+    draw(dataclasses.replace(FAKE, figures=lambda records: plots), [fake(1, 1)], tmp_path)
+    assert seen == ["enter a", "draw a", "a.png", "a.svg", "leave a", "enter b", "draw b", "b.png", "leave b"]
 
 
 @pytest.mark.parametrize("machine", sorted(path.name for path in REFERENCE.iterdir() if path.is_dir()))

@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--fresh", action="store_true", help="run again what is on record")
     verb.add_argument(
         "--jobs", type=int, metavar="N",
-        help="cases at the same time, where none is timed (consistency); default there: cores, at most 8",
+        help="cases at the same time, where an experiment times nothing; default there: cores, at most 8",
     )  # fmt: skip
     verb.add_argument(
         "--assert",

@@ -11,17 +11,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpipe_bench.models.amoebanet.drop_path import set_drop_path
-    from gpipe_bench.models.counting import count_parameters, layer_parameters
+    from gpipe_bench.models.amoebanet.modules import set_drop_path
     from gpipe_bench.models.registry import MODELS, example_batch, loss_fn
+    from gpipe_bench.models.zoo import count_parameters, layer_parameters
 
 _HOMES = {
     "MODELS": "registry",
     "example_batch": "registry",
     "loss_fn": "registry",
-    "count_parameters": "counting",
-    "layer_parameters": "counting",
-    "set_drop_path": "amoebanet.drop_path",
+    "count_parameters": "zoo",
+    "layer_parameters": "zoo",
+    "set_drop_path": "amoebanet.modules",
 }
 
 __all__ = ["MODELS", "count_parameters", "example_batch", "layer_parameters", "loss_fn", "set_drop_path"]

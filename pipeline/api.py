@@ -14,6 +14,7 @@ checkpoints are interchangeable with it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from pipeline.arguments import (
 from pipeline.clock import Clock
 from pipeline.distributed import PointToPoint
 from pipeline.errors import ActionError, PeerError
-from pipeline.gather import check_equal, concatenate, gather_timeline
+from pipeline.gather import check_equal, gather_timeline
 from pipeline.layers import LossFn
 from pipeline.microbatch import Tree, merge, num_examples, sizes, split, tensors_of
 from pipeline.partition import partition
@@ -45,6 +46,7 @@ from pipeline.transport import InProcess, Plan, Transport
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
 _FORWARD_ONLY = 1 << 62
+T = TypeVar("T")
 
 
 class Pipeline(nn.Module):
@@ -120,7 +122,7 @@ class Pipeline(nn.Module):
             )
             self._transport = self._ranks
             names = tuple(name for name, _ in named)
-            check_equal(group, (names, self._partition, self._schedule, seed))
+            check_equal(self.gather((names, self._partition, self._schedule, seed)))
         self._programs = {
             training: engine.prepare(self._schedule, self._stages, training=training)
             for training in (True, False)
@@ -157,10 +159,21 @@ class Pipeline(nn.Module):
 
     def gather_timeline(self) -> Timeline:
         """The timeline of all processes; all must call. The clocks of different hosts are compared for it."""
-        if self.group is None:
+        if self._ranks is None:
             return self.timeline
         (stage,) = self._stages.values()
-        return gather_timeline(self.group, self._clocks[True], stage.device)
+        with self._ranks.together() as together:
+            return gather_timeline(together, self._clocks[True], stage.device)
+
+    def gather(self, mine: T) -> list[T]:
+        """What every rank brings, a picklable object, in the order of the ranks; all must call.
+
+        A rank that does not come within `timeout_s` ends the pipeline with the `ActionError` that names it.
+        """
+        if self._ranks is None:
+            return [mine]
+        with self._ranks.together() as together:
+            return together.gather(mine)
 
     def step(
         self,
@@ -215,7 +228,7 @@ class Pipeline(nn.Module):
             found = torch._foreach_norm([gradient for _, gradient in present], norm_type)
             norms[[i for i, _ in present]] = torch.stack([norm.to(norms) for norm in found])
         if self.group is not None:
-            norms = concatenate(self.group, norms)
+            norms = torch.cat(self.gather(norms.cpu())).to(device)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total

@@ -537,7 +537,7 @@ def a_failure_that_only_the_blackboard_tells() -> None:
     pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
     transport = pipeline._transport
     noticed = threading.Event()
-    Lookout(transport._blackboard, noticed.set, interval_s=0.01)
+    Lookout(transport._blackboard, noticed.set, limit_s=TIMEOUT_S, interval_s=0.01)
     dist.barrier()
     assert not noticed.is_set()
     if ranks.rank == 2:

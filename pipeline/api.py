@@ -38,6 +38,7 @@ from pipeline.gather import check_equal, gather_timeline
 from pipeline.layers import LossFn
 from pipeline.microbatch import Tree, merge, num_examples, sizes, split, tensors_of
 from pipeline.partition import partition
+from pipeline.replicas import Replicas
 from pipeline.schedule import Schedule
 from pipeline.stage import Stage
 from pipeline.timeline import Timeline
@@ -100,6 +101,7 @@ class Pipeline(nn.Module):
             refuse_split_ties(modules, self._partition, self._devices, "device")
         else:
             refuse_split_ties(modules, self._partition, range(num_stages), "process")
+        self._replicas = Replicas(replica_group, timeout_s) if replica_group is not None else None
         self._stages: dict[int, Stage] = {}
         for index in local:
             span, device = self._partition[index], self._devices[index]
@@ -112,7 +114,7 @@ class Pipeline(nn.Module):
                 device=device,
                 is_last=index == num_stages - 1,
                 seed=seed,
-                replica_group=replica_group,
+                replicas=self._replicas,
             )
         self._ranks: PointToPoint | None = None
         self._transport: Transport = transport or InProcess(self._devices)
@@ -288,9 +290,10 @@ class Pipeline(nn.Module):
         except BaseException as error:
             for stage in self._stages.values():
                 stage.reset()
-            if isinstance(error, ActionError):
-                raise
-            failure = self._transport.abort(None, error)  # the other ranks must not wait
+            # The other ranks must not wait, nor the other replicas.
+            failure = error if isinstance(error, ActionError) else self._transport.abort(None, error)
+            if self._replicas is not None:
+                self._replicas.tell(failure)
             if isinstance(error, PeerError):
                 raise failure from error
             raise

@@ -61,7 +61,7 @@ class PointToPoint:
         self._failed: ActionError | None = None
         self._noticed = False  # a failure elsewhere, by the lookout
         store, cuda = Store(group), device.type != "cpu"
-        self._blackboard = Blackboard(store, group)
+        self._blackboard = Blackboard(store, self.rank, self.num_stages)
         try:
             store.connect(timeout_s)
             near = meet(store, self.rank, self.num_stages, willing=share_memory, timeout_s=timeout_s)

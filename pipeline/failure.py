@@ -21,8 +21,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import distributed as dist
-
 from pipeline.errors import ActionError, PeerError, StoreError
 from pipeline.schedule import Action
 from pipeline.store import Store
@@ -39,11 +37,13 @@ _Record = dict[str, Any]  # action, rank, cause; rank None: unknown
 
 
 class Blackboard:
-    """Where the ranks of one pipeline leave the first failure. No method takes longer than a few seconds."""
+    """Where the ranks of one pipeline leave the first failure. No method takes longer than a few seconds.
 
-    def __init__(self, store: Store, group: dist.ProcessGroup) -> None:
-        self._store = store
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+    `alone` says that these ranks wait for nobody but each other.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, alone: bool = True) -> None:
+        self._store, self._rank, self._size, self._alone = store, rank, size, alone
 
     def report(self, error: ActionError) -> ActionError:
         """Writes a failure and returns the one that counts: the first that any rank wrote."""
@@ -76,7 +76,8 @@ class Blackboard:
                 time.sleep(_LOOK_S)
                 if error.timed_out:
                     self._hear(testimonies)
-                    certain = set(testimonies) | {self._last(testimonies)["rank"]} == set(range(self._size))
+                    heard = set(testimonies) | {self._last(testimonies)["rank"]}
+                    certain = self._alone and heard == set(range(self._size))
             found = self._last(testimonies)
             if found["rank"] is None and error.timed_out:
                 found = self._missing(testimonies)

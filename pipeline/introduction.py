@@ -36,11 +36,11 @@ def meet(store: Store, rank: int, size: int, *, willing: bool, timeout_s: float)
     with listener[0] if listener is not None else nullcontext():
         if rank + 1 < size:
             address = {"machine": machine_id(), "token": listener[1]} if listener is not None else {}
-            store.set(f"address of rank {rank}", json.dumps(address))
+            store.set(f"address of rank {rank}", json.dumps(address), timeout_s)
         if rank > 0:
             before = store.await_from(rank - 1, f"address of rank {rank - 1}", timeout_s)
             link = _connect(json.loads(before)) if willing else None
-            store.set(f"answer of rank {rank}", "yes" if link is not None else "no")
+            store.set(f"answer of rank {rank}", "yes" if link is not None else "no", timeout_s)
             if link is not None:
                 found[rank - 1] = Neighbour(link, timeout_s)
         if rank + 1 < size:

@@ -14,15 +14,20 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import distributed as dist
 
 from pipeline.errors import PeerError, StoreError
 
-# The longest that a store takes to answer while its host lives. Its process may be short of processor time,
-# but it needs microseconds of it.
+# The longest that a store takes to answer while its host lives, once all are connected. Its process may be
+# short of processor time, but it needs microseconds of it. (While somebody connects it may look up a name,
+# and answers nobody for the five seconds of a lost request.)
 ANSWER_S = 1.5
 T = TypeVar("T")
+# Two connections for all pipelines of a group: for questions, and for backends, which may wait in the store
+# for long and hold the lock of their connection.
+_connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDictionary()
 
 
 def bounded(call: Callable[[], T], limit_s: float) -> T:
@@ -71,19 +76,21 @@ class Store:
         self._failed: StoreError | None = None
 
     def connect(self, timeout_s: float) -> None:
-        """Makes connections of its own to the store."""
-        whole: Any = self._group.get_group_store()
-        rank = dist.get_rank(self._group)
+        """Connects to the store, apart from the connection of the group itself."""
+        group, rank = self._group, dist.get_rank(self._group)
 
-        def connections() -> tuple[Any, Any]:
-            number = whole.clone().add(f"pipelines of rank {rank}", 1)
-            return _under(f"pipeline {number}", whole.clone()), _under(f"pipeline {number}", whole.clone())
+        def prepare() -> tuple[Any, Any]:
+            if group not in _connections:
+                store: Any = group.get_group_store()
+                _connections[group] = store.clone(), store.clone()
+            questions, backends = _connections[group]
+            name = f"pipeline {questions.add(f'pipelines of rank {rank}', 1)}"
+            return _under(name, questions), _under(name, backends)
 
-        # A backend may wait in the store for long, holding the lock of its connection.
-        self._store, self._backends = self._ask(connections, timeout_s)
+        self._store, self._backends = self._ask(prepare, timeout_s)
 
-    def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self._store.set(key, value))
+    def set(self, key: str, value: str, limit_s: float = ANSWER_S) -> None:
+        self._ask(lambda: self._store.set(key, value), limit_s)
 
     def get(self, key: str, limit_s: float = ANSWER_S) -> bytes | None:
         """The value of a key, None if it has none."""

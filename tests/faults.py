@@ -36,6 +36,8 @@ from pathlib import Path
 # Each rank is one of several processes on few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+# torch looks up the name behind every connection; a lost request is not to take longer than the timeout.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch._dynamo  # noqa: F401  what the first optimizer imports, or every rank would

@@ -25,12 +25,10 @@ from pipeline.errors import ActionError, PeerError, StoreError
 from pipeline.schedule import Action
 from pipeline.store import Store
 
-# How long a rank whose connection broke waits for an explanation. A rank that raises writes it before it
-# closes anything, so this only has to cover the store's round trip.
-EXPLANATION_S = 1.0
-# How long a rank that has waited in vain waits for what the others have to say, who began to wait a little
-# later.
-TESTIMONY_S = 2.5
+# How long a rank that is let down waits for what the others have to say. One that raises writes it before it
+# closes anything; one that waited in vain writes for whom, but gloo has closed its connections by then, and
+# it may have begun to wait a little later.
+EXPLANATION_S = 2.0
 _LOOK_S = 0.02
 
 _Record = dict[str, Any]  # action, rank, cause; rank None: unknown
@@ -64,9 +62,8 @@ class Blackboard:
         """What happened, as far as anybody knows, when a peer cannot be reached."""
         found: _Record = {"action": str(error.action or ""), "rank": error.peer, "cause": error.cause}
         try:
-            if error.timed_out:
-                self._store.set(f"waiting {self._rank}", json.dumps(found))
-            deadline = time.monotonic() + (TESTIMONY_S if error.timed_out else EXPLANATION_S)
+            self._store.set(f"waiting {self._rank}", json.dumps(found))
+            deadline = time.monotonic() + EXPLANATION_S
             testimonies = {self._rank: found}
             certain = False
             while not certain and time.monotonic() < deadline:
@@ -74,10 +71,10 @@ class Blackboard:
                 if written is not None:
                     return _read(written)
                 time.sleep(_LOOK_S)
-                if error.timed_out:
-                    self._hear(testimonies)
-                    heard = set(testimonies) | {self._last(testimonies)["rank"]}
-                    certain = self._alone and heard == set(range(self._size))
+                self._hear(testimonies)
+                heard = set(testimonies) | {self._last(testimonies)["rank"]}
+                # Who is cut off by a rank that has timed out hears of it only now.
+                certain = self._alone and error.timed_out and heard == set(range(self._size))
             found = self._last(testimonies)
             if found["rank"] is None and error.timed_out:
                 found = self._missing(testimonies)

@@ -7,7 +7,8 @@
 
 A fault is met as soon as it is certain that training cannot go on: every other rank must end, as a process,
 within `timeout_s` + 5 s of it, with a failure status and an error that names the rank, and the action where
-that rank raised an exception in one. Exit status 1 if any does not, 2 for bad usage.
+that rank raised an exception in one. Exit status 1 if any does not, 2 for bad usage. What is only late is
+planted again, alone and at most twice: beside other work a rank may have had no core to end on.
 
 Ranks are forked from this process, which has imported torch already, and end as an interpreter ends, so that
 what hangs only then is noticed too. A stopped rank is killed when the others are done.
@@ -29,7 +30,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -57,8 +58,14 @@ class Outcome:
 
     fault: Fault
     longest_s: float  # from the fault to the end of the last of the other ranks
+    late: bool
     errors: tuple[str, ...]  # of the other ranks
     wrong: str
+    attempt: int = 1
+
+    def __str__(self) -> str:
+        said = f"WRONG {self.wrong}" if self.wrong else self.errors[0]
+        return f"{self.longest_s:5.1f} s {'LATE' if self.late else '    '} {self.fault}: {said}"
 
 
 class World:
@@ -78,6 +85,7 @@ class World:
         process = os.fork()
         if process:
             return process
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.update(
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
             WORLD_SIZE=str(self.fault.num_ranks),
@@ -140,9 +148,8 @@ class World:
                 wrong += [f"rank {rank} {complaint}" for complaint in _complaints(fault, record)]
         ends = [when for when, _ in self._ended.values()]
         longest_s = max((end - begin for end in ends), default=0.0) if begin is not None else 0.0
-        if longest_s > self._timeout_s + ALLOWANCE_S:
-            wrong.append(f"it took {longest_s:.1f} s")
-        return Outcome(fault, round(longest_s, 2), tuple(errors), "; ".join(wrong))
+        late = longest_s > self._timeout_s + ALLOWANCE_S
+        return Outcome(fault, round(longest_s, 2), late, tuple(errors), "; ".join(wrong))
 
     def _output(self, rank: int) -> str:
         return (self._folder / f"output {rank}").read_text()[-2000:].strip()
@@ -204,22 +211,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(map(str, chosen)))
         return 0
-    outcomes = []
-    for outcome in run(chosen, options.timeout, options.jobs):
-        outcomes.append(outcome)
-        said = f"WRONG {outcome.wrong}" if outcome.wrong else outcome.errors[0]
-        print(f"{outcome.longest_s:5.1f} s  {outcome.fault}: {said}", flush=True)
-    missed = sum(bool(outcome.wrong) for outcome in outcomes)
+    # Stopped ranks must not outlive this process.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    found: dict[Fault, Outcome] = {}
+    for attempt in range(1, 4):
+        again = [fault for fault in chosen if fault not in found or found[fault].late]
+        for outcome in run(again, options.timeout, options.jobs if attempt == 1 else 1):
+            found[outcome.fault] = replace(outcome, attempt=attempt)
+            print(outcome, flush=True)
+    outcomes = [found[fault] for fault in chosen]
+    missed = sum(outcome.late or bool(outcome.wrong) for outcome in outcomes)
     print(
         f"{len(outcomes) - missed} of {len(outcomes)} faults ended every other rank within "
         f"{options.timeout:g} + {ALLOWANCE_S:g} s and were blamed on the right one; the slowest took "
         f"{max(outcome.longest_s for outcome in outcomes):.1f} s"
     )
     if options.json is not None:
-        order = {fault: number for number, fault in enumerate(chosen)}
-        lines = [json.dumps(asdict(o)) for o in sorted(outcomes, key=lambda o: order[o.fault])]
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text("\n".join(lines) + "\n")
+        options.json.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
     return 1 if missed else 0
 
 

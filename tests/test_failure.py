@@ -62,7 +62,7 @@ def explain_all(errors: dict[int, PeerError], size: int, board: Board | None = N
 
 def test_the_rank_that_everybody_waits_for_in_the_end_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has stopped; 3 waits for 2, which waits for 1."""
-    monkeypatch.setattr(failure, "TESTIMONY_S", 600.0)  # they need not wait for more than each other
+    monkeypatch.setattr(failure, "EXPLANATION_S", 600.0)  # they need not wait for more than each other
     errors = {0: waits_for(1, "1B0"), 2: waits_for(1, "1F2"), 3: waits_for(2, "2F2")}
     found = explain_all(errors, 4)
     assert [error.rank for error in found] == [1, 1, 1]
@@ -70,8 +70,16 @@ def test_the_rank_that_everybody_waits_for_in_the_end_is_blamed(monkeypatch: pyt
     assert str(found[0].action) in ("1B0", "1F2")
 
 
+def test_a_rank_that_closed_its_connections_because_it_timed_out_is_not_blamed() -> None:
+    """As gloo does: rank 2 has stopped, 1 waits for it, and 0 for 1 until that connection is closed."""
+    closed = PeerError(Action.parse("1B2"), 1, "rank 1 disappeared: connection closed", timed_out=False)
+    found = explain_all({0: closed, 1: waits_for(2, "2B2")}, 3)
+    assert [str(error.action) for error in found] == ["2B2", "2B2"]
+    assert [error.rank for error in found] == [2, 2]
+
+
 def test_a_rank_that_waits_for_an_unknown_one_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "TESTIMONY_S", 0.5)
+    monkeypatch.setattr(failure, "EXPLANATION_S", 0.5)
     found = explain_all({0: waits_for(1), 1: waits_for(None), 3: waits_for(None)}, 4)
     assert [error.rank for error in found] == [2, 2, 2]
     assert "rank 2 did not answer" in str(found[0])
@@ -94,7 +102,7 @@ def test_ranks_that_others_may_keep_waiting_hear_them_out(monkeypatch: pytest.Mo
             Blackboard(board, 1, 2).report(ActionError(None, "told", 1))
 
     board.on_get = speak_late
-    monkeypatch.setattr(failure, "TESTIMONY_S", 600.0)
+    monkeypatch.setattr(failure, "EXPLANATION_S", 600.0)
     assert Blackboard(board, 0, 2, alone=False).explain(waits_for(1)).cause == "told"
 
 

@@ -36,9 +36,7 @@ def test_a_broken_rank_ends_all_others_which_say_who_it_was(tmp_path: Path) -> N
     )  # fmt: skip
     outcomes = [json.loads(line) for line in report.read_text().splitlines()]
     assert len(outcomes) == len(CHOSEN), process.stdout + process.stderr
-    wrong = {outcome["fault"]["place"]: outcome["wrong"] for outcome in outcomes if outcome["wrong"]}
-    late = {place: text for place, text in wrong.items() if text.startswith("it took ")}
-    assert wrong == late, process.stdout
+    assert [outcome["wrong"] for outcome in outcomes if outcome["wrong"]] == [], process.stdout
     assert all(outcome["longest_s"] > 0 for outcome in outcomes)
 
 
@@ -61,5 +59,6 @@ def test_every_kind_of_fault_in_every_rank_and_action_is_planted() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "results" / "faults").glob("*.jsonl")), ids=lambda p: p.stem)
 def test_the_record_holds_every_fault_and_none_went_wrong(path: Path) -> None:
     outcomes = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [outcome for outcome in outcomes if outcome["late"]] == []
     assert [outcome["fault"] for outcome in outcomes] == [asdict(fault) for fault in faults(0)]
     assert [outcome["wrong"] for outcome in outcomes if outcome["wrong"]] == []

@@ -13,13 +13,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from experiments.output import give_up_unwritable, prepare_streams
+from harness.stopping import number_of, stopping
 
 DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
 """Exit statuses of what went as it should and of what the user asked to know."""
 
-IO_FAILED, INTERRUPTED, READER_GONE = 74, 130, 141
-"""Exit statuses that are expected of a program that could not write (sysexits.h), or that was stopped by the
-keyboard or a closed pipe."""
+IO_FAILED, READER_GONE = 74, 141
+"""Exit statuses that are expected of a program that could not write (sysexits.h), or whose reader left a
+pipe."""
+
+
+def interrupted(number: int) -> int:
+    """The exit status that is expected of a program that this signal ended: 130 for the keyboard's."""
+    return 128 + number
+
 
 PROFILES = ("smoke", "short", "full")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "local"
@@ -32,15 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         options.arguments = arguments
-        status = _verb(options.verb)(options)
-        sys.stdout.flush()
+        with stopping():
+            status = _verb(options.verb)(options)
+            sys.stdout.flush()
     except ValueError as error:
         return _complain(str(error))
     except ImportError as error:
         return _complain(f"{error}; `doctor` says what is missing and how to get it")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return interrupted(number_of(error))
     except BrokenPipeError:  # the reader of a pipe has seen enough, as with `| head`
         return READER_GONE
     except OSError as error:  # a full disk behind standard output, a folder that vanished
@@ -83,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m experiments",
         description="Reproduce the tables and figures of GPipe (arXiv 1811.06965), and compare.",
-        epilog="exit status: 0 done, 1 a verdict failed under --assert, 2 bad usage, 3 a case failed",
+        epilog="exit status: 0 done, 1 a verdict failed under --assert, 2 bad usage, 3 a case failed, 130 and 143 "
+        "ended by SIGINT and SIGTERM",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")

@@ -27,8 +27,8 @@ from typing import Any
 
 from experiments.guard_benchmarks import BENCHMARKS
 from experiments.guard_run import guard
-from harness.guard_process import terminate_like_interrupt
 from harness.guard_tree import base_tree
+from harness.stopping import stopping
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "results" / "guard" / "trials.jsonl"
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     end_s = time.monotonic() + options.seconds
     done = {(record["kind"], record["number"]) for record in load(options.records)}
-    with terminate_like_interrupt(), base_tree(ROOT, "HEAD") as tree:
+    with stopping(), base_tree(ROOT, "HEAD") as tree:
         for kind, number, benchmark in plan():
             if (kind, number) in done:
                 continue

@@ -25,7 +25,7 @@ from experiments.registry import suggestion
 from harness.environment import code_state
 from harness.files import write_whole
 from harness.guard_counters import differences, encode, load
-from harness.guard_process import WorkerError, terminate_like_interrupt
+from harness.guard_process import WorkerError
 from harness.guard_tree import Base, base_tree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,10 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--history keeps what was timed; give a revision to compare with, --base REF")
     say = _teller(arguments.json)
     try:
-        with terminate_like_interrupt():
-            status = check_counters(arguments, say)
-            if arguments.base is not None:
-                status = max(status, check_time(arguments, names, say))
+        status = check_counters(arguments, say)
+        if arguments.base is not None:
+            status = max(status, check_time(arguments, names, say))
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         annotate("error", str(error).splitlines()[0])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from harness.guard_process import Worker, WorkerError, terminate_like_interrupt
+from harness.guard_process import Worker, WorkerError
 
 ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
 
@@ -91,20 +91,3 @@ def test_one_that_ignores_its_end_is_killed(start, monkeypatch: pytest.MonkeyPat
     worker.receive(10)
     worker.stop()
     assert not psutil.pid_exists(worker.pid)
-
-
-def test_termination_runs_the_clean_up() -> None:
-    cleaned, before = [], signal.getsignal(signal.SIGTERM)
-
-    def work() -> None:
-        with terminate_like_interrupt():
-            try:
-                os.kill(os.getpid(), signal.SIGTERM)
-                signal.pause()
-            finally:
-                cleaned.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert cleaned
-    assert signal.getsignal(signal.SIGTERM) is before

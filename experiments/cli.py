@@ -91,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m experiments",
         description="Reproduce the tables and figures of GPipe (arXiv 1811.06965), and compare.",
-        epilog="exit status: 0 done, 1 a verdict failed under --assert, 2 bad usage, 3 a case failed, 130 and 143 "
-        "ended by SIGINT and SIGTERM",
+        epilog="exit status: 0 done, 1 a verdict failed under --assert, 2 bad usage, 3 a case failed, "
+        "130 and 143 ended by SIGINT and SIGTERM",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")

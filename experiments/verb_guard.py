@@ -26,7 +26,7 @@ from harness.environment import code_state
 from harness.files import write_whole
 from harness.guard_counters import differences, encode, load
 from harness.guard_process import WorkerError
-from harness.guard_tree import Base, base_tree
+from harness.guard_tree import Base, base_tree, check_place
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTERS = ROOT / "results" / "guard" / "counters.json"
@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 150")
     if arguments.history is not None and arguments.base is None:
         raise ValueError("--history keeps what was timed; give a revision to compare with, --base REF")
+    check_place(ROOT, "experiments/verb_guard.py", Path.cwd())
     say = _teller(arguments.json)
     try:
         status = check_counters(arguments, say)

@@ -161,6 +161,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A project folder of its own with quick counters; the path of their file."""
     path = tmp_path / "results" / "guard" / "counters.json"
     monkeypatch.setattr(verb_guard, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verb_guard, "COUNTERS", path)
     content = {"benchmarks": sorted(BENCHMARKS), "counters": {"case": {"flops": 8}}}
     monkeypatch.setattr("experiments.guard_counters.content", lambda: content)

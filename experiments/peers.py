@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.engine_bench import conditions_of, without_gpu
+from experiments.engine_bench import conditions_of, void_of, without_gpu
 from experiments.engine_bench_rounds import ratios, slowest
 from experiments.peers_text import SAME_SCHEDULE, tables
 from harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
@@ -169,6 +169,7 @@ def outcome(task: Task, found: Sequence[Result]) -> Outcome:
         "pinned_cores": [result.conditions["pinned_cores"] for result in found],
         "threads": [result.conditions["threads"] for result in found],
         "cpu_s": [result.cpu_s for result in found],
+        **void_of(quantities),
     }
     return Outcome(tuple(quantities), details)
 

@@ -1,7 +1,7 @@
 """`guard`: exact counters against the committed file, and timed benchmarks against a base revision.
 
-Exit status 0: counters equal and no confirmed regression; 1: counters differ or a regression was confirmed;
-2: bad usage; 3: a benchmark failed.
+Exit status 0: counters equal and no confirmed regression, also where nothing could be told; 1: counters
+differ or a regression was confirmed; 2: bad usage; 3: a benchmark failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from experiments import cli
 from experiments.guard_benchmarks import BENCHMARKS
 from experiments.guard_run import Finding, guard
-from experiments.guard_text import conclusion, table
+from experiments.guard_text import conclusion, ending, table
 from experiments.output import print_line
 from experiments.registry import suggestion
 from harness.environment import code_state
@@ -44,13 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
     say = _teller(arguments.json)
     try:
         status = check_counters(arguments, say)
-        if arguments.base is not None:
-            status = max(status, check_time(arguments, names, say))
+        findings = check_time(arguments, names, say) if arguments.base is not None else []
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         annotate("error", str(error).splitlines()[0])
         return cli.CASE_FAILED
-    say("guard: passed" if status == cli.DONE else "guard: FAILED")
+    if any(finding.confirmed for finding in findings):
+        status = cli.VERDICT_FAILED
+    say(ending(status != cli.DONE, findings))
     return status
 
 
@@ -105,7 +106,7 @@ def benchmark_changes(expected: Sequence[str], found: Sequence[str]) -> list[str
     return lines + [f"benchmark {name}: new, not in the file" for name in found if name not in expected]
 
 
-def check_time(arguments: argparse.Namespace, names: Sequence[str], say: Any) -> int:
+def check_time(arguments: argparse.Namespace, names: Sequence[str], say: Any) -> list[Finding]:
     """The second tier, and the third where a history is kept."""
     with base_tree(ROOT, arguments.base) as base:
         refuse_vanished(base, arguments.removed)
@@ -131,7 +132,7 @@ def check_time(arguments: argparse.Namespace, names: Sequence[str], say: Any) ->
     if arguments.history is not None:
         for path in save_history(arguments.history, findings):
             say(f"history: {path}")
-    return cli.VERDICT_FAILED if any(finding.confirmed for finding in findings) else cli.DONE
+    return findings
 
 
 def refuse_vanished(base: Base, removed: Sequence[str]) -> None:

@@ -121,8 +121,8 @@ def _note(table: str) -> str:
     if "void: " not in table:
         return ""
     return (
-        "\n\nvoid: our first sample of a round and the second, of the same code, differ by more than\nchance. "
-        "The machine changed while it measured, so nothing is judged; measure again."
+        "\n\nvoid: our first sample of a round and the second, of the same code, differ by more than\n"
+        "chance. The machine changed while it measured, so nothing is judged; measure again."
     )
 
 

@@ -65,7 +65,7 @@ def test_two_processes_take_a_step_together(tmp_path: Path) -> None:
         sample = both.sample("two-processes", 1)
         alone = both.build("transformer")
     assert loss == pytest.approx(alone, rel=1e-6)  # the same model, one process or two
-    assert 0 < sample.wall_s < 60
+    assert sample.wall_s > 0
     assert sample.cpu_s > 0
 
 

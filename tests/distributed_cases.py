@@ -36,6 +36,8 @@ from gpipe_bench.pipeline.ranks.failure import Lookout
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 TIMEOUT_S = 20.0
+PATIENCE_S = 900.0
+"""A time-out that nothing here reaches, however slow the machine: who waits for it has not been told."""
 AMOEBANET = {
     "num_layers": 3, "num_filters": 16, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,
 }  # fmt: skip
@@ -400,7 +402,8 @@ class Fuse(nn.Module):
 
 def fails_everywhere(action: str, error: Exception, cause: str, ranks: Ranks | None = None) -> None:
     ranks = ranks or Ranks()
-    pipeline = ranks.pipeline([Fuse(action, error) for _ in range(4)], 4, remat="always")
+    layers = [Fuse(action, error) for _ in range(4)]
+    pipeline = ranks.pipeline(layers, 4, remat="always", timeout_s=PATIENCE_S)
     start = time.monotonic()
     try:
         for _ in range(2):  # a late stage may have finished its part of the step in which an early one fails
@@ -409,7 +412,7 @@ def fails_everywhere(action: str, error: Exception, cause: str, ranks: Ranks | N
         found = caught
     assert str(found) == f"action {action} on rank {action[0]} failed: {cause}", found
     assert (found.__cause__ is error) == (ranks.rank == int(action[0]))
-    assert time.monotonic() - start < TIMEOUT_S / 4
+    assert time.monotonic() - start < PATIENCE_S
     with raises(RuntimeError, "has failed before"):
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
@@ -710,7 +713,7 @@ def run_all(names: list[str]) -> dict[str, tuple[str | None, float]]:
 
 
 def kill_one(folder: str, rank: int, world_size: int, port: int, victim: int) -> None:
-    """A step in which one process is killed; the others write what they raised and how long it took."""
+    """A step in which one process is killed; the others write what they raised, none waits for a time-out."""
     import os
     import signal
 
@@ -728,13 +731,14 @@ def kill_one(folder: str, rank: int, world_size: int, port: int, victim: int) ->
             return super().forward(x)
 
     calls = [0]
-    pipeline = Ranks().pipeline([Victim(6, 6).double() for _ in range(world_size)], remat="always")
-    ranks, start = Ranks(), time.monotonic()
+    layers = [Victim(6, 6).double() for _ in range(world_size)]
+    ranks = Ranks()
+    pipeline = ranks.pipeline(layers, remat="always", timeout_s=PATIENCE_S)
     try:
         for _ in range(2):
             pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
     except ActionError as error:
-        Path(folder, str(rank)).write_text(f"{time.monotonic() - start:.3f} {error}")
+        Path(folder, str(rank)).write_text(str(error))
         raise
 
 

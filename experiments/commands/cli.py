@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import give_up_unwritable, prepare_streams
 from gpipe_bench.harness.places import own_results
+from gpipe_bench.harness.running.stopping import number_of, stopping
 
 PROFILES = ("smoke", "short", "full")
 
@@ -26,15 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         options.arguments = arguments
-        status = _verb(options.verb)(options)
-        sys.stdout.flush()
+        with stopping():
+            status = _verb(options.verb)(options)
+            sys.stdout.flush()
     except ValueError as error:
         return _complain(str(error))
     except ImportError as error:
         return _complain(f"{error}; `doctor` says what is missing and how to get it")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        return exits.INTERRUPTED
+        return exits.interrupted(number_of(error))
     except BrokenPipeError:  # the reader of a pipe has seen enough, as with `| head`
         return exits.READER_GONE
     except OSError as error:  # a full disk behind standard output, a folder that vanished
@@ -77,7 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m experiments",
         description="Reproduce the tables and figures of GPipe (arXiv 1811.06965), and compare.",
-        epilog="exit status: 0 done, 1 a verdict failed under --assert, 2 bad usage, 3 a case failed",
+        epilog="exit status: 0 done, 1 a verdict failed under --assert, 2 bad usage, 3 a case failed, "
+        "130 and 143 ended by SIGINT and SIGTERM",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")

@@ -57,17 +57,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         with lines_only() as emit:
             result = go(lambda record, saved: emit(encode(record)))
+            if result.signal is not None:
+                return _interrupted(result.signal, result, show)
             records = _all_records(experiment, options, store, result, show)
             comparisons = comparisons_of(experiment, records)
             _figures(experiment, records, store.root / "figures", show)
     else:
         result = go(lambda record, saved: None if saved else print_line(encode(record)))
+        if result.signal is not None:
+            return _interrupted(result.signal, result, show)
         records = _all_records(experiment, options, store, result, show)
         comparisons = comparisons_of(experiment, records)
         print(text_of(experiment, records, comparisons), flush=True)
         for path in _figures(experiment, records, store.root / "figures", show):
             print(f"figure: {_short(path)}")
-    return _status(result, comparisons, arguments, show)
+    return _status(result, comparisons, arguments)
+
+
+def _interrupted(number: int, result: RunResult, show: Reporter) -> int:
+    """Who asked for the end wants no comparison."""
+    show.warn(
+        f"interrupted; {len(result.records)} finished cases are kept, the same command goes on from there"
+    )
+    return exits.interrupted(number)
 
 
 def _all_records(
@@ -93,15 +105,8 @@ def _figures(experiment: Experiment, records: list[Record], folder: Path, show: 
         return []
 
 
-def _status(
-    result: RunResult, comparisons: list[Comparison], arguments: argparse.Namespace, show: Reporter
-) -> int:
+def _status(result: RunResult, comparisons: list[Comparison], arguments: argparse.Namespace) -> int:
     results = _short(arguments.results)
-    if result.interrupted:
-        show.warn(
-            f"interrupted; {len(result.records)} finished cases are kept, the same command goes on from there"
-        )
-        return exits.INTERRUPTED
     for record in result.failed:
         print(f"failed: {record.label}: {record.reason}", file=sys.stderr)
     if result.failed:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.side_by_side.engine import conditions_of, without_gpu
+from gpipe_bench.experiments.side_by_side.engine import conditions_of, void_of, without_gpu
 from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.experiments.side_by_side.peers_text import SAME_SCHEDULE, tables
 from gpipe_bench.experiments.side_by_side.rounds import ratios, slowest
@@ -149,6 +149,7 @@ def outcome(task: Task, found: Sequence[Result]) -> Outcome:
         "pinned_cores": [result.conditions["pinned_cores"] for result in found],
         "threads": [result.conditions["threads"] for result in found],
         "cpu_s": [result.cpu_s for result in found],
+        **void_of(quantities),
     }
     return Outcome(tuple(quantities), details)
 

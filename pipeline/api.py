@@ -114,7 +114,7 @@ class Pipeline(nn.Module):
                 device=device,
                 is_last=index == num_stages - 1,
                 seed=seed,
-                replicas=self._replicas,
+                gather=None if self._replicas is None else self._replicas.gather,
             )
         self._ranks: PointToPoint | None = None
         self._transport: Transport = transport or InProcess(self._devices)

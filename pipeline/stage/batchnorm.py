@@ -11,7 +11,7 @@ away. The modules themselves, and so the keys of `state_dict`, are unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import itemgetter
 
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from gpipe_bench.pipeline.ranks.replicas import Replicas
+Gather = Callable[[Tensor], list[Tensor]]
+"""Collects a tensor from all data-parallel replicas of a stage, in the order of their ranks."""
 
 
 class _Meter:
@@ -154,18 +155,18 @@ class _Block:
 class Statistics:
     """The batch-normalization modules of one stage and what they saw in the current mini-batch.
 
-    With data-parallel `replicas` of the stage the moving averages follow the mini-batches of all replicas
-    together. (Normalization itself stays with the micro-batch of the replica.)
+    With `gather` the moving averages follow the mini-batches of all data-parallel replicas together.
+    (Normalization itself stays with the micro-batch of the replica.)
     """
 
-    def __init__(self, layers: Iterable[nn.Module], replicas: Replicas | None = None) -> None:
+    def __init__(self, layers: Iterable[nn.Module], gather: Gather | None = None) -> None:
         modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
         for module in modules:
             _refuse_unsupported(module)
         tracked = [m for m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self._meters = [_Meter(module, self) for module in tracked]
         self._blocks: list[_Block] = []
-        self._replicas = replicas
+        self._gather = gather
         self.recording = False
 
     def __bool__(self) -> bool:
@@ -208,8 +209,8 @@ class Statistics:
     @torch.no_grad()
     def commit(self) -> None:
         """Moves the averages once, by the statistics of the whole mini-batch, and starts the next one."""
-        if self._replicas is not None:
-            self._gather_replicas(self._replicas)
+        if self._gather is not None:
+            self._gather_replicas(self._gather)
         for block in self._blocks:
             if any(meter.count for meter in block.meters):
                 block.commit()
@@ -221,13 +222,13 @@ class Statistics:
         for block in self._blocks:
             block.forget()
 
-    def _gather_replicas(self, replicas: Replicas) -> None:
+    def _gather_replicas(self, gather: Gather) -> None:
         """Merges the statistics of all replicas in the order of their ranks: all get the same bits."""
         for block in self._blocks:
             counts = torch.tensor(
                 [meter.count for meter in block.meters], dtype=torch.float64, device=block.mean.device
             )
-            everywhere = replicas.gather(torch.cat([counts, block.mean.double(), block.squares.double()]))
+            everywhere = gather(torch.cat([counts, block.mean.double(), block.squares.double()]))
             block.forget()
             lengths = [len(counts), len(block.mean), len(block.squares)]
             for replica in everywhere:

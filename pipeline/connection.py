@@ -17,6 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from pipeline.errors import PeerError
+from pipeline.holders import Holders
 from pipeline.neighbour import Arrival, Departure, Neighbour
 from pipeline.schedule import Action
 
@@ -64,6 +65,7 @@ class Buffer(NamedTuple):
     tensor: Tensor
     flat: Tensor
     shared: Tensor | None  # the bytes, where a neighbour writes them
+    holders: Holders  # of the memory: whether something made of an earlier message still lives in it
 
 
 class Connection:
@@ -77,16 +79,18 @@ class Connection:
         neighbour = self._neighbours.get(source)
         if neighbour is None or form.num_bytes == 0:
             tensor = form.empty(device)
-            return Buffer(tensor, flat(tensor), None)
+            elements = flat(tensor)
+            return Buffer(tensor, elements, None, Holders(tensor))
         try:
             shared = neighbour.empty(form.num_bytes)
         except RuntimeError as error:
             raise unreachable(None, source, error) from error
         memory = shared.view(form.dtype)
-        return Buffer(memory.as_strided(form.shape, form.stride), memory, shared)
+        tensor = memory.as_strided(form.shape, form.stride)
+        return Buffer(tensor, memory, shared, Holders(tensor))
 
     def give_back(self, buffer: Buffer, source: int) -> None:
-        """Allows the memory of a buffer from `source` to be used for another."""
+        """Allows the memory of a buffer from `source` to be used for another, once nothing lives in it."""
         if buffer.shared is not None:
             self._neighbours[source].give_back(buffer.shared)
 

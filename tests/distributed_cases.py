@@ -17,7 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import alias_cases
 import torch
+from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients
 from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -30,8 +32,6 @@ from pipeline.failure import Lookout
 from pipeline.schedule import REMAT_MODES, SCHEDULES, gpipe
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
-EXACT = {"rtol": 1e-12, "atol": 1e-14}
-TIMEOUT_S = 20.0
 AMOEBANET = {
     "num_layers": 3, "num_filters": 16, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,
 }  # fmt: skip
@@ -41,44 +41,10 @@ TRANSFORMER = {
 }  # fmt: skip
 
 
-class Ranks:
-    """A process group that runs one pipeline, and this process's place in it."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None, **options: object) -> None:
-        self.group, self.options = group or dist.group.WORLD, options
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
-
-    def pipeline(
-        self, layers: nn.Sequential | list[nn.Module], num_microbatches: int = 4, **options
-    ) -> Pipeline:
-        options = {"cost": [1] * len(layers), "timeout_s": TIMEOUT_S, **self.options, **options}
-        return Pipeline(
-            layers, num_stages=self.size, num_microbatches=num_microbatches, group=self.group, **options
-        )
-
-    def own(self, batch: object, target: Tensor) -> tuple[object, Tensor]:
-        """The batch on the first rank, the target on the last; elsewhere data that must not be used."""
-        wrong = (torch.full((1, 1), float("nan")), torch.zeros(1))
-        return batch if self.is_first else wrong, target if self.is_last else torch.full((1,), float("nan"))
-
-
 def halves() -> Ranks:
     """Ranks 0, 1 and ranks 2, 3 as pipelines of their own."""
     first = dist.get_rank() // 2 * 2
     return Ranks(dist.new_group([first, first + 1], use_local_synchronization=True))
-
-
-def assert_own_gradients(pipeline: Pipeline, wanted: dict[str, Tensor | None], **tolerance: float) -> None:
-    for name, parameter in pipeline.named_parameters():
-        if wanted[name] is None:
-            assert parameter.grad is None, name
-        elif tolerance:
-            torch.testing.assert_close(
-                parameter.grad, wanted[name], **tolerance, msg=lambda t, n=name: f"{n}: {t}"
-            )
-        else:
-            assert torch.equal(parameter.grad, wanted[name]), name
 
 
 def transparency(ranks: Ranks | None = None) -> None:
@@ -603,6 +569,7 @@ CASES: dict[str, Callable[[], None]] = {
         messages_that_take_memory,
         through_memory_and_the_network,
         a_failure_that_only_the_blackboard_tells,
+        *alias_cases.CASES,
     )
 }
 

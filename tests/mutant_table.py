@@ -141,6 +141,22 @@ GRADIENTS = (
         tests=("tests/test_engine.py::test_a_split_backward_computes_the_same",),
     ),
     Mutant(
+        name="first gradients left in shared memory",
+        file="pipeline/stage.py",
+        old="                self._own_gradients((*seeds, *exits))\n",
+        new="                pass\n",
+        why="a parameter's sum would also be the gradient that goes out, or another parameter's sum",
+        tests=("tests/test_aliases.py::test_no_parameters_gradient_is_another_tensors_memory[2-gpipe]",),
+    ),
+    Mutant(
+        name="shared memory given out while something lives in it",
+        file="pipeline/neighbour.py",
+        old="            if not self._holders[buffer.data_ptr()].others:\n",
+        new="            if True:\n",
+        why="a message would overwrite what was made of an earlier one",
+        tests=("tests/test_neighbour.py::test_shared_memory_is_given_out_again_when_nothing_lives_in_it",),
+    ),
+    Mutant(
         name="overwritten input recomputed",
         file="pipeline/stage.py",
         old="        if state.versions != tuple([tensor._version for tensor in state.inputs]):\n",

@@ -160,6 +160,22 @@ def test_buffers_are_aligned_apart_and_used_again(ends: tuple[Neighbour, Neighbo
     assert int(buffers[5].sum(dtype=torch.int64)) == 7 * (5 << 20)
 
 
+def test_shared_memory_is_given_out_again_when_nothing_lives_in_it(
+    ends: tuple[Neighbour, Neighbour],
+) -> None:
+    _, end = ends
+    memory = end.empty(64)
+    address, view = memory.data_ptr(), memory[8:16]
+    end.give_back(memory)
+    del memory
+    other = end.empty(64)
+    assert other.data_ptr() != address
+    end.give_back(other)
+    assert end.empty(64).data_ptr() == other.data_ptr()
+    del view
+    assert end.empty(64).data_ptr() == address
+
+
 def test_the_end_of_a_neighbour_is_an_error_not_a_wait(ends: tuple[Neighbour, Neighbour]) -> None:
     a, b = ends
     arrival = b.post(0, 0, b.empty(8))

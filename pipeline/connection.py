@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from pipeline.aside import wait_aside
 from pipeline.errors import PeerError
 from pipeline.holders import Holders
 from pipeline.neighbour import Arrival, Departure, Neighbour
@@ -125,11 +126,11 @@ class Connection:
     def wait(self, work: Work, action: Action | None, peer: int) -> None:
         """Waits for a message from or to rank `peer`; `action` is what an error will name."""
         try:
-            # While this process waits for the network, nobody moves its messages to neighbours along.
-            if self._neighbours and not isinstance(work, Arrival | Departure):
-                for neighbour in self._neighbours.values():
-                    neighbour.drain()
-            work.wait()
+            neighbours = self._neighbours.values()
+            if not isinstance(work, Arrival | Departure) and any(each.is_busy for each in neighbours):
+                wait_aside(work, neighbours)
+            else:
+                work.wait()
         except RuntimeError as error:
             raise unreachable(action, peer, error) from error
 

@@ -22,7 +22,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -168,10 +168,10 @@ class Neighbour:
                 self._others.remove(other)
                 self._poll.unregister(other._link)
 
-    def drain(self) -> None:
-        """Waits until everything sent is over there."""
-        if self._pending:
-            self.wait_until(lambda: not self._pending)
+    @property
+    def is_busy(self) -> bool:
+        """Whether something sent is still to be handed over."""
+        return bool(self._pending)
 
     def close(self) -> None:
         """Ends the connection; the other process notices."""
@@ -233,6 +233,27 @@ class Neighbour:
         descriptors = array.array("i", [segment.descriptor])
         self._write(record, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
         os.close(segment.descriptor)
+
+
+def move_along(neighbours: Collection[Neighbour], until: int) -> None:
+    """Moves the messages of all neighbours along until file descriptor `until` is readable.
+
+    One that is gone is left out; its end is reported when something is wanted of it.
+    """
+    poll = select.poll()
+    poll.register(until, select.POLLIN)
+    present = {neighbour._link.fileno(): neighbour for neighbour in neighbours}
+    for descriptor in present:
+        poll.register(descriptor, select.POLLIN)
+    while True:
+        for descriptor, neighbour in tuple(present.items()):
+            try:
+                neighbour.progress()
+            except RuntimeError:
+                del present[descriptor]
+                poll.unregister(descriptor)
+        if any(descriptor == until for descriptor, _ in poll.poll()):
+            return
 
 
 class Arrival:

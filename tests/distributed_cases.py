@@ -19,6 +19,7 @@ from unittest import mock
 
 import alias_cases
 import torch
+from random_schedules import BOTH_LOOK_AWAY, HELD_UP, LATE_WEIGHTS
 from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients
 from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
@@ -494,6 +495,39 @@ def through_memory_and_the_network() -> None:
             fails_everywhere(action, ZeroDivisionError("broken"), "ZeroDivisionError: broken", ranks)
 
 
+def schedules_that_need_more_buffers() -> None:
+    """Valid schedules in which a stage keeps what it receives longer than usual."""
+    batch, target = mlp_batch(11)
+    for schedule, share_memory in itertools.product((LATE_WEIGHTS, HELD_UP), (True, False)):
+        pair = halves()
+        pair.options["share_memory"] = share_memory
+        plain = plain_step(seeded(mlp), batch, target, mse_loss, schedule.num_microbatches)
+        with (
+            mock.patch.object(agreement, "SMALL_BYTES", 0),
+            mock.patch.object(sending, "SMALL_BYTES", 0),
+        ):
+            pipeline = pair.pipeline(seeded(mlp), schedule.num_microbatches, schedule=schedule)
+            for _ in range(3):
+                pipeline.num_steps = 0
+                pipeline.zero_grad()
+                pipeline.step(*pair.own(batch, target), mse_loss)
+        assert_own_gradients(pipeline, plain.gradients, **EXACT)
+
+
+def memory_between_networks() -> None:
+    """Ranks 1 and 2 share memory; each waits for the network while it has something for the other."""
+    ranks = Ranks(share_memory=True)
+    batch, target = mlp_batch(6)  # micro-batches 2 and 3 are smaller, of a size that is new
+    plain = plain_step(seeded(mlp), batch, target, mse_loss, 4)
+    with mock.patch.object(introduction, "machine_id", return_value=f"machine {(ranks.rank + 1) // 2}"):
+        pipeline = ranks.pipeline(seeded(mlp), 4, schedule=BOTH_LOOK_AWAY)
+        for _ in range(3):
+            pipeline.num_steps = 0
+            pipeline.zero_grad()
+            pipeline.step(*ranks.own(batch, target), mse_loss)
+    assert_own_gradients(pipeline, plain.gradients, **EXACT)
+
+
 def a_failure_that_only_the_blackboard_tells() -> None:
     """What a GPU's host relies on, because its waits are the device's: here with the CPU's connections left
     open.
@@ -569,6 +603,8 @@ CASES: dict[str, Callable[[], None]] = {
         messages_that_take_memory,
         through_memory_and_the_network,
         a_failure_that_only_the_blackboard_tells,
+        schedules_that_need_more_buffers,
+        memory_between_networks,
         *alias_cases.CASES,
     )
 }

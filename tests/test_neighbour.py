@@ -98,7 +98,7 @@ def test_messages_of_one_tag_keep_their_order(ends: tuple[Neighbour, Neighbour])
         a.send(0, 0, torch.tensor([float(number)]))
     arrivals += [b.post(0, 0, memory) for memory, _ in buffers[3:]]
     b.flush()
-    a.drain()
+    a.wait_until(lambda: not a.is_busy)
     for arrival in arrivals:
         arrival.wait()
     assert [float(received) for _, received in buffers] == [0, 1, 2, 3, 4, 5]
@@ -130,7 +130,7 @@ def test_both_write_more_than_a_socket_holds(ends: tuple[Neighbour, Neighbour]) 
             end.send(0, number, torch.tensor([float(number)]))
         for arrival in arrivals:
             arrival.wait()
-        end.drain()
+        end.wait_until(lambda: not end.is_busy)
         posted[name] = [tensor for _, tensor in memory]
 
     threads = [threading.Thread(target=exchange, args=(n, e)) for n, e in zip("ab", ends, strict=True)]

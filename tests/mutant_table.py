@@ -44,8 +44,8 @@ GRADIENTS = (
     Mutant(
         name="outputs in reverse order",
         file="pipeline/stage.py",
-        old="            self.outputs[m] = output\n",
-        new="            self.outputs[-1 - m] = output\n",
+        old="            self.outputs[m] = unflatten(tensors, structure)\n",
+        new="            self.outputs[-1 - m] = unflatten(tensors, structure)\n",
         why="the micro-batches' outputs must be merged in the order of the examples",
         tests=("tests/test_transparency.py::test_forward_alone_equals_the_plain_model[3-3]",),
         required=True,
@@ -155,6 +155,22 @@ GRADIENTS = (
         new="            if True:\n",
         why="a message would overwrite what was made of an earlier one",
         tests=("tests/test_neighbour.py::test_shared_memory_is_given_out_again_when_nothing_lives_in_it",),
+    ),
+    Mutant(
+        name="recomputation moves the buffers on",
+        file="pipeline/stage.py",
+        old="        with self._buffers.as_saved(state.buffers), torch.enable_grad():\n",
+        new="        with torch.enable_grad():\n",
+        why="a recomputation must see what the forward saw, and leave what it left",
+        tests=("tests/test_buffers.py::test_a_recomputation_sees_what_the_forward_saw[InPlace-always]",),
+    ),
+    Mutant(
+        name="the first forward's buffers not copied",
+        file="pipeline/buffers.py",
+        old="        kept = [*self._changing, *self._still] if self._learning else self._changing\n",
+        new="        kept = list(self._changing)\n",
+        why="that a buffer changes is known only after it has changed",
+        tests=("tests/test_buffers.py::test_a_recomputation_sees_what_the_forward_saw[Large-always]",),
     ),
     Mutant(
         name="overwritten input recomputed",

@@ -13,7 +13,8 @@ checkpoints are interchangeable with it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,8 @@ class Pipeline(nn.Module):
         replica_group: process group of the data-parallel replicas of a stage, for batch normalization's
         averages. transport: another in-process transport, such as `InProcess(copy=True)`.
 
-    `ValueError` names an argument that does not fit and what would.
+    `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
+    and pickled between two steps: the copy trains like the original and apart from it.
     """
 
     def __init__(
@@ -98,20 +100,15 @@ class Pipeline(nn.Module):
             refuse_split_ties(modules, self._partition, self._devices, "device")
         else:
             refuse_split_ties(modules, self._partition, range(num_stages), "process")
-        self._stages: dict[int, Stage] = {}
         for index in local:
             span, device = self._partition[index], self._devices[index]
             for name, layer in named[span.start : span.stop]:
                 self._modules[name] = layer if devices is None else layer.to(device)
-            self._stages[index] = Stage(
-                index,
-                modules[span.start : span.stop],
-                span.start,
-                device=device,
-                is_last=index == num_stages - 1,
-                seed=seed,
-                replica_group=replica_group,
-            )
+        self.seed = seed
+        self.group = group
+        self._replica_group = replica_group
+        self._layer_names = tuple(name for name, _ in named)
+        self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
         self._transport: Transport = transport or InProcess(self._devices)
         if group is not None:
@@ -119,8 +116,27 @@ class Pipeline(nn.Module):
                 group, self._schedule, self._devices[local[0]], timeout_s=timeout_s, share_memory=share_memory
             )
             self._transport = self._ranks
-            names = tuple(name for name, _ in named)
-            check_equal(group, (names, self._partition, self._schedule, seed))
+            check_equal(group, (self._layer_names, self._partition, self._schedule, seed))
+        self._prepare()
+        self.num_steps = 0  # training steps taken, which number the random streams
+        self._num_forwards = 0
+
+    def _make_stages(self, local: Iterable[int]) -> dict[int, Stage]:
+        """The stages of this process, of the layers that are its submodules."""
+        return {
+            index: Stage(
+                index,
+                [self._modules[self._layer_names[i]] for i in self._partition[index]],  # type: ignore[misc]
+                self._partition[index].start,
+                device=self._devices[index],
+                is_last=index == self._schedule.num_stages - 1,
+                seed=self.seed,
+                replica_group=self._replica_group,
+            )
+            for index in local
+        }
+
+    def _prepare(self) -> None:
         self._programs = {
             training: engine.prepare(self._schedule, self._stages, training=training)
             for training in (True, False)
@@ -129,10 +145,22 @@ class Pipeline(nn.Module):
             training: Clock([step.action for step in program], self._devices)
             for training, program in self._programs.items()
         }
-        self.seed = seed
-        self.group = group
-        self.num_steps = 0  # training steps taken, which number the random streams
-        self._num_forwards = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy` and `pickle`: everything but what is made of the rest again."""
+        if self.group is not None or self._replica_group is not None:
+            raise TypeError(
+                "a pipeline over several processes cannot be copied or pickled, because its connections "
+                "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
+                "every rank and load its state_dict"
+            )
+        made = ("_stages", "_programs", "_clocks")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(dict(state))
+        self._stages = self._make_stages(range(self._schedule.num_stages))
+        self._prepare()
 
     @property
     def schedule(self) -> Schedule:

@@ -68,6 +68,7 @@ class Receiver:
         self._slots: list[tuple[Outline, tuple[Buffer | None, ...]] | None] = [None] * self._small.num_slots
         self._posted: dict[int, tuple[tuple[Buffer | None, ...], list[Work]]] = {}
         self._unposted: deque[int] = deque()  # have a slot, but perhaps no known outline yet
+        self._later: deque[int] = deque()  # have none; without a backward
         self._outlines: dict[int, Outline] = {}
         self._lengths: tuple[int, ...] = ()
         self._training = True
@@ -80,7 +81,8 @@ class Receiver:
         self.num_unposted = len(lengths)
         self._choose_ring()
         # Without a backward nothing is kept, and two receives ahead are enough.
-        self._unposted = deque(self._ring.initial if training else range(min(2, len(lengths))))
+        self._unposted = deque(self._ring.initial if training else self._ring.order[:2])
+        self._later = deque(() if training else self._ring.order[2:])
         self.post()
 
     def _choose_ring(self) -> None:
@@ -131,8 +133,8 @@ class Receiver:
         tensors = tuple([None if tensor is None else tensor.clone() for tensor in tensors])
         self._give_back(buffers)
         del buffers
-        if microbatch + 2 < len(self._lengths):
-            self._unposted.append(microbatch + 2)
+        if self._later:
+            self._unposted.append(self._later.popleft())
             self.post()
         return tensors
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from pipeline.batchnorm import Statistics
 from pipeline.buffers import Buffers
+from pipeline.first_gradients import separate
 from pipeline.kept import Kept
 from pipeline.layers import LayerRunner, LossFn
 from pipeline.microbatch import Message, Tree, flatten, unflatten
@@ -217,7 +218,7 @@ class Stage:
         if roots:
             self._runner.run_backward(roots, seeds, keep_graph=False)
             if self._without_grad:
-                self._own_gradients((*seeds, *exits))
+                self._without_grad = separate(self._without_grad, (*seeds, *exits))
         del inputs
         return tuple(exits)
 
@@ -245,7 +246,7 @@ class Stage:
         if weights and edges:
             self._runner.run_backward(edges, gradients, keep_graph=False, inputs=weights)
             if self._without_grad:
-                self._own_gradients(gradients)
+                self._without_grad = separate(self._without_grad, gradients)
 
     # Parts of the actions
 
@@ -266,30 +267,6 @@ class Stage:
         ]
         return tuple([edge for edge, _ in pairs]), tuple([gradient for _, gradient in pairs])
 
-    def _own_gradients(self, others: Gradients) -> None:
-        """Gives each parameter that got its first gradient memory of its own for it.
-
-        torch makes a gradient the `.grad` without a copy even if another tensor lives in its memory: the
-        gradient that came in or the one that goes out, where a layer adds a view of a parameter to its input,
-        or the `.grad` of a second such parameter. The next micro-batch would be added to all of them.
-        """
-        taken: dict[int, list[Tensor]] = {}  # by storage
-        for tensor in others:
-            if tensor is not None:
-                taken.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-        waiting: list[nn.Parameter] = []
-        for parameter in self._without_grad:
-            gradient = parameter.grad
-            if gradient is None:
-                waiting.append(parameter)
-            elif gradient.layout is torch.strided:
-                neighbours = taken.setdefault(gradient.untyped_storage()._cdata, [])
-                if any(_overlap(gradient, neighbour) for neighbour in neighbours):
-                    parameter.grad = gradient.clone()
-                else:
-                    neighbours.append(gradient)
-        self._without_grad = waiting
-
     def _loss_gradient(self, m: int, edge: GradientEdge) -> Tensor:
         """The micro-batch's share of the examples: the weight of its loss enters here and nowhere else, so
         that no pass over the gradients follows.
@@ -301,15 +278,3 @@ class Stage:
             gradient = torch.full(tuple(metadata.shape), key[0], dtype=metadata.dtype, device=metadata.device)
             self._seeds[key] = gradient
         return gradient
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
-    return a_start < b_end and b_start < a_end
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses between which a tensor's elements lie."""
-    start = tensor.data_ptr()
-    span = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (span + 1) * tensor.element_size() if tensor.numel() else start

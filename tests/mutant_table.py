@@ -143,7 +143,7 @@ GRADIENTS = (
     Mutant(
         name="first gradients left in shared memory",
         file="pipeline/stage.py",
-        old="                self._own_gradients((*seeds, *exits))\n",
+        old="                self._without_grad = separate(self._without_grad, (*seeds, *exits))\n",
         new="                pass\n",
         why="a parameter's sum would also be the gradient that goes out, or another parameter's sum",
         tests=("tests/test_aliases.py::test_no_parameters_gradient_is_another_tensors_memory[2-gpipe]",),

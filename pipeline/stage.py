@@ -95,8 +95,8 @@ class Stage:
         if trainable != self._trainable:
             self._trainable = trainable
             self._needs_grad.clear()
-        self._without_grad = [p for p in self._parameters if p.requires_grad and p.grad is None]
         self._runner.begin(step, targets, loss_fn)
+        self._without_grad = [p for p in self._parameters if p.requires_grad and p.grad is None]
 
     def _check_parameters(self) -> None:
         """Notices a model that was moved or whose parameters were replaced."""

@@ -22,7 +22,7 @@ from torch import nn
 from experiments.engine_bench_rounds import measure
 from experiments.engine_bench_work import actions_s, repeats_of
 from experiments.engine_checks import reference, verify
-from experiments.engines import Engine, Setup, build
+from experiments.engines import Engine, NoStepError, Setup, build
 from experiments.engines_known import Ours
 from experiments.machine_usage import usage
 from models import MODELS, example_batch, loss_fn
@@ -76,16 +76,12 @@ def work(task: Task) -> Result:
     refused: dict[str, str] = {}
     for name, (engine, remat) in task.engines.items():
         setup = Setup(layers, spans, task.num_microbatches, remat, torch.device("cpu"), group)
-        try:
-            engines[name], reason = build(engine, setup), ""
-        except ValueError as error:
-            reason = str(error)
+        found, reason = built(engine, setup)
         reason = _first_of_all(reason)
-        if reason:
+        if reason or found is None:
             refused[name] = reason
-            engines.pop(name, None)
         else:
-            setups[name] = setup
+            engines[name], setups[name] = found, setup
 
     expected = reference(setups["ours"], batch, target, loss)
 
@@ -117,6 +113,16 @@ def work(task: Task) -> Result:
     checked()  # still right after all rounds
     cores = psutil.cpu_count() or 1
     return Result(times, checks, refused, spans, actions, conditions(), cpu_s, busy_s, wall_s, cores)
+
+
+def built(name: str, setup: Setup) -> tuple[Engine | None, str]:
+    """The engine, or why it can't run this. NoStepError where it is none."""
+    try:
+        return build(name, setup), ""
+    except NoStepError:
+        raise
+    except ValueError as error:
+        return None, str(error)
 
 
 def balanced(layers: list[nn.Module], task: Task) -> Partition:

@@ -24,15 +24,16 @@ from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.machines import SideBySide, side_by_side, side_table
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Store, lines_of
+from gpipe_bench.harness.records.store import Problem, Store, left_out, lines_of
 
 LOCAL = "local"
 
 
 def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
     """Exit status of the verb. Raises ValueError for an unknown machine or one without such records."""
+    problems: list[Problem] = []
     found = {
-        name: _records(name, folder, experiment, arguments.profile)
+        name: _records(name, folder, experiment, arguments.profile, problems)
         for name, folder in machine_folders(arguments.machines, arguments.results).items()
     }
     profiles = {name: records[-1].profile for name, records in found.items()}
@@ -49,6 +50,8 @@ def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
         heading = ", ".join(f"{name} (profile {profiles[name]})" for name in found)
         print(f"{experiment.title}: {heading}\n")
         print(side_table(side, "github" if arguments.markdown else "simple"))
+        if problems:
+            print(f"\n{left_out(problems, experiment.name)}")
     return exits.DONE
 
 
@@ -90,8 +93,12 @@ def comparable(experiment: Experiment, records: Sequence[Record]) -> list[Compar
     return compare(list(quantities.values()))
 
 
-def _records(name: str, folder: Path, experiment: Experiment, profile: str | None) -> list[Record]:
+def _records(
+    name: str, folder: Path, experiment: Experiment, profile: str | None, problems: list[Problem]
+) -> list[Record]:
+    """The machine's records; what can't be read is added to `problems`."""
     loaded = Store(folder).load(experiment.name)
+    problems += loaded.problems
     for line in lines_of(loaded.problems):
         print(f"warning: {line}", file=sys.stderr)
     records = select_records(loaded.records, experiment, profile)
@@ -100,10 +107,10 @@ def _records(name: str, folder: Path, experiment: Experiment, profile: str | Non
         wanted = f" of profile {profile}" if profile else ""
         raise ValueError(f"machine {name!r} has no records of {experiment.name}{wanted}; it has: {there}")
     records = [record for record in records if record.options == records[-1].options]
-    records, left_out = readable(experiment, records)
+    records, unusable = readable(experiment, records)
     if not records:
-        raise ValueError(f"machine {name!r}: {left_out[0]}")
-    for line in left_out:
+        raise ValueError(f"machine {name!r}: {unusable[0]}")
+    for line in unusable:
         print(f"warning: {name}: {line}", file=sys.stderr)
     return records
 

@@ -167,9 +167,11 @@ def _engine(asked: str | None, experiment: Experiment) -> str | None:
         )
     if asked in experiment.engines:
         return asked
-    from gpipe_bench.experiments.engines.setup import pinned
+    from gpipe_bench.experiments.engines.setup import check_step, pinned
 
-    return pinned(asked)
+    name = pinned(asked)
+    check_step(name)
+    return name
 
 
 def _own_data(arguments: argparse.Namespace, experiment: Experiment) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from gpipe_bench.experiments.engines.checks import reference, verify
 from gpipe_bench.experiments.engines.known import Ours
-from gpipe_bench.experiments.engines.setup import Engine, Setup, build
+from gpipe_bench.experiments.engines.setup import Engine, NoStepError, Setup, build
 from gpipe_bench.experiments.measuring.machine_usage import usage
 from gpipe_bench.experiments.side_by_side.engine_work import actions_s, repeats_of
 from gpipe_bench.experiments.side_by_side.rounds import measure
@@ -76,16 +76,12 @@ def work(task: Task) -> Result:
     refused: dict[str, str] = {}
     for name, (engine, remat) in task.engines.items():
         setup = Setup(layers, spans, task.num_microbatches, remat, torch.device("cpu"), group)
-        try:
-            engines[name], reason = build(engine, setup), ""
-        except ValueError as error:
-            reason = str(error)
+        found, reason = built(engine, setup)
         reason = _first_of_all(reason)
-        if reason:
+        if reason or found is None:
             refused[name] = reason
-            engines.pop(name, None)
         else:
-            setups[name] = setup
+            engines[name], setups[name] = found, setup
 
     expected = reference(setups["ours"], batch, target, loss)
 
@@ -117,6 +113,16 @@ def work(task: Task) -> Result:
     checked()  # still right after all rounds
     cores = psutil.cpu_count() or 1
     return Result(times, checks, refused, spans, actions, conditions(), cpu_s, busy_s, wall_s, cores)
+
+
+def built(name: str, setup: Setup) -> tuple[Engine | None, str]:
+    """The engine, or why it can't run this. NoStepError where it is none."""
+    try:
+        return build(name, setup), ""
+    except NoStepError:
+        raise
+    except ValueError as error:
+        return None, str(error)
 
 
 def balanced(layers: list[nn.Module], task: Task) -> Partition:

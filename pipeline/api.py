@@ -14,6 +14,7 @@ checkpoints are interchangeable with it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
-from gpipe_bench.pipeline.ranks.gather import check_equal, concatenate, gather_timeline
+from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
+from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge, num_examples, sizes, split, tensors_of
 from gpipe_bench.pipeline.stage.stage import Stage
@@ -45,6 +47,7 @@ from gpipe_bench.pipeline.transport import InProcess, Plan, Transport
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
 _FORWARD_ONLY = 1 << 62
+T = TypeVar("T")
 
 
 class Pipeline(nn.Module):
@@ -98,6 +101,7 @@ class Pipeline(nn.Module):
             refuse_split_ties(modules, self._partition, self._devices, "device")
         else:
             refuse_split_ties(modules, self._partition, range(num_stages), "process")
+        self._replicas = Replicas(replica_group, timeout_s) if replica_group is not None else None
         self._stages: dict[int, Stage] = {}
         for index in local:
             span, device = self._partition[index], self._devices[index]
@@ -110,7 +114,7 @@ class Pipeline(nn.Module):
                 device=device,
                 is_last=index == num_stages - 1,
                 seed=seed,
-                replica_group=replica_group,
+                gather=None if self._replicas is None else self._replicas.gather,
             )
         self._ranks: PointToPoint | None = None
         self._transport: Transport = transport or InProcess(self._devices)
@@ -120,7 +124,7 @@ class Pipeline(nn.Module):
             )
             self._transport = self._ranks
             names = tuple(name for name, _ in named)
-            check_equal(group, (names, self._partition, self._schedule, seed))
+            check_equal(self.gather((names, self._partition, self._schedule, seed)))
         self._programs = {
             training: engine.prepare(self._schedule, self._stages, training=training)
             for training in (True, False)
@@ -157,10 +161,21 @@ class Pipeline(nn.Module):
 
     def gather_timeline(self) -> Timeline:
         """The timeline of all processes; all must call. The clocks of different hosts are compared for it."""
-        if self.group is None:
+        if self._ranks is None:
             return self.timeline
         (stage,) = self._stages.values()
-        return gather_timeline(self.group, self._clocks[True], stage.device)
+        with self._ranks.together() as together:
+            return gather_timeline(together, self._clocks[True], stage.device)
+
+    def gather(self, mine: T) -> list[T]:
+        """What every rank brings, a picklable object, in the order of the ranks; all must call.
+
+        A rank that does not come within `timeout_s` ends the pipeline with the `ActionError` that names it.
+        """
+        if self._ranks is None:
+            return [mine]
+        with self._ranks.together() as together:
+            return together.gather(mine)
 
     def step(
         self,
@@ -215,7 +230,7 @@ class Pipeline(nn.Module):
             found = torch._foreach_norm([gradient for _, gradient in present], norm_type)
             norms[[i for i, _ in present]] = torch.stack([norm.to(norms) for norm in found])
         if self.group is not None:
-            norms = concatenate(self.group, norms)
+            norms = torch.cat(self.gather(norms.cpu())).to(device)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
@@ -275,9 +290,10 @@ class Pipeline(nn.Module):
         except BaseException as error:
             for stage in self._stages.values():
                 stage.reset()
-            if isinstance(error, ActionError):
-                raise
-            failure = self._transport.abort(None, error)  # the other ranks must not wait
+            # The other ranks must not wait, nor the other replicas.
+            failure = error if isinstance(error, ActionError) else self._transport.abort(None, error)
+            if self._replicas is not None:
+                self._replicas.tell(failure)
             if isinstance(error, PeerError):
                 raise failure from error
             raise

@@ -3,16 +3,24 @@
 Names of parameters are those of the plain model on every rank, so torch.distributed.checkpoint can save with
 one split and load with another. Beside model and optimizer a run depends on the number of steps taken, which
 keys the random streams.
+
+The ranks agree through the pipeline's own connections and not through the collectives of that package, which
+wait for as long as the user's process group says and cannot tell which rank is missing.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch import distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -21,32 +29,69 @@ from torch.distributed.checkpoint.state_dict import (
 
 from gpipe_bench.pipeline.api import Pipeline
 from gpipe_bench.pipeline.checkpoint_file import Planner, Reader
+from gpipe_bench.pipeline.errors import summary
 
 # Optimizer entries by name: positions in a parameter group depend on the split.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+T = TypeVar("T")
 
 
 def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
-    """Writes weights, buffers, optimizer state and step count to the folder `path`. All ranks must call."""
-    state_dict_saver.save(_state(pipeline, optimizer), checkpoint_id=Path(path), **_where(pipeline))
+    """Writes weights, buffers, optimizer state and step count to the folder `path`. All ranks must call.
+
+    `RuntimeError`, on every rank, if one of them cannot write or the pipeline has failed; `ActionError` if a
+    rank does not come within the pipeline's `timeout_s`. The checkpoint is complete when its file `.metadata`
+    is there.
+    """
+    rank = 0 if pipeline.group is None else dist.get_rank(pipeline.group)
+    writer, planner = FileSystemWriter(Path(path)), DefaultSavePlanner()
+    pipeline.gather(None)  # raises before anything is written if there is nothing sound to write
+
+    def plan() -> Any:
+        planner.set_up_planner(_state(pipeline, optimizer), writer.storage_meta(), is_coordinator=rank == 0)
+        writer.set_up_storage_writer(rank == 0)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def write() -> Any:
+        work = writer.write_data(planner.finish_plan(mine), planner)
+        work.wait()
+        return work.value()
+
+    def finish() -> None:
+        if rank == 0:
+            writer.finish(metadata, results)
+
+    what = f"the checkpoint {path} can't be written"
+    # Every rank makes the plan of all, which is the same everywhere.
+    plans, metadata = planner.create_global_plan(_on_all(pipeline, plan, what))
+    mine = writer.prepare_global_plan(plans)[rank]
+    results = _on_all(pipeline, write, what)
+    _on_all(pipeline, finish, what)
 
 
 def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
     """Reads what `save` wrote, for whatever split; training then goes on, bit for bit, as if it had never
     stopped.
 
-    `ValueError` if the checkpoint is damaged or was written with another seed. No code from the files is run,
-    whatever they hold. All ranks must call.
+    `ValueError`, on every rank, if the checkpoint is damaged or was written with another seed; `ActionError`
+    if a rank does not come within the pipeline's `timeout_s`. No code from the files is run, whatever they
+    hold. All ranks must call.
     """
     state = _state(pipeline, optimizer)
     seed = int(state["seed"])
-    try:
-        state_dict_loader.load(
-            state, storage_reader=Reader(Path(path)), planner=Planner(), **_where(pipeline)
-        )
-    except CheckpointException as error:  # a BaseException, which callers that catch errors would miss
-        rank, (cause, _) = min(error.failures.items())
-        raise ValueError(f"the checkpoint {path} can't be loaded, says rank {rank}: {cause}") from error
+
+    def read() -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                state_dict_loader.load(
+                    state, storage_reader=Reader(Path(path)), planner=Planner(), no_dist=True
+                )
+        except CheckpointException as error:  # a BaseException, which callers that catch errors would miss
+            ((cause, _),) = error.failures.values()
+            raise cause from error
+
+    _on_all(pipeline, read, f"the checkpoint {path} can't be loaded", ValueError)
     if int(state["seed"]) != seed:
         raise ValueError(
             f"the checkpoint was written with seed {int(state['seed'])}, the pipeline has {seed}; build it "
@@ -57,6 +102,22 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
     pipeline.num_steps = int(state["num_steps"])
 
 
+def _on_all(
+    pipeline: Pipeline, part: Callable[[], T], what: str, kind: type[Exception] = RuntimeError
+) -> list[T]:
+    """What each rank's `part` returns; if one raises, every rank raises `kind`, which says who and why."""
+    result, failure = None, None
+    try:
+        result = part()
+    except Exception as error:
+        failure = error
+    found = pipeline.gather((result, summary(failure) if failure is not None else None))
+    for rank, (_, cause) in enumerate(found):
+        if cause is not None:
+            raise kind(f"{what}, says rank {rank}: {cause}") from failure
+    return [result for result, _ in found]  # type: ignore[misc]
+
+
 def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         "model": pipeline.state_dict(),
@@ -65,7 +126,3 @@ def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, An
         "num_steps": torch.tensor(pipeline.num_steps),
         "seed": torch.tensor(pipeline.seed),
     }
-
-
-def _where(pipeline: Pipeline) -> dict[str, Any]:
-    return {"process_group": pipeline.group, "no_dist": pipeline.group is None}

@@ -22,12 +22,20 @@ class ActionError(RuntimeError):
 
 class PeerError(RuntimeError):
     """A message between this rank and rank `peer` did not get through, because of `cause`; `action` of the
-    peer should have produced or taken it.
+    peer should have produced or taken it. `peer` is None where all that is known is that somebody is missing.
     """
 
-    def __init__(self, action: Action | None, peer: int, cause: str, *, timed_out: bool) -> None:
+    def __init__(self, action: Action | None, peer: int | None, cause: str, *, timed_out: bool) -> None:
         super().__init__(cause)
         self.action, self.peer, self.cause, self.timed_out = action, peer, cause, timed_out
+
+
+class StoreError(RuntimeError):
+    """The process group's store cannot be asked: its host is `silent`, or else gone."""
+
+    def __init__(self, what: str, *, silent: bool) -> None:
+        super().__init__(f"the store of the process group {what}")
+        self.silent = silent
 
 
 def summary(error: BaseException) -> str:

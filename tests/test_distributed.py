@@ -51,7 +51,7 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_process_ends_all_others(tmp_path: Path, victim: int) -> None:
-    """Also when it held the store: within seconds, with one error that names the action and the rank."""
+    """Also when it held the store: long before the time-out, with one error that names action and rank."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     processes = [
@@ -60,15 +60,14 @@ def test_a_killed_process_ends_all_others(tmp_path: Path, victim: int) -> None:
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + distributed_cases.PATIENCE_S / 3
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
     codes = [process.exitcode for process in processes]
     assert codes[victim] == -signal.SIGKILL
     assert all(code not in (0, None) for code in codes)
     for rank in set(range(4)) - {victim}:
-        seconds, message = (tmp_path / str(rank)).read_text().split(" ", 1)
-        assert float(seconds) < distributed_cases.TIMEOUT_S / 2
+        message = (tmp_path / str(rank)).read_text()
         assert f"on rank {victim} failed: " in message
         if victim:
             assert message.startswith(f"action {victim}B")

@@ -12,15 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import give_up_unwritable, prepare_streams
 from gpipe_bench.harness.places import own_results
-
-DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
-"""Exit statuses of what went as it should and of what the user asked to know."""
-
-IO_FAILED, INTERRUPTED, READER_GONE = 74, 130, 141
-"""Exit statuses that are expected of a program that could not write (sysexits.h), or that was stopped by the
-keyboard or a closed pipe."""
+from gpipe_bench.harness.running.stopping import number_of, stopping
 
 PROFILES = ("smoke", "short", "full")
 
@@ -32,19 +27,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         options.arguments = arguments
-        status = _verb(options.verb)(options)
-        sys.stdout.flush()
+        with stopping():
+            status = _verb(options.verb)(options)
+            sys.stdout.flush()
     except ValueError as error:
         return _complain(str(error))
     except ImportError as error:
         return _complain(f"{error}; `doctor` says what is missing and how to get it")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return exits.interrupted(number_of(error))
     except BrokenPipeError:  # the reader of a pipe has seen enough, as with `| head`
-        return READER_GONE
+        return exits.READER_GONE
     except OSError as error:  # a full disk behind standard output, a folder that vanished
-        return _complain(str(error), IO_FAILED)
+        return _complain(str(error), exits.IO_FAILED)
     finally:
         give_up_unwritable()
     return status
@@ -73,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(_complain(f"{message}; see {self.prog} --help"))
 
 
-def _complain(message: str, status: int = BAD_USAGE) -> int:
+def _complain(message: str, status: int = exits.BAD_USAGE) -> int:
     with contextlib.suppress(OSError):  # the exit status says it too
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return status
@@ -83,7 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m experiments",
         description="Reproduce the tables and figures of GPipe (arXiv 1811.06965), and compare.",
-        epilog="exit status: 0 done, 1 a verdict failed under --assert, 2 bad usage, 3 a case failed",
+        epilog="exit status: 0 done, 1 a verdict failed under --assert, 2 bad usage, 3 a case failed, "
+        "130 and 143 ended by SIGINT and SIGTERM",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -114,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--fresh", action="store_true", help="run again what is on record")
     verb.add_argument(
         "--jobs", type=int, metavar="N",
-        help="cases at the same time, where none is timed (consistency); default there: cores, at most 8",
+        help="cases at the same time, where an experiment times nothing; default there: cores, at most 8",
     )  # fmt: skip
     verb.add_argument(
         "--assert",

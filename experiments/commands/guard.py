@@ -1,7 +1,7 @@
 """`guard`: exact counters against the committed file, and timed benchmarks against a base revision.
 
-Exit status 0: counters equal and no confirmed regression; 1: counters differ or a regression was confirmed;
-2: bad usage; 3: a benchmark failed.
+Exit status 0: counters equal and no confirmed regression, also where nothing could be told; 1: counters
+differ or a regression was confirmed; 2: bad usage; 3: a benchmark failed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 import msgspec
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.run import Finding, guard
-from gpipe_bench.experiments.guard.text import conclusion, table
+from gpipe_bench.experiments.guard.text import conclusion, ending, table
 from gpipe_bench.experiments.registry import suggestion
 from gpipe_bench.harness.guard.counters import differences, encode, load
-from gpipe_bench.harness.guard.process import WorkerError, terminate_like_interrupt
-from gpipe_bench.harness.guard.tree import Base, base_tree
+from gpipe_bench.harness.guard.process import WorkerError
+from gpipe_bench.harness.guard.tree import Base, base_tree, check_place
 from gpipe_bench.harness.places import PUBLISHED, ROOT
 from gpipe_bench.harness.records.environment import code_state
 from gpipe_bench.harness.records.files import write_whole
@@ -40,17 +40,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 150")
     if arguments.history is not None and arguments.base is None:
         raise ValueError("--history keeps what was timed; give a revision to compare with, --base REF")
+    check_place(ROOT, "experiments/commands/guard.py", Path.cwd())
     say = _teller(arguments.json)
     try:
-        with terminate_like_interrupt():
-            status = check_counters(arguments, say)
-            if arguments.base is not None:
-                status = max(status, check_time(arguments, names, say))
+        status = check_counters(arguments, say)
+        findings = check_time(arguments, names, say) if arguments.base is not None else []
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         annotate("error", str(error).splitlines()[0])
-        return cli.CASE_FAILED
-    say("guard: passed" if status == cli.DONE else "guard: FAILED")
+        return exits.CASE_FAILED
+    if any(finding.confirmed for finding in findings):
+        status = exits.VERDICT_FAILED
+    say(ending(status != exits.DONE, findings))
     return status
 
 
@@ -89,14 +90,14 @@ def check_counters(arguments: argparse.Namespace, say: Any) -> int:
             print_line(msgspec.json.encode({"tier": "counters", "problem": problem}))
     if not problems:
         say(f"counters: {len(found['counters'])} cases equal {COUNTERS.relative_to(ROOT)}")
-        return cli.DONE
+        return exits.DONE
     say(f"counters: differ from {COUNTERS.relative_to(ROOT)}, be it for the better:")
     for problem in problems:
         say(f"  {problem}")
         annotate("error", problem)
     say("the file as it would be now (--update writes it; commit it with the reason for the change):\n")
     say(encode(found))
-    return cli.VERDICT_FAILED
+    return exits.VERDICT_FAILED
 
 
 def benchmark_changes(expected: Sequence[str], found: Sequence[str]) -> list[str]:
@@ -105,7 +106,7 @@ def benchmark_changes(expected: Sequence[str], found: Sequence[str]) -> list[str
     return lines + [f"benchmark {name}: new, not in the file" for name in found if name not in expected]
 
 
-def check_time(arguments: argparse.Namespace, names: Sequence[str], say: Any) -> int:
+def check_time(arguments: argparse.Namespace, names: Sequence[str], say: Any) -> list[Finding]:
     """The second tier, and the third where a history is kept."""
     with base_tree(ROOT, arguments.base) as base:
         refuse_vanished(base, arguments.removed)
@@ -131,7 +132,7 @@ def check_time(arguments: argparse.Namespace, names: Sequence[str], say: Any) ->
     if arguments.history is not None:
         for path in save_history(arguments.history, findings):
             say(f"history: {path}")
-    return cli.VERDICT_FAILED if any(finding.confirmed for finding in findings) else cli.DONE
+    return findings
 
 
 def refuse_vanished(base: Base, removed: Sequence[str]) -> None:

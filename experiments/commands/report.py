@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.report.figures import Picture, pictures_of
 from gpipe_bench.experiments.report.readable import readable, show_all
@@ -35,8 +34,6 @@ from gpipe_bench.harness.report.summary import summary
 
 HTML, MARKDOWN = "report.html", "report.md"
 COMMAND = "nox -s report"
-TIMELINES = re.compile(r"schedules|gantt|timeline|-step-|^table4-\w+-\d+$")
-"""In the name of a figure: a drawing of timelines, which the page has as charts to point at."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,13 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
                 line = {**msgspec.to_builtins(row.comparison), "kind": row.kind, "machine": machine,
                         "at_half": row.narrow, "at_twice": row.wide}  # fmt: skip
                 print_line(msgspec.json.encode(line))
-        return cli.DONE
+        return exits.DONE
     folder = arguments.output or arguments.results
     print(f"{page.counts}\n")
     for name, text in ((HTML, html(page)), (MARKDOWN, markdown(page))):
         write(folder / name, text)
         print(f"report: {_short(folder / name)}")
-    return cli.DONE
+    return exits.DONE
 
 
 def build(results: Path, *, figures: bool = True) -> Page:
@@ -78,12 +75,11 @@ def build(results: Path, *, figures: bool = True) -> Page:
             if chosen.setdefault(key, answer) is answer:  # a cell belongs to the first that reports it
                 given.append(answer)
     profiles = {name: {source.profile for source in groups} for name, groups in found.items()}
-    tables = table_views(given, paper, table_infos(profiles))
+    tables = table_views(given, paper, table_infos(experiments, profiles))
     shown = {name: _shown(groups) for name, groups in found.items()}
     pictures: list[Picture] = []
     if figures:
-        drawing = [s for e in experiments if e.figures is not None for s in shown[e.name][:1]]
-        pictures, failed = pictures_of(drawing)
+        pictures, failed = pictures_of([(e, s) for e in experiments for s in shown[e.name][:1]])
         warnings += failed
     narrow, counts, wide = totals(tables)
     return Page(
@@ -122,7 +118,7 @@ def _usable(experiment: Experiment, groups: Sequence[Source]) -> tuple[list[Sour
 
         def use(experiment: Experiment, records: Sequence[Record], group: Source = group) -> None:
             show_all(experiment, records)
-            charts_of([dataclasses.replace(group, records=tuple(records))])
+            charts_of(experiment, dataclasses.replace(group, records=tuple(records)))
 
         records, left_out = readable(experiment, group.records, use)
         lines += [f"{_short(group.folder)}: {line}" for line in left_out]
@@ -141,7 +137,7 @@ def _shown(groups: Sequence[Source]) -> list[Source]:
 
 def _view(experiment: Experiment, groups: Sequence[Source], pictures: Sequence[Picture]) -> ExperimentView:
     first = groups[0]
-    charts = charts_of([first])
+    charts = charts_of(experiment, first)
     comparisons = comparisons_of(experiment, first.records)
     return ExperimentView(
         name=experiment.name,
@@ -156,7 +152,7 @@ def _view(experiment: Experiment, groups: Sequence[Source], pictures: Sequence[P
         pictures=tuple(
             picture
             for picture in pictures
-            if picture.experiment == experiment.name and not (charts and TIMELINES.search(picture.name))
+            if picture.experiment == experiment.name and not (charts and picture.of_timelines)
         ),
         charts=tuple(chart for chart in charts if chart.boxes),
         traces=tuple(chart for chart in charts if not chart.boxes),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import lines_only, print_line
 from gpipe_bench.experiments.registry import load, suggestion
 from gpipe_bench.experiments.report.figure_files import draw
@@ -57,17 +57,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         with lines_only() as emit:
             result = go(lambda record, saved: emit(encode(record)))
+            if result.signal is not None:
+                return _interrupted(result.signal, result, show)
             records = _all_records(experiment, options, store, result, show)
             comparisons = comparisons_of(experiment, records)
             _figures(experiment, records, store.root / "figures", show)
     else:
         result = go(lambda record, saved: None if saved else print_line(encode(record)))
+        if result.signal is not None:
+            return _interrupted(result.signal, result, show)
         records = _all_records(experiment, options, store, result, show)
         comparisons = comparisons_of(experiment, records)
         print(text_of(experiment, records, comparisons), flush=True)
         for path in _figures(experiment, records, store.root / "figures", show):
             print(f"figure: {_short(path)}")
-    return _status(result, comparisons, arguments, show)
+    return _status(result, comparisons, arguments)
+
+
+def _interrupted(number: int, result: RunResult, show: Reporter) -> int:
+    """Who asked for the end wants no comparison."""
+    show.warn(
+        f"interrupted; {len(result.records)} finished cases are kept, the same command goes on from there"
+    )
+    return exits.interrupted(number)
 
 
 def _all_records(
@@ -93,15 +105,8 @@ def _figures(experiment: Experiment, records: list[Record], folder: Path, show: 
         return []
 
 
-def _status(
-    result: RunResult, comparisons: list[Comparison], arguments: argparse.Namespace, show: Reporter
-) -> int:
+def _status(result: RunResult, comparisons: list[Comparison], arguments: argparse.Namespace) -> int:
     results = _short(arguments.results)
-    if result.interrupted:
-        show.warn(
-            f"interrupted; {len(result.records)} finished cases are kept, the same command goes on from there"
-        )
-        return cli.INTERRUPTED
     for record in result.failed:
         print(f"failed: {record.label}: {record.reason}", file=sys.stderr)
     if result.failed:
@@ -112,7 +117,7 @@ def _status(
     if result.unsaved:
         print(f"error: {len(result.unsaved)} results could not be written to {results}", file=sys.stderr)
     if result.failed or result.unsaved:
-        return cli.CASE_FAILED
+        return exits.CASE_FAILED
     if arguments.assert_:
         bad = [c for c in comparisons if c.verdict == "deviates"]
         for c in bad:
@@ -122,10 +127,10 @@ def _status(
                 "nothing to assert: no cell has a number of ours and a comparable one of the paper",
                 file=sys.stderr,
             )
-            return cli.VERDICT_FAILED
+            return exits.VERDICT_FAILED
         if bad:
-            return cli.VERDICT_FAILED
-    return cli.DONE
+            return exits.VERDICT_FAILED
+    return exits.DONE
 
 
 def _device(asked: str, experiment: Experiment) -> str:

@@ -6,7 +6,6 @@ that was killed ends with the weights of one that was not.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,20 +112,10 @@ class Pipelined:
         return self.pipeline(inputs)
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
-        with _silent_checkpoints():
-            checkpoint.save(folder / "pipeline", self.pipeline, optimizer)
+        checkpoint.save(folder / "pipeline", self.pipeline, optimizer)
 
     def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
-        with _silent_checkpoints():
-            checkpoint.load(folder / "pipeline", self.pipeline, optimizer)
-
-
-@contextmanager
-def _silent_checkpoints() -> Iterator[None]:
-    """torch warns that a process without a group saves alone, which is what is asked of it here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        checkpoint.load(folder / "pipeline", self.pipeline, optimizer)
 
 
 def train(

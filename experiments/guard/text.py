@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.guard.run import Finding
-from gpipe_bench.harness.guard.judge import THRESHOLD, Change, Judgement
+from gpipe_bench.harness.guard.judge import THRESHOLD, Change, Judgement, verdict_of
 
 HEADERS = (
     "benchmark", "verdict", "base", "head", "head against base", "base against itself", "processor time",
@@ -15,9 +15,9 @@ HEADERS = (
 LEGEND = f"""\
 Changes of the time per step with their intervals; + is slower. A regression lies above +{THRESHOLD:.0%} with
 its whole interval, and fails only if fresh processes confirm it. `base against itself` is the control: if its
-interval excludes 0, the run proves nothing (contaminated). Noise floor: how far that interval reaches.
-Detects: the slow-down that a run this noisy finds four times in five. Processor time can't see waiting and
-decides nothing."""
+interval excludes 0, the run proves nothing (contaminated). Noise floor: how far that interval reaches; what
+looks like an improvement within it is none. Detects: the slow-down that a run this noisy finds four times in
+five. Processor time can't see waiting and decides nothing."""
 
 
 def table(findings: Sequence[Finding]) -> str:
@@ -60,6 +60,8 @@ def conclusion(finding: Finding) -> str:
         what += f"a regression was not confirmed; then {last.verdict}, {show(last.head)}"
     elif last.verdict == "contaminated":
         what += f"nothing proven: the base differs from itself by {show(last.control)}"
+    elif last.verdict == "inconclusive" and verdict_of(last.head) == "improved" and not last.out_of_time:
+        what += f"can't tell, {show(last.head)} is within the noise floor of {last.noise_floor:.1%}"
     elif last.verdict == "inconclusive":
         what += (
             f"can't tell, {show(last.head)}; this machine now shows {last.smallest_detectable:.0%} or more"
@@ -67,3 +69,15 @@ def conclusion(finding: Finding) -> str:
     else:
         what += f"{last.verdict}, {show(last.head)}"
     return "; ".join([what, *finding.notes])
+
+
+def ending(failed: bool, findings: Sequence[Finding]) -> str:
+    """The last line. What could not be told has not passed."""
+    if failed:
+        return "guard: FAILED"
+    untold = [finding.benchmark for finding in findings if finding.verdicts[-1] not in ("same", "improved")]
+    if not untold:
+        return "guard: passed"
+    if len(untold) == len(findings):
+        return "guard: inconclusive: nothing was measured well enough to tell"
+    return f"guard: passed, but nothing can be told of {', '.join(untold)}"

@@ -27,9 +27,9 @@ from typing import Any
 
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.run import guard
-from gpipe_bench.harness.guard.process import terminate_like_interrupt
 from gpipe_bench.harness.guard.tree import base_tree
 from gpipe_bench.harness.places import PUBLISHED, ROOT
+from gpipe_bench.harness.running.stopping import stopping
 
 RECORDS = PUBLISHED / "guard" / "trials.jsonl"
 TRIALS = {"same": 40, "slower": 20}
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     end_s = time.monotonic() + options.seconds
     done = {(record["kind"], record["number"]) for record in load(options.records)}
-    with terminate_like_interrupt(), base_tree(ROOT, "HEAD") as tree:
+    with stopping(), base_tree(ROOT, "HEAD") as tree:
         for kind, number, benchmark in plan():
             if (kind, number) in done:
                 continue

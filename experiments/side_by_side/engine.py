@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gpipe_bench.experiments.side_by_side.engine_text import tables
+from gpipe_bench.experiments.side_by_side.engine_text import tables, void_by
 from gpipe_bench.experiments.side_by_side.rounds import Times, against_itself, differences, ratios, slowest
 from gpipe_bench.harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
 from gpipe_bench.harness.judging.stats import from_samples
@@ -129,6 +129,7 @@ def outcome(task: Task, found: Sequence[Result]) -> Outcome:
         "pinned_cores": [result.conditions["pinned_cores"] for result in found],
         "threads": [result.conditions["threads"] for result in found],
         "cpu_s": [result.cpu_s for result in found],
+        **void_of(quantities),
     }
     return Outcome(tuple(quantities), details)
 
@@ -146,6 +147,13 @@ def conditions_of(found: Sequence[Usage], times: Times) -> list[Quantity]:
             note="share of the machine's cores that other programs used meanwhile",
         ),
     ]  # fmt: skip
+
+
+def void_of(quantities: Sequence[Quantity]) -> dict[str, str]:
+    """For a record's details: `void`, why none of its numbers may be judged, where the control says so."""
+    control = next(quantity for quantity in quantities if quantity.name == "control")
+    void = void_by(control)
+    return {"void": void} if void else {}
 
 
 def _overlap(task: Task, times: Times) -> list[Quantity]:

@@ -74,6 +74,16 @@ def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
     return f"{_targets(records)}\n\n{_everything(records)}"
 
 
+def void_by(control: Quantity | None) -> str:
+    """Why a case's numbers can't be judged, or nothing: the interval of the control excludes 1.
+
+    The control is the ratio of identical code to itself, so that what differs there is the machine.
+    """
+    if control is None or control.low is None or control.high is None or control.low <= 1 <= control.high:
+        return ""
+    return f"the control is {measured(control)}, not 1"
+
+
 def verdict(target: Target, quantity: Quantity) -> str:
     """Whether the median meets the target, and whether the whole interval says so."""
     assert quantity.value is not None, "measured quantities have a value"
@@ -97,10 +107,23 @@ def _targets(records: Sequence[Record]) -> str:
             )
             lines.append([target.what, f"{sign} {target.bound:g}", "-", why])
             continue
+        assert record is not None, "its quantity was found"
         bound = f"{sign} {show(target.bound, quantity.unit, 3)}"
-        lines.append([target.what, bound, measured(quantity), verdict(target, quantity)])
+        void = void_by(record.quantity("control"))
+        said = f"void: {void}" if void else verdict(target, quantity)
+        lines.append([target.what, bound, measured(quantity), said])
     table = tabulate(lines, ["", "target", "median [95 % interval]", "holds?"], disable_numparse=True)
-    return f"The engine's own cost, side by side (measured)\n\n{table}"
+    return f"The engine's own cost, side by side (measured)\n\n{table}{_note(table)}"
+
+
+def _note(table: str) -> str:
+    """What void means, where it is said."""
+    if "void: " not in table:
+        return ""
+    return (
+        "\n\nvoid: our first sample of a round and the second, of the same code, differ by more than\n"
+        "chance. The machine changed while it measured, so nothing is judged; measure again."
+    )
 
 
 def _everything(records: Sequence[Record]) -> str:

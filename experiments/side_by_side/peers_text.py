@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.side_by_side.engine_text import Target, measured, verdict
+from gpipe_bench.experiments.side_by_side.engine_text import Target, measured, verdict, void_by
+from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.records.record import Record, Scalar
@@ -31,8 +32,6 @@ def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
 
 
 def _heading(records: Sequence[Record]) -> str:
-    from gpipe_bench.experiments.side_by_side.peers import MODELS
-
     shown = {str(record.case["model"]) for record in records}
     models = "; ".join(words for name, (_, _, _, words) in MODELS.items() if name in shown)
     return f"Engines side by side, K = 2, float32, one thread per process (measured)\n{models}"
@@ -45,6 +44,7 @@ def _block(record: Record) -> str:
     if record.status != "done":
         return f"{title}: {record.status}: {record.reason}"
     target = TARGETS.get((str(record.case["where"]), str(record.case["remat"]), _count(record.case)))
+    void = void_by(record.quantity("control"))
     lines = []
     for arm in record.details["engines"]:
         if arm in record.details["refused"]:
@@ -57,7 +57,7 @@ def _block(record: Record) -> str:
         line = [arm, measured(step), "" if ratio is None else measured(ratio), "", ""]
         if ratio is not None and arm in PEERS and target is not None:
             wanted = Target("", {}, ratio.name, True, target)
-            line[3:] = [f">= {target:.2f}", verdict(wanted, ratio)]
+            line[3:] = [f">= {target:.2f}", "void" if void else verdict(wanted, ratio)]
         lines.append(line)
     headings = ["engine", "ms per step [95 %]", "our speed / its [95 %]", "target", "holds?"]
     table = tabulate(lines, headings, disable_numparse=True)
@@ -88,14 +88,17 @@ def _conditions(record: Record) -> str:
         quantity = record.quantity(name)
         if quantity is not None:
             parts.append(f"{name} {measured(quantity)}")
-    return "; ".join(parts)
+    line = "; ".join(parts)
+    void = void_by(record.quantity("control"))
+    return f"{line}\nvoid: {void}: the machine changed while it measured; measure again" if void else line
 
 
 def _notes(records: Sequence[Record]) -> str:
     lines = [
         "Every engine was checked before and after: M micro-batches ran forward and backward in each stage,",
         "stages were recomputed as asked, gradients are the plain model's. Counts are in the records.",
-        "control: our first sample of a round over the second; far from 1, the machine did not hold still.",
+        "control: our first sample of a round over the second. Where its interval excludes 1, the machine",
+        "did not hold still, and nothing is judged (void).",
     ]
     if any("ours-1f1b" in record.details.get("engines", ()) for record in records):
         lines += [

@@ -3,34 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from gpipe_bench.experiments.report.gantt import gantt_plot
+from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.experiments.table2.cells import TABLES, cell_names, find
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.shown import Plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def figures(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Writes all figures there are records for; returns their paths."""
-    paths = []
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """All there are records for."""
+    plots = []
     for batch in ("fixed", "fitted"):
         found = {model: record for model in TABLES if (record := find(records, model, batch)) is not None}
         if found:
-            paths.append(_throughput(found, batch, folder / f"table2-throughput-{batch}.png"))
+            plots.append(
+                Plot(
+                    name=f"table2-throughput-{batch}",
+                    caption=f"Table 2: throughput over the number of micro-batches, {batch} batch",
+                    alt=(
+                        "Lines over M for each K: ours, the bound of balanced stages and the paper's points, "
+                        "relative to K=2, M=1; every number stands in the table above."
+                    ),
+                    draw=partial(_throughput, found, batch),
+                    suffixes=("png",),
+                    style=paper_style,
+                )
+            )
     found = {model: record for model in TABLES if (record := find(records, model, "fixed")) is not None}
     if found:
-        paths.append(_efficiency(found, folder / "table2-efficiency.png"))
-        paths += _charts(found, folder)
-    return paths
+        plots.append(
+            Plot(
+                name="table2-efficiency",
+                caption="Table 2: throughput per device as a share of what balanced stages allow",
+                alt=(
+                    "A grid of stages by micro-batches with the efficiency of each; it grows with M and "
+                    "falls with K."
+                ),
+                draw=partial(_efficiency, found),
+                suffixes=("png",),
+                style=paper_style,
+            )
+        )
+        plots += _charts(found)
+    return plots
 
 
-def _throughput(found: dict[str, Record], batch: str, path: Path) -> Path:
+def _throughput(found: dict[str, Record], batch: str) -> Figure:
     import seaborn
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    seaborn.set_theme(style="whitegrid", context="paper")
     figure = Figure(figsize=(4.6 * len(found) + 0.4, 4.2), layout="constrained")
     every = figure.subplots(1, len(found), squeeze=False)[0]
     printed = {(c.table, c.row, c.column): c.value for c in load_paper() if c.source == "paper"}
@@ -66,11 +95,10 @@ def _throughput(found: dict[str, Record], batch: str, path: Path) -> Path:
     figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     what = "the same mini-batch everywhere" if batch == "fixed" else "mini-batch fitted to memory"
     figure.suptitle(f"Table 2: throughput over micro-batches, {what}", fontsize=11)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
-def _efficiency(found: dict[str, Record], path: Path) -> Path:
+def _efficiency(found: dict[str, Record]) -> Figure:
     """Throughput over K times what one device would do: how much of the devices is used."""
     import seaborn
     from matplotlib.figure import Figure
@@ -89,8 +117,7 @@ def _efficiency(found: dict[str, Record], path: Path) -> Path:
         axes.set_ylabel("stages K")
         axes.set_title(record.details["title"], fontsize=9)
     figure.suptitle("Share of the device time that is filled (%), replayed, fixed mini-batch", fontsize=10)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _busy(record: Record, num_stages: int, num_microbatches: int) -> float:
@@ -102,22 +129,18 @@ def _busy(record: Record, num_stages: int, num_microbatches: int) -> float:
     return 100 * (1 - lay_out(TimedActions.from_data(facts["actions"])).bubble)
 
 
-def _charts(found: dict[str, Record], folder: Path) -> list[Path]:
+def _charts(found: dict[str, Record]) -> list[Plot]:
     """The step of the largest K with four micro-batches, as it is laid out."""
-    from gpipe_bench.experiments.report.gantt import gantt
-    from gpipe_bench.pipeline.plan.timeline import Timeline
-
-    paths = []
+    plots = []
     for model, record in found.items():
         names = [f"K={k} M={m}" for k, m in cell_names(record) if m == 4]
         drawn = [name for name in names if record.details["cells"][name].get("timeline")]
         if drawn:
-            name = drawn[-1]
-            timeline = Timeline.from_data(record.details["cells"][name]["timeline"])
-            path = folder / f"table2-step-{model}.png"
-            gantt(timeline, f"{record.details['title']}, {name}").savefig(path, dpi=150)
-            paths.append(path)
-    return paths
+            title = f"{record.details['title']}, {drawn[-1]}"
+            plots.append(
+                gantt_plot(f"table2-step-{model}", title, record.details["cells"][drawn[-1]]["timeline"])
+            )
+    return plots
 
 
 def _line(axes: Any, x: Sequence[float], y: Sequence[float | None], **style: Any) -> None:

@@ -69,6 +69,11 @@ class Change:
     def excludes_zero(self) -> bool:
         return self.low > 0 or self.high < 0
 
+    @property
+    def reach(self) -> float:
+        """How far from no change the interval goes."""
+        return max(abs(self.low), abs(self.high))
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -87,7 +92,7 @@ class Judgement:
     @property
     def noise_floor(self) -> float:
         """How far identical code seemed to differ: the control's interval, at its further end."""
-        return max(abs(self.control.low), abs(self.control.high))
+        return self.control.reach
 
     @property
     def smallest_detectable(self) -> float:
@@ -131,7 +136,7 @@ def judge(rounds: Sequence[Round], confidence: float) -> Judgement:
     head = change(log_ratios(rounds, "head"), confidence)
     control = change(log_ratios(rounds, "control"), confidence)
     return Judgement(
-        verdict="contaminated" if control.excludes_zero else verdict_of(head),
+        verdict="contaminated" if control.excludes_zero else verdict_of(head, control.reach),
         rounds=len(rounds),
         confidence=confidence,
         head=head,
@@ -142,12 +147,15 @@ def judge(rounds: Sequence[Round], confidence: float) -> Judgement:
     )
 
 
-def verdict_of(head: Change) -> Verdict:
-    """What an interval says by itself; the threshold is as far in either direction, in logarithms."""
+def verdict_of(head: Change, noise_floor: float = 0.0) -> Verdict:
+    """What an interval says by itself; the threshold is as far in either direction, in logarithms.
+
+    An improvement must also lie beyond the noise floor: other than a regression, no second run confirms it.
+    """
     slower, faster = THRESHOLD, 1 / (1 + THRESHOLD) - 1
     if head.low > slower:
         return "regression"
-    if head.high < faster:
+    if head.high < min(faster, 1 / (1 + noise_floor) - 1):
         return "improved"
     if faster <= head.low and head.high <= slower:
         return "same"

@@ -15,8 +15,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 STOP_S = 5.0  # until a process that was asked to end is killed
@@ -115,17 +114,3 @@ class Worker:
         self._errors.seek(max(0, size - TAIL_BYTES))
         tail = self._errors.read().decode("utf-8", "backslashreplace").strip()
         return WorkerError(f"the process of {self.name} {what}{how}" + (f":\n{tail}" if tail else ""))
-
-
-@contextlib.contextmanager
-def terminate_like_interrupt() -> Iterator[None]:
-    """SIGTERM, which is how CI cancels a job, cleans up as ^C does. In the main thread only."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -51,6 +51,55 @@ def base_tree(root: Path, ref: str) -> Iterator[Base]:
             _git(root, "worktree", "prune")
 
 
+def check_place(root: Path, module: str, cwd: Path) -> None:
+    """Raises ValueError, with the remedy, unless `cwd` lies in the checkout whose code is running.
+
+    `root` is the folder of that code and `module` one of its files. A guard that is started elsewhere,
+    through PYTHONPATH or an installation, would vouch for another checkout than its user has changed.
+    Without any repository, as in an unpacked archive, the folders decide.
+    """
+    root, cwd = root.resolve(), cwd.resolve()
+    ours, theirs = _top(root), _top(cwd)
+    if ours is None and theirs is None and cwd.is_relative_to(root):
+        return
+    if ours is not None and not _is_tracked(root, module):
+        ours = None
+    if ours is None:
+        raise ValueError(
+            f"this guard runs from {root}, which is not a checkout of the repository that is to be guarded; "
+            "start the guard in a clone, from its folder"
+        )
+    if theirs is None:
+        raise ValueError(
+            f"{cwd} is in no git repository that can be read, and this guard measures {root}; to guard that, "
+            f"cd {root}"
+        )
+    if theirs == ours:
+        return
+    if (theirs / root.relative_to(ours) / module).exists():
+        there = theirs / root.relative_to(ours)
+        raise ValueError(f"this guard measures {root}; to guard {there}, start from its folder: cd {there}")
+    raise ValueError(
+        f"{theirs} is another repository; this guard measures {root} and nothing else; to guard that, "
+        f"cd {root}"
+    )
+
+
+def _top(folder: Path) -> Path | None:
+    """The top of the working tree that a folder lies in."""
+    try:
+        return Path(_git(folder, "rev-parse", "--show-toplevel")).resolve()
+    except ValueError:
+        return None
+
+
+def _is_tracked(root: Path, file: str) -> bool:
+    try:
+        return bool(_git(root, "ls-files", "--", file))
+    except ValueError:
+        return False
+
+
 def merge_base(root: Path, ref: str) -> str:
     """The commit where HEAD left `ref`."""
     try:

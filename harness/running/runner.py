@@ -17,6 +17,7 @@ from gpipe_bench.harness.records.lock import Claims
 from gpipe_bench.harness.records.record import FINAL, Record
 from gpipe_bench.harness.records.store import Problem, Store, StoreError, latest, lines_of
 from gpipe_bench.harness.running.progress import Reporter
+from gpipe_bench.harness.running.stopping import SETTLE_S, check, held, number_of
 from gpipe_bench.harness.running.workers import Here, Workers
 
 
@@ -30,7 +31,12 @@ class RunResult:
     failed: list[Record] = field(default_factory=list)
     unsaved: list[Record] = field(default_factory=list)
     problems: tuple[Problem, ...] = ()
-    interrupted: bool = False
+    signal: int | None = None
+    """That ended the run before all cases were done."""
+
+    @property
+    def interrupted(self) -> bool:
+        return self.signal is not None
 
 
 def run_experiment(
@@ -48,8 +54,8 @@ def run_experiment(
 
     `jobs` cases are at work at the same time, each in a process of its own if there are several. Raises
     ValueError, before anything is run, where options name what the experiment doesn't have or `jobs` is more
-    than one although the experiment times its cases. An interrupt from the keyboard ends the run; what was
-    finished is kept.
+    than one although the experiment times its cases. An interrupt (see `stopping`) ends the run; what was
+    finished is kept, and what the signal broke off is no result.
     """
     if jobs < 1:
         raise ValueError(f"--jobs {jobs}: give the number of cases to run at the same time, 1 or more")
@@ -113,8 +119,8 @@ class _Run:
             for case, identity in waiting:
                 if identity not in self.final:
                     self._one(case, identity, claims, wait=True)
-        except KeyboardInterrupt:
-            self.result.interrupted = True
+        except KeyboardInterrupt as error:
+            self.result.signal = number_of(error)
         finally:
             claims.close()
             self.reporter.end()
@@ -171,10 +177,13 @@ class _Run:
         self.result.problems = loaded.problems
 
     def _execute(self, case: Case, identity: str) -> None:
+        check()
         with self.alone:
             self.reporter.started(case)
         record = self.executor.execute(case)
-        with self.alone:
+        if record.status == "failed":
+            check(SETTLE_S)  # what the signal has broken off is no failure
+        with self.alone, held():
             self.final[identity] = record
             self._keep(case, record)
 

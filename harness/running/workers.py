@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -27,7 +28,7 @@ from gpipe_bench.harness.records.environment import usable_cores
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.running.execution import execute
 
-STOP_S = 5.0  # until a process that was asked to end is killed
+STOP_S = 0.8  # until processes that were asked to end are killed; a run that was told to end has two seconds
 MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
 
 
@@ -84,8 +85,9 @@ class Workers(Here):
             processes = [process for process, _ in self._all]
         for process in processes:
             process.terminate()
+        end_s = time.monotonic() + STOP_S
         for process in processes:
-            process.join(STOP_S)
+            process.join(max(0.0, end_s - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -126,6 +128,8 @@ def _failing(experiment: Experiment, exitcode: int | None) -> Experiment:
 def _serve(connection: Connection, experiment: Experiment, options: RunOptions, command: str) -> None:
     """What a process does: cases in, records out, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the keyboard it is meant for the run, which ends us
+    if hasattr(os, "setsid"):
+        os.setsid()  # and so it is for whatever a case starts
     os.dup2(2, 1)  # standard output is for the run's results
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.neighbour import Arrival, Departure, Neighbour
+from gpipe_bench.pipeline.ranks.store import Store, bounded
 
 # No message has this tag, so a receive of it can only time out.
 _NEVER_SENT = 2**30
@@ -72,6 +73,10 @@ class Connection:
     def __init__(self, backend: Any, channel: int, neighbours: dict[int, Neighbour]) -> None:
         self._backend, self._channel, self._neighbours = backend, channel, neighbours
 
+    def over_network(self) -> Connection:
+        """The same without neighbours."""
+        return Connection(self._backend, self._channel, {})
+
     def buffer(self, form: Form, source: int, device: torch.device) -> Buffer:
         """Where to receive a tensor from rank `source`."""
         neighbour = self._neighbours.get(source)
@@ -123,9 +128,14 @@ class Connection:
         try:
             # While this process waits for the network, nobody moves its messages to neighbours along.
             if self._neighbours and not isinstance(work, Arrival | Departure):
-                for neighbour in self._neighbours.values():
-                    neighbour.drain()
+                for rank, neighbour in self._neighbours.items():
+                    try:
+                        neighbour.drain()
+                    except RuntimeError as error:
+                        raise unreachable(None, rank, error) from error
             work.wait()
+        except PeerError:
+            raise
         except RuntimeError as error:
             raise unreachable(action, peer, error) from error
 
@@ -145,25 +155,25 @@ class Connection:
                     work.wait(timedelta(milliseconds=1))
 
 
-def store_of(group: dist.ProcessGroup) -> Any:
-    """The store through which a process group was set up, for keys of one more pipeline on it.
+def backend(store: Store, rank: int, size: int, *, name: str, cuda: bool, timeout_s: float) -> Any:
+    """gloo, or NCCL with streams of high priority, between all ranks of the store; all must call.
 
-    Ranks that build their pipelines on the group in the same order get the same keys.
+    `PeerError`, which cannot say of whom, if they are not all there in time.
     """
-    store = group.get_group_store()
-    number = store.add(f"pipelines of rank {dist.get_rank(group)}", 1)
-    return dist.PrefixStore(f"pipeline {number}", store)  # type: ignore[attr-defined]
+    keys, timeout = store.under(name), timedelta(seconds=timeout_s)
 
+    def connect() -> Any:
+        if not cuda:
+            return dist.ProcessGroupGloo(keys, rank, size, timeout)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(keys, rank, size, options)
 
-def backend(store: Any, rank: int, size: int, *, name: str, cuda: bool, timeout_s: float) -> Any:
-    """gloo, or NCCL with streams of high priority, between all ranks of the store; all must call."""
-    store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=timeout_s)
-    if not cuda:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    try:
+        return bounded(connect, timeout_s + 1)  # its own timeout does not cover a store that is silent
+    except (RuntimeError, TimeoutError) as error:
+        cause = f"not all ranks connected within {timeout_s:g} s: {str(error).splitlines()[0]}"
+        raise PeerError(None, None, cause, timed_out=True) from error
 
 
 def flat(tensor: Tensor) -> Tensor:

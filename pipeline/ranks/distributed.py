@@ -11,21 +11,24 @@ before each step, so the other ranks need not see the batch.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.errors import ActionError, PeerError, summary
+from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
 from gpipe_bench.pipeline.plan.ring import activation_ring, gradient_ring
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.ranks.agreement import MOST_TENSORS, Agreement, Outline, Receiver
-from gpipe_bench.pipeline.ranks.connection import Buffer, Connection, Form, Work, backend, store_of
+from gpipe_bench.pipeline.ranks.connection import Buffer, Connection, Form, Work, backend
 from gpipe_bench.pipeline.ranks.failure import Blackboard, Lookout
 from gpipe_bench.pipeline.ranks.introduction import meet
+from gpipe_bench.pipeline.ranks.neighbour import Neighbour
 from gpipe_bench.pipeline.ranks.sending import Sender, changed, conform
+from gpipe_bench.pipeline.ranks.store import Store
+from gpipe_bench.pipeline.ranks.together import Together
 from gpipe_bench.pipeline.stage.microbatch import Message, sizes
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.transport import Plan
@@ -53,21 +56,28 @@ class PointToPoint:
     ) -> None:
         self.rank, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
         self._schedule, self._device = schedule, device
-        store, cuda = store_of(group), device.type != "cpu"
-        near = meet(store, self.rank, self.num_stages, willing=share_memory, timeout_s=timeout_s)
-        near = {} if cuda else near
-        # Headers and outlines are read by the host, so they never go through NCCL.
-        self._control = Connection(self._backend(store, "control", cuda=False, timeout_s=timeout_s), 0, near)
-        self._activations = Connection(
-            self._backend(store, "activations", cuda=cuda, timeout_s=timeout_s), 1, near
-        )
-        self._gradients = Connection(
-            self._backend(store, "gradients", cuda=cuda, timeout_s=timeout_s), 2, near
-        )
-        self._blackboard = Blackboard(store, group)
+        self._connections: list[Connection] = []
+        self._lookout: Lookout | None = None
         self._failed: ActionError | None = None
         self._noticed = False  # a failure elsewhere, by the lookout
-        self._lookout = Lookout(self._blackboard, self._notice) if cuda else None
+        store, cuda = Store(group), device.type != "cpu"
+        self._blackboard = Blackboard(store, self.rank, self.num_stages)
+        try:
+            store.connect(timeout_s)
+            near = meet(store, self.rank, self.num_stages, willing=share_memory, timeout_s=timeout_s)
+            near = {} if cuda else near
+            # Headers and outlines are read by the host, so they never go through NCCL.
+            self._control = self._connect(store, "control", near, cuda=False, timeout_s=timeout_s)
+            self._activations = self._connect(store, "activations", near, cuda=cuda, timeout_s=timeout_s)
+            self._gradients = self._connect(store, "gradients", near, cuda=cuda, timeout_s=timeout_s)
+        except (PeerError, StoreError) as error:
+            raise self.abort(None, error) from error
+        except Exception as error:
+            self.abort(None, error)  # the other ranks must not wait
+            raise
+        self._together = Together(self._control, self.rank, self.num_stages)
+        if cuda:
+            self._lookout = Lookout(self._blackboard, self._notice, limit_s=timeout_s)
         self._agreements: list[Agreement] = []
         self._numbers: dict[Hashable, int] = {}  # of the agreements, by signature, on the first rank
         self._agreement = Agreement(())
@@ -96,8 +106,12 @@ class PointToPoint:
             small = gradient_ring(schedule, self.rank, small=True)
             self._output_gradients = Receiver(self._gradients, self.rank + 1, ring, device, small=small)
 
-    def _backend(self, store: Any, name: str, *, cuda: bool, timeout_s: float) -> Any:
-        return backend(store, self.rank, self.num_stages, name=name, cuda=cuda, timeout_s=timeout_s)
+    def _connect(
+        self, store: Store, name: str, near: dict[int, Neighbour], *, cuda: bool, timeout_s: float
+    ) -> Connection:
+        ways = backend(store, self.rank, self.num_stages, name=name, cuda=cuda, timeout_s=timeout_s)
+        self._connections.append(Connection(ways, len(self._connections), near))
+        return self._connections[-1]
 
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""
@@ -107,12 +121,8 @@ class PointToPoint:
     # A step
 
     def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
-        if self._failed is not None:
-            raise RuntimeError(
-                f"this pipeline has failed before ({self._failed}); build a new one on every rank"
-            )
-        if self._noticed:
-            raise PeerError(None, self.rank, "another rank has failed", timed_out=False)
+        self._refuse_after_failure()
+        self._refuse_after_notice()
         if plan is not None:
             number = self._numbers.setdefault(signature, len(self._numbers))
             header = torch.tensor([number, plan.examples, int(plan.training)])
@@ -202,10 +212,22 @@ class PointToPoint:
             self._post_loss()
 
     def _notice(self) -> None:
-        """Another rank has failed: releases the GPU from waiting for it. The next step raises."""
+        """Another rank has failed: releases the GPU from waiting for it. What it receives from here on is
+        garbage, so this step raises when it ends, or else whatever is called next.
+        """
         self._noticed = True
         for connection in (self._activations, self._gradients):
             connection.cut()
+
+    def _refuse_after_failure(self) -> None:
+        if self._failed is not None:
+            raise RuntimeError(
+                f"this pipeline has failed before ({self._failed}); build a new one on every rank"
+            )
+
+    def _refuse_after_notice(self) -> None:
+        if self._noticed:
+            raise PeerError(None, None, "another rank has failed", timed_out=False)
 
     def finish(self, loss: Tensor | None) -> Tensor | None:
         """The loss follows the gradients towards the first stage. When this returns all sends are gone, so
@@ -215,17 +237,35 @@ class PointToPoint:
             loss = self._pass_loss(loss)
         for sender in (self._activation_sender, self._gradient_sender, self._control_sender):
             sender.finish()
+        self._refuse_after_notice()  # or garbage would reach the optimizer
         return loss
+
+    @contextmanager
+    def together(self) -> Iterator[Together]:
+        """For what all ranks do outside of a step; a rank that is missing there ends the pipeline as in one.
+
+        Waits for the device, so that whatever it does after a failure elsewhere has been noticed.
+        """
+        self._refuse_after_failure()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        try:
+            self._refuse_after_notice()
+            yield self._together
+        except PeerError as error:
+            raise self.abort(None, error) from error
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         if self._failed is None:
             if self._lookout is not None:
                 self._lookout.stop()
+            if isinstance(error, StoreError):
+                error = PeerError(None, None, str(error), timed_out=False)
             if isinstance(error, PeerError):
                 self._failed = self._blackboard.explain(error)
             else:
                 self._failed = self._blackboard.report(ActionError(action, summary(error), self.rank))
-            for connection in (self._activations, self._gradients, self._control):
+            for connection in self._connections:
                 connection.cut()
         return self._failed
 

@@ -6,89 +6,131 @@ what happened on a blackboard (the process group's store; the first writer wins)
 connections. A wait on a closed connection fails at once, its rank reads the blackboard, raises the same error
 and closes its own connections, and so on along the pipeline. A rank that was killed writes nothing; then the
 first neighbour to notice writes that it disappeared.
+
+A rank that is stopped closes nothing, so everybody waits until the timeout, most of them for a rank that
+only waits itself. Each writes for whom it waits, and who is waited for but does not wait is the one that
+stopped. If the store does not answer either, it is the process that holds it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import distributed as dist
-
-from gpipe_bench.pipeline.errors import ActionError, PeerError
+from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks.store import Store
 
-# How long a rank whose connection broke waits for an explanation. A rank that raises writes it before it
-# closes anything, so this only has to cover the store's round trip.
-EXPLANATION_S = 1.0
+# How long a rank that is let down waits for what the others have to say. One that raises writes it before it
+# closes anything; one that waited in vain writes for whom, but gloo has closed its connections by then, and
+# it may have begun to wait a little later.
+EXPLANATION_S = 2.0
+_LOOK_S = 0.02
+
+_Record = dict[str, Any]  # action, rank, cause; rank None: unknown
 
 
 class Blackboard:
-    """Where the ranks of one pipeline leave the first failure."""
+    """Where the ranks of one pipeline leave the first failure. No method takes longer than a few seconds.
 
-    def __init__(self, store: Any, group: dist.ProcessGroup) -> None:
-        self._store, self._rank = store, dist.get_rank(group)
-        # Where the store lives: with the launcher, or in the first process of the job, which need not be in
-        # the group.
-        self._store_is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        ranks = dist.get_process_group_ranks(group)
-        self._store_rank = ranks.index(0) if 0 in ranks else None
+    `alone` says that these ranks wait for nobody but each other.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, alone: bool = True) -> None:
+        self._store, self._rank, self._size, self._alone = store, rank, size, alone
 
     def report(self, error: ActionError) -> ActionError:
         """Writes a failure and returns the one that counts: the first that any rank wrote."""
         mine = {"action": str(error.action or ""), "rank": error.rank, "cause": error.cause}
         try:
-            return _read(self._store.compare_set("failure", "", json.dumps(mine)))
-        except RuntimeError:  # the store is gone
+            return _read(self._store.set_first("failure", json.dumps(mine)))
+        except StoreError:
             return error
 
-    def has_failure(self) -> bool:
-        """Whether any rank has written a failure."""
+    def has_failure(self, limit_s: float) -> bool:
+        """Whether any rank has written a failure, or the store has not answered for `limit_s`."""
         try:
-            return bool(self._store.check(["failure"]))
-        except RuntimeError:  # the store is gone, and what held it
+            return self._store.get("failure", limit_s) is not None
+        except StoreError:  # and what held it
             return True
 
     def explain(self, error: PeerError) -> ActionError:
         """What happened, as far as anybody knows, when a peer cannot be reached."""
-        found: dict[str, Any] = {
-            "action": str(error.action or ""), "rank": error.peer, "cause": error.cause,
-        }  # fmt: skip
+        found: _Record = {"action": str(error.action or ""), "rank": error.peer, "cause": error.cause}
         try:
-            if error.timed_out:
-                self._store.set(f"waiting {self._rank}", json.dumps(found))
+            self._store.set(f"waiting {self._rank}", json.dumps(found))
             deadline = time.monotonic() + EXPLANATION_S
-            while time.monotonic() < deadline:
-                if self._store.check(["failure"]):
-                    return _read(self._store.get("failure"))
-                time.sleep(0.01)
-            # A rank that waits in vain is not the one to blame: follow the waiting to its end.
-            blamed = {self._rank}
-            while found["rank"] not in blamed and self._store.check([f"waiting {found['rank']}"]):
-                blamed.add(found["rank"])
-                found = json.loads(self._store.get(f"waiting {found['rank']}"))
-        except RuntimeError:  # the store died with the process that held it, which must have been the first
-            if not self._store_is_launchers and error.peer != self._store_rank:
-                return ActionError(None, "the process that held the store disappeared", self._store_rank)
+            testimonies = {self._rank: found}
+            certain = False
+            while not certain and time.monotonic() < deadline:
+                written = self._store.get("failure")
+                if written is not None:
+                    return _read(written)
+                time.sleep(_LOOK_S)
+                self._hear(testimonies)
+                heard = set(testimonies) | {self._last(testimonies)["rank"]}
+                # Who is cut off by a rank that has timed out hears of it only now.
+                certain = self._alone and error.timed_out and heard == set(range(self._size))
+            found = self._last(testimonies)
+            if found["rank"] is None and error.timed_out:
+                found = self._missing(testimonies)
+        except StoreError as gone:
+            host = self._store.host
+            if self._store.is_in_rank and (error.peer is None or error.peer != host):
+                what = "did not answer" if gone.silent else "disappeared"
+                return ActionError(None, f"the process that held the store {what}", host)
+            return _read(json.dumps(found))
         return self.report(_read(json.dumps(found)))
+
+    def _hear(self, testimonies: dict[int, _Record]) -> None:
+        """Adds for whom the other ranks wait in vain."""
+        for rank in range(self._size):
+            if rank not in testimonies:
+                written = self._store.get(f"waiting {rank}")
+                if written is not None:
+                    testimonies[rank] = json.loads(written)
+
+    def _last(self, testimonies: dict[int, _Record]) -> _Record:
+        """A rank that waits in vain is not the one to blame: the end of the waiting that begins here."""
+        found = testimonies[self._rank]
+        blamed = {self._rank}
+        while found["rank"] in testimonies and found["rank"] not in blamed:
+            blamed.add(found["rank"])
+            found = testimonies[found["rank"]]
+        return found
+
+    def _missing(self, testimonies: dict[int, _Record]) -> _Record:
+        """Who it must be where nobody knows for whom all wait: the first rank that does not say that it
+        waits.
+        """
+        mine = testimonies[self._rank]
+        for rank in range(self._size):
+            if rank not in testimonies:
+                return {**mine, "rank": rank, "cause": f"rank {rank} did not answer: {mine['cause']}"}
+        return mine
 
 
 class Lookout:
     """Looks at the blackboard from a thread and calls `on_failure` once, when there is something on it.
 
     On CPUs a rank waits for its neighbours' connections, which break when they fail. A GPU waits without its
-    host knowing, so on GPUs somebody has to look.
+    host knowing, so on GPUs somebody has to look. A store that has not answered for `limit_s` is a failure
+    too.
     """
 
     def __init__(
-        self, blackboard: Blackboard, on_failure: Callable[[], None], interval_s: float = 0.5
+        self,
+        blackboard: Blackboard,
+        on_failure: Callable[[], None],
+        *,
+        limit_s: float,
+        interval_s: float = 0.5,
     ) -> None:
-        self._blackboard, self._interval_s = blackboard, interval_s
+        self._blackboard, self._limit_s, self._interval_s = blackboard, limit_s, interval_s
         self._on_failure = weakref.WeakMethod(on_failure)  # the thread must not keep a pipeline alive
         self._over = threading.Event()
         threading.Thread(target=self._look, name="pipeline lookout", daemon=True).start()
@@ -101,7 +143,7 @@ class Lookout:
             on_failure = self._on_failure()
             if on_failure is None:
                 return
-            if self._blackboard.has_failure():
+            if self._blackboard.has_failure(self._limit_s):
                 on_failure()
                 return
             del on_failure

@@ -11,10 +11,11 @@ import json
 import secrets
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from gpipe_bench.pipeline.ranks.neighbour import Neighbour
+from gpipe_bench.pipeline.ranks.store import Store
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -24,34 +25,44 @@ def machine_id() -> str:
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
 
 
-def meet(store: Any, rank: int, size: int, *, willing: bool, timeout_s: float) -> dict[int, Neighbour]:
-    """The neighbours of this rank that share its host, by rank. All ranks of the store must call."""
+def meet(store: Store, rank: int, size: int, *, willing: bool, timeout_s: float) -> dict[int, Neighbour]:
+    """The neighbours of this rank that share its host, by rank. All ranks of the store must call.
+
+    `PeerError` names a neighbour of whom nothing is heard for `timeout_s`.
+    """
     willing = willing and sys.platform == "linux"
-    listener, token = None, secrets.token_hex(16)
-    if rank + 1 < size:
-        if willing:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(f"\0pipeline-{token}")  # abstract: no file that could stay behind
-            listener.listen(1)
-            listener.settimeout(timeout_s)
-        address = {"machine": machine_id(), "token": token} if willing else {}
-        store.set(f"address of rank {rank}", json.dumps(address))
     found: dict[int, Neighbour] = {}
-    if rank > 0:
-        link = _connect(json.loads(store.get(f"address of rank {rank - 1}"))) if willing else None
-        store.set(f"answer of rank {rank}", "yes" if link is not None else "no")
-        if link is not None:
-            found[rank - 1] = Neighbour(link, timeout_s)
-    if rank + 1 < size and store.get(f"answer of rank {rank + 1}") == b"yes" and listener is not None:
-        link, _ = listener.accept()
-        found[rank + 1] = Neighbour(link, timeout_s)
-    if listener is not None:
-        listener.close()
+    listener = _listen(timeout_s) if willing and rank + 1 < size else None
+    with listener[0] if listener is not None else nullcontext():
+        if rank + 1 < size:
+            address = {"machine": machine_id(), "token": listener[1]} if listener is not None else {}
+            store.set(f"address of rank {rank}", json.dumps(address), timeout_s)
+        if rank > 0:
+            before = store.await_from(rank - 1, f"address of rank {rank - 1}", timeout_s)
+            link = _connect(json.loads(before)) if willing else None
+            store.set(f"answer of rank {rank}", "yes" if link is not None else "no", timeout_s)
+            if link is not None:
+                found[rank - 1] = Neighbour(link, timeout_s)
+        if rank + 1 < size:
+            answer = store.await_from(rank + 1, f"answer of rank {rank + 1}", timeout_s)
+            if answer == b"yes" and listener is not None:
+                link, _ = listener[0].accept()  # who answers has connected
+                found[rank + 1] = Neighbour(link, timeout_s)
     if len(found) == 2:
-        before, after = found.values()
-        before.introduce(after)
-        after.introduce(before)
+        left, right = found.values()
+        left.introduce(right)
+        right.introduce(left)
     return found
+
+
+def _listen(timeout_s: float) -> tuple[socket.socket, str]:
+    """A local socket that the next rank can connect to, and its name."""
+    token = secrets.token_hex(16)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0pipeline-{token}")  # abstract: no file that could stay behind
+    listener.listen(1)
+    listener.settimeout(timeout_s)
+    return listener, token
 
 
 def _connect(address: dict[str, str]) -> socket.socket | None:

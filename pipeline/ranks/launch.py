@@ -6,7 +6,10 @@ script calls `start_process` itself.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +18,14 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gpipe_bench.pipeline.ranks.host import prepare_process
+
+_FATAL = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+"""Signals that by default end a process without another word, and would leave ours behind."""
 
 
 def launch(
@@ -28,7 +35,8 @@ def launch(
     their results.
 
     `function` must be importable by name and its results picklable. If a process fails, the others are ended
-    and a `ChildFailedError` shows the first failure.
+    and a `ChildFailedError` shows the first failure. An interrupt ends all of them and is raised; a signal
+    that nobody handles ends all of them first.
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -40,8 +48,12 @@ def launch(
         max_restarts=0,
         monitor_interval=0.05,
         start_method="spawn",
+        signals_to_handle=",".join(
+            name for name in _FATAL if signal.getsignal(getattr(signal, name)) is signal.SIG_DFL
+        ),
     )
-    results = elastic_launch(config, _run)(function, threads, pin, *arguments)
+    with _ended_by_signals():
+        results = elastic_launch(config, _run)(function, threads, pin, *arguments)
     return [results[rank] for rank in range(num_processes)]
 
 
@@ -66,7 +78,37 @@ def start_process(*, threads: int = 1, pin: bool = True, timeout_s: float = 600.
         dist.destroy_process_group()
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Leaves no process behind, and the caller's signals as they were.
+
+    torch's launcher makes a signal an ordinary exception, which would pass for a failure of the function, and
+    keeps its handlers. Here a signal that it saw is sent once more when all processes have ended.
+    """
+    before = {name: signal.getsignal(getattr(signal, name)) for name in _FATAL}
+    known = set(multiprocessing.active_children())
+    received = None
+    try:
+        yield
+    except SignalException as error:
+        received = error.sigval
+        raise
+    finally:
+        for process in set(multiprocessing.active_children()) - known:
+            process.kill()  # the launcher does not know one that it was just starting
+            process.join()
+        if threading.current_thread() is threading.main_thread():
+            for name, handler in before.items():
+                if handler is not None:  # one that Python did not install
+                    signal.signal(getattr(signal, name), handler)
+        if received is not None:
+            signal.raise_signal(received)
+
+
 @record
 def _run(function: Callable[..., Any], threads: int, pin: bool, *arguments: Any) -> Any:
+    # A Python handler would wait for an operation that waits for another process. It is also what the system
+    # sends when the launcher is gone.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     with start_process(threads=threads, pin=pin):
         return function(*arguments)

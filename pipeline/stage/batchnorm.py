@@ -11,15 +11,17 @@ away. The modules themselves, and so the keys of `state_dict`, are unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import itemgetter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+Gather = Callable[[Tensor], list[Tensor]]
+"""Collects a tensor from all data-parallel replicas of a stage, in the order of their ranks."""
 
 
 class _Meter:
@@ -153,18 +155,18 @@ class _Block:
 class Statistics:
     """The batch-normalization modules of one stage and what they saw in the current mini-batch.
 
-    `group` is a process group of data-parallel replicas of the stage: the moving averages then follow the
-    mini-batches of all replicas together. (Normalization itself stays with the micro-batch of the replica.)
+    With `gather` the moving averages follow the mini-batches of all data-parallel replicas together.
+    (Normalization itself stays with the micro-batch of the replica.)
     """
 
-    def __init__(self, layers: Iterable[nn.Module], group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, layers: Iterable[nn.Module], gather: Gather | None = None) -> None:
         modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
         for module in modules:
             _refuse_unsupported(module)
         tracked = [m for m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self._meters = [_Meter(module, self) for module in tracked]
         self._blocks: list[_Block] = []
-        self._group = group
+        self._gather = gather
         self.recording = False
 
     def __bool__(self) -> bool:
@@ -207,8 +209,8 @@ class Statistics:
     @torch.no_grad()
     def commit(self) -> None:
         """Moves the averages once, by the statistics of the whole mini-batch, and starts the next one."""
-        if self._group is not None:
-            self._gather_replicas(self._group)
+        if self._gather is not None:
+            self._gather_replicas(self._gather)
         for block in self._blocks:
             if any(meter.count for meter in block.meters):
                 block.commit()
@@ -220,18 +222,16 @@ class Statistics:
         for block in self._blocks:
             block.forget()
 
-    def _gather_replicas(self, group: dist.ProcessGroup) -> None:
+    def _gather_replicas(self, gather: Gather) -> None:
         """Merges the statistics of all replicas in the order of their ranks: all get the same bits."""
         for block in self._blocks:
             counts = torch.tensor(
                 [meter.count for meter in block.meters], dtype=torch.float64, device=block.mean.device
             )
-            mine = torch.cat([counts, block.mean.double(), block.squares.double()])
-            replicas = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(replicas, mine, group=group)
+            everywhere = gather(torch.cat([counts, block.mean.double(), block.squares.double()]))
             block.forget()
             lengths = [len(counts), len(block.mean), len(block.squares)]
-            for replica in replicas:
+            for replica in everywhere:
                 found, mean, squares = replica.split(lengths)
                 block.merge(mean, squares, [int(count) for count in found.tolist()])
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.autograd.graph import GradientEdge
 
-from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.kept import Kept
 from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
@@ -27,7 +26,7 @@ class Stage:
     """Consecutive layers of the model on one device.
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are. `replica_group` is passed to `batchnorm.Statistics`.
+    draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`.
     """
 
     def __init__(
@@ -39,13 +38,13 @@ class Stage:
         device: torch.device,
         is_last: bool,
         seed: int = 0,
-        replica_group: dist.ProcessGroup | None = None,
+        gather: Gather | None = None,
     ) -> None:
         self.index, self.device, self.seed = index, device, seed
         self.is_first, self.is_last = index == 0, is_last
         self.layers = tuple(layers)
         self.first_layer = first_layer
-        self.statistics = Statistics(self.layers, replica_group)
+        self.statistics = Statistics(self.layers, gather)
         self.losses: list[Tensor] = []  # weighted loss of each micro-batch, on the last stage
         self.outputs: list[Tree | None] = []  # of each micro-batch, on the last stage, when there is no loss
         self._runner = LayerRunner(

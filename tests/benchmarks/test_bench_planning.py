@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, execution_order, gpipe, transfers, validate
@@ -44,6 +45,13 @@ def test_replay(benchmark: Any, num_stages: int, num_microbatches: int) -> None:
     assert timeline.makespan_s == 3 * (num_microbatches + num_stages - 1)
 
 
+def test_replay_over_a_link_with_queues(benchmark: Any) -> None:
+    """The paper's largest pipeline."""
+    schedule, link = gpipe(128, 512), LINKS["pcie3-host"]
+    timeline = benchmark(replay, schedule, SLOTS, link, activation_bytes=[1e6] * 127)
+    assert len(timeline.events) == 128 * 512 * 3
+
+
 @pytest.mark.parametrize("rule", ["bottleneck", "cumulative"])
 def test_partition(benchmark: Any, rule: str) -> None:
     generator = random.Random(1811)
@@ -56,3 +64,8 @@ def test_partition_by_variance(benchmark: Any) -> None:
     generator = random.Random(1811)
     costs = [generator.uniform(1, 2) for _ in range(64)]
     assert len(benchmark(partition, costs, NUM_STAGES, "variance")) == NUM_STAGES
+
+
+def test_partition_of_the_deepest_model_by_variance(benchmark: Any) -> None:
+    costs = [65.5e6, *[50358272.0 + 3 * (layer % 7) for layer in range(NUM_LAYERS - 2)], 131e6]
+    assert len(benchmark(partition, costs, 128, "variance")) == 128

@@ -1,0 +1,135 @@
+"""The process group's store, asked in bounded time.
+
+Under plain `env://` rendezvous the store lives in a thread of rank 0. If that process is stopped (a debugger,
+a full swap, SIGSTOP) its kernel still accepts requests, and no answer comes back: `check`, `compare_set`,
+`get` and `wait` then hang, whatever `set_timeout` says, and hold the lock of their connection. So every
+question is put by a thread of its own, which is left behind if no answer comes, and through a connection that
+nobody else uses.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch import distributed as dist
+
+from gpipe_bench.pipeline.errors import PeerError, StoreError
+
+# The longest that a store takes to answer while its host lives, once all are connected. Its process may be
+# short of processor time, but it needs microseconds of it. (While somebody connects it may look up a name,
+# and answers nobody for the five seconds of a lost request.)
+ANSWER_S = 1.5
+T = TypeVar("T")
+# Two connections for all pipelines of a group: for questions, and for backends, which may wait in the store
+# for long and hold the lock of their connection.
+_connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDictionary()
+
+
+def bounded(call: Callable[[], T], limit_s: float) -> T:
+    """What `call` returns or raises; `TimeoutError` if it does neither within `limit_s`.
+
+    It runs in a thread, which is then left behind; it must not keep the process from ending.
+    """
+    outcome: list[Callable[[], T]] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            result = call()
+            outcome.append(lambda: result)
+        except BaseException as error:
+            caught = error
+
+            def fail() -> T:
+                raise caught
+
+            outcome.append(fail)
+        done.set()
+
+    threading.Thread(target=run, name="pipeline store", daemon=True).start()
+    if not done.wait(limit_s):
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return outcome[0]()
+
+
+class Store:
+    """The keys of one pipeline in the store through which its process group was set up.
+
+    Ranks that build their pipelines on the group in the same order get the same keys. `host` is the rank of
+    the group whose process holds the store; None if that is the launcher or a process outside of the group.
+    Every method raises `StoreError` when the store does not answer or is gone, and `connect` comes first.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # torchrun's store lives in its agent, any other in the first process of the job.
+        self.is_in_rank = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        ranks = dist.get_process_group_ranks(group)
+        self.host = ranks.index(0) if 0 in ranks and self.is_in_rank else None
+        self._group = group
+        self._store: Any = None
+        self._backends: Any = None
+        self._failed: StoreError | None = None
+
+    def connect(self, timeout_s: float) -> None:
+        """Connects to the store, apart from the connection of the group itself."""
+        group, rank = self._group, dist.get_rank(self._group)
+
+        def prepare() -> tuple[Any, Any]:
+            if group not in _connections:
+                store: Any = group.get_group_store()
+                _connections[group] = store.clone(), store.clone()
+            questions, backends = _connections[group]
+            name = f"pipeline {questions.add(f'pipelines of rank {rank}', 1)}"
+            return _under(name, questions), _under(name, backends)
+
+        self._store, self._backends = self._ask(prepare, timeout_s)
+
+    def set(self, key: str, value: str, limit_s: float = ANSWER_S) -> None:
+        self._ask(lambda: self._store.set(key, value), limit_s)
+
+    def get(self, key: str, limit_s: float = ANSWER_S) -> bytes | None:
+        """The value of a key, None if it has none."""
+        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None, limit_s)
+
+    def set_first(self, key: str, value: str) -> bytes:
+        """Sets a key that has no value yet; the value that it has afterwards."""
+        return self._ask(lambda: self._store.compare_set(key, "", value))  # type: ignore[no-any-return]
+
+    def await_from(self, rank: int, key: str, timeout_s: float) -> bytes:
+        """The value that `rank` gives to a key; `PeerError` if it has none after `timeout_s`."""
+
+        def wait() -> bytes:
+            try:
+                self._store.wait([key], timedelta(seconds=timeout_s))
+            except dist.DistStoreError:
+                cause = f"rank {rank} did not answer: timed out after {timeout_s:g} s, nothing came from it"
+                raise PeerError(None, rank, cause, timed_out=True) from None
+            return self._store.get(key)  # type: ignore[no-any-return]
+
+        return self._ask(wait, timeout_s + ANSWER_S)
+
+    def under(self, name: str) -> Any:
+        """The store as torch's backends take it, with keys below `name`. They wait in it themselves."""
+        return _under(name, self._backends)
+
+    def _ask(self, question: Callable[[], T], limit_s: float = ANSWER_S) -> T:
+        if self._failed is not None:  # the lock of its connection is still held
+            raise self._failed
+        try:
+            return bounded(question, limit_s)
+        except TimeoutError as error:
+            self._failed = StoreError(f"did not answer: {error}", silent=True)
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            self._failed = StoreError(f"is gone: {error}", silent=False)
+        raise self._failed
+
+
+def _under(name: str, store: Any) -> Any:
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]

@@ -1,0 +1,57 @@
+"""The faults that `faults.py` plants: what breaks, in which rank, when, and over which transport.
+
+Every kind of fault in every rank of two and of three, in every kind of action, over both transports, makes
+two hundred. Around the steps there are more places where ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+# Ends the process; stops it, which closes no connection; raises; raises what a full device raises.
+KINDS = ("kill", "stop", "raise", "memory")
+TRANSPORTS = ("gloo", "shared memory")
+ACTIONS = ("F", "R", "B", "I", "W")
+NUM_MICROBATCHES = 3
+# Around the steps: instead of the call or inside of it.
+PLACES = (
+    "before construction", "in construction", "between steps", "before clipping", "before timeline",
+    "before saving", "in saving", "before loading", "in loading",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`place` is an action such as `1R2`, met in training step `step`, or one of `PLACES`."""
+
+    kind: str
+    rank: int
+    num_ranks: int
+    transport: str
+    place: str
+    step: int
+    schedule: str
+
+    @property
+    def is_action(self) -> bool:
+        return self.place not in PLACES
+
+    def __str__(self) -> str:
+        when = f" of step {self.step}, {self.schedule}" if self.is_action else ""
+        return f"{self.kind} rank {self.rank} of {self.num_ranks}, {self.transport}, {self.place}{when}"
+
+
+def faults(seed: int) -> tuple[Fault, ...]:
+    """All of them; `seed` decides micro-batch, step and schedule of each."""
+    draw = random.Random(seed)
+    found = []
+    for num_ranks in (2, 3):
+        for kind, rank, action, transport in itertools.product(KINDS, range(num_ranks), ACTIONS, TRANSPORTS):
+            place = f"{rank}{action}{draw.randrange(NUM_MICROBATCHES)}"
+            step, schedule = draw.randrange(2), draw.choice(("gpipe", "1f1b"))
+            found.append(Fault(kind, rank, num_ranks, transport, place, step, schedule))
+    for place, kind, rank in itertools.product(PLACES, ("kill", "stop", "raise"), range(3)):
+        found.append(Fault(kind, rank, 3, draw.choice(TRANSPORTS), place, 0, "gpipe"))
+    return tuple(found)

@@ -1,0 +1,88 @@
+"""What identical code makes of the machine: where it differs from itself, nothing else is judged."""
+
+from __future__ import annotations
+
+import pytest
+from test_peers import ALWAYS, CASE, TIMES, lines_of, record, result, task
+
+from gpipe_bench.experiments.side_by_side import engine as engine_bench
+from gpipe_bench.experiments.side_by_side import engine_text as engine_bench_text
+from gpipe_bench.experiments.side_by_side import peers_text
+from gpipe_bench.experiments.side_by_side.engine_work import Result, Task
+from gpipe_bench.experiments.side_by_side.peers import outcome
+from gpipe_bench.harness.records.codec import decode, encode
+from gpipe_bench.harness.records.record import Quantity
+
+DRIFTING = [0.24, 0.2, 0.23, 0.2]
+"""Our two samples of each round: the first is always the slower one."""
+
+
+def control(value: float, low: float | None, high: float | None) -> Quantity:
+    return Quantity(name="control", value=value, unit="ratio", provenance="measured", low=low, high=high)
+
+
+def peers_with(ours: list[float]):
+    found = outcome(task(), [result({**TIMES, "ours": ours})])
+    return record(found, CASE)
+
+
+def engine_with(ours: list[float]):
+    times = {"ours": ours, "bare layers": [0.19] * 4}
+    found = engine_bench.outcome(
+        Task("overlap", 8, 32, "never", 2),
+        [Result(times, {}, {"0F": 0.01}, {"pinned_cores": "0", "threads": "1"}, 1.0, 3.0, 2.0, 2)],
+    )
+    return record(found, {"part": "overlap", "num_stages": 8, "num_microbatches": 32, "remat": "never"})
+
+
+def test_peers_judge_nothing_under_a_control_that_is_not_one() -> None:
+    shown = peers_text.tables([peers_with(DRIFTING)], [])
+    rows = lines_of(shown)
+    for arm in ("torch-gpipe", "torch-1f1b"):
+        assert rows[arm].endswith(">= 1.12   void")
+        assert "[" in rows[arm]  # the numbers stay
+    assert "void: the control is 1.175 [1.150, 1.200], not 1: the machine changed while it measured" in shown
+    assert ALWAYS in rows
+    assert "yes" not in shown
+    assert "NO" not in shown
+
+
+def test_the_engines_targets_are_not_judged_either() -> None:
+    shown = engine_bench_text.tables([engine_with(DRIFTING)], [])
+    rows = [line for line in shown.splitlines() if "waiting stages, K=8" in line]
+    assert len(rows) == 2
+    for row in rows:
+        assert row.endswith("void: the control is 1.175 [1.150, 1.200], not 1")
+    assert "yes" not in shown
+    assert "NO" not in shown
+
+
+@pytest.mark.parametrize("made", [peers_with, engine_with])
+def test_the_record_says_it_too(made) -> None:
+    """So that a reader of the JSON lines knows."""
+    bad = decode(encode(made(DRIFTING)))
+    assert bad.details["void"].startswith("the control is 1.175 [1.150, 1.200], not 1")
+    assert "void" not in made([0.2, 0.2, 0.2, 0.2]).details
+    assert "void" not in made([0.21, 0.2, 0.2, 0.21]).details
+
+
+def test_records_from_before_are_judged_by_their_control() -> None:
+    old = peers_with(DRIFTING)
+    del old.details["void"]
+    assert ">= 1.12   void" in peers_text.tables([old], [])
+
+
+@pytest.mark.parametrize(
+    ("quantity", "void"),
+    [
+        (control(1.173, 1.053, 1.293), True),
+        (control(0.95, 0.92, 0.99), True),
+        (control(1.02, 0.99, 1.05), False),
+        (control(1.0, 1.0, 1.0), False),
+        (control(1.1, 1.0, 1.2), False),
+        (control(1.5, None, None), False),  # one round has no interval, and no verdict is sure of it
+        (None, False),
+    ],
+)
+def test_a_control_voids_when_its_interval_excludes_one(quantity: Quantity | None, void: bool) -> None:
+    assert bool(engine_bench_text.void_by(quantity)) == void

@@ -1,0 +1,149 @@
+"""Who is blamed when ranks wait for each other in vain, and a store that answers nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
+from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks import failure
+from gpipe_bench.pipeline.ranks import store as store_module
+from gpipe_bench.pipeline.ranks.failure import Blackboard
+from gpipe_bench.pipeline.ranks.store import Store, bounded
+
+
+class Board:
+    """The store of some threads; may be made silent or gone."""
+
+    host, is_in_rank = 0, True
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self.broken: StoreError | None = None
+        self.on_get: Callable[[], None] = lambda: None
+
+    def set(self, key: str, value: str) -> None:
+        self._check()
+        self._values[key] = value.encode()
+
+    def get(self, key: str, limit_s: float = 1.0) -> bytes | None:
+        self._check()
+        self.on_get()
+        return self._values.get(key)
+
+    def set_first(self, key: str, value: str) -> bytes:
+        self._check()
+        with self._lock:
+            return self._values.setdefault(key, value.encode())
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise self.broken
+
+
+def waits_for(peer: int | None, action: str = "") -> PeerError:
+    found = Action.parse(action) if action else None
+    return PeerError(found, peer, f"rank {peer} did not answer: timed out", timed_out=True)
+
+
+def explain_all(errors: dict[int, PeerError], size: int, board: Board | None = None) -> list[ActionError]:
+    """What the ranks that wait conclude, each in a thread."""
+    board = board or Board()
+    with ThreadPoolExecutor(len(errors)) as pool:
+        boards = {rank: Blackboard(board, rank, size) for rank in errors}
+        return list(pool.map(lambda rank: boards[rank].explain(errors[rank]), errors))
+
+
+def test_the_rank_that_everybody_waits_for_in_the_end_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has stopped; 3 waits for 2, which waits for 1."""
+    monkeypatch.setattr(failure, "EXPLANATION_S", 600.0)  # they need not wait for more than each other
+    errors = {0: waits_for(1, "1B0"), 2: waits_for(1, "1F2"), 3: waits_for(2, "2F2")}
+    found = explain_all(errors, 4)
+    assert [error.rank for error in found] == [1, 1, 1]
+    assert len({str(error) for error in found}) == 1
+    assert str(found[0].action) in ("1B0", "1F2")
+
+
+def test_a_rank_that_closed_its_connections_because_it_timed_out_is_not_blamed() -> None:
+    """As gloo does: rank 2 has stopped, 1 waits for it, and 0 for 1 until that connection is closed."""
+    closed = PeerError(Action.parse("1B2"), 1, "rank 1 disappeared: connection closed", timed_out=False)
+    found = explain_all({0: closed, 1: waits_for(2, "2B2")}, 3)
+    assert [str(error.action) for error in found] == ["2B2", "2B2"]
+    assert [error.rank for error in found] == [2, 2]
+
+
+def test_a_rank_that_waits_for_an_unknown_one_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "EXPLANATION_S", 0.5)
+    found = explain_all({0: waits_for(1), 1: waits_for(None), 3: waits_for(None)}, 4)
+    assert [error.rank for error in found] == [2, 2, 2]
+    assert "rank 2 did not answer" in str(found[0])
+
+
+def test_who_waited_in_vain_hears_of_the_failure_that_a_rank_writes_meanwhile() -> None:
+    board, told = Board(), ActionError(Action.parse("1F0"), "told", 1)
+    board.on_get = lambda: setattr(board, "on_get", lambda: None) or Blackboard(board, 1, 3).report(told)
+    assert str(Blackboard(board, 2, 3).explain(waits_for(0))) == str(told)
+
+
+def test_ranks_that_others_may_keep_waiting_hear_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replica 1 has said for whom it waits in its own pipeline before replica 0 concludes that it is gone."""
+    board, looks = Board(), []
+
+    def speak_late() -> None:
+        looks.append(0)
+        if len(looks) == 20:
+            board.on_get = lambda: None
+            Blackboard(board, 1, 2).report(ActionError(None, "told", 1))
+
+    board.on_get = speak_late
+    monkeypatch.setattr(failure, "EXPLANATION_S", 600.0)
+    assert Blackboard(board, 0, 2, alone=False).explain(waits_for(1)).cause == "told"
+
+
+@pytest.mark.parametrize(("silent", "what"), [(True, "did not answer"), (False, "disappeared")])
+def test_a_store_that_cannot_be_asked_is_its_hosts_failure(silent: bool, what: str) -> None:
+    board = Board()
+    board.broken = StoreError("is not there", silent=silent)
+    found = explain_all({1: waits_for(0, "0F1"), 2: waits_for(1, "1F1")}, 3, board)
+    assert [error.rank for error in found] == [0, 0]
+    assert str(found[0].action) == "0F1"  # the neighbour knows which action
+    assert found[1].cause == f"the process that held the store {what}"
+
+
+def test_a_store_of_the_launcher_that_cannot_be_asked_leaves_what_is_known_here() -> None:
+    board = Board()
+    board.host, board.is_in_rank = None, False
+    board.broken = StoreError("is not there", silent=True)
+    (found,) = explain_all({2: waits_for(1, "1F1")}, 3, board)
+    assert (found.rank, str(found.action)) == (1, "1F1")
+
+
+def test_what_does_not_answer_is_left_behind() -> None:
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match="no answer within 0.01 s"):
+        bounded(never.wait, 0.01)
+    never.set()
+    assert bounded(lambda: 3, 600.0) == 3
+    with pytest.raises(KeyError, match="lost"):
+        bounded(lambda: {}["lost"], 600.0)
+
+
+def test_a_silent_store_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection stays locked, so each further question would take as long in vain."""
+    asked, never = [], threading.Event()
+    store = Store.__new__(Store)
+    store._failed = None
+    store._store = SimpleNamespace(check=lambda keys: asked.append(keys) or never.wait())
+    monkeypatch.setattr(store_module, "ANSWER_S", 0.01)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="did not answer") as caught:
+            store.get("failure", 0.01)
+        assert caught.value.silent
+    never.set()
+    assert asked == [["failure"]]

@@ -1,0 +1,64 @@
+"""Some of the faults of `faults.py`, what there is of them, and that its output on record is complete."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from fault_table import ACTIONS, KINDS, TRANSPORTS, faults
+
+ROOT = Path(__file__).parents[1]
+# The process that holds the store stops, in a step and while all wait to save; a chain of ranks that wait; a
+# rank that is not there at all; and one of each other kind.
+CHOSEN = (
+    "stop rank 0 of 2, gloo, 0F",
+    "stop rank 2 of 3, shared memory, 2B",
+    "stop rank 0 of 3, shared memory, before saving",
+    "kill rank 1 of 3, shared memory, before construction",
+    "raise rank 0 of 2, shared memory, 0I",
+    "memory rank 1 of 2, gloo, 1W",
+)
+
+
+def test_a_broken_rank_ends_all_others_which_say_who_it_was(tmp_path: Path) -> None:
+    """How soon is the script's to judge; here only that they end, after the fault, and what they say."""
+    report = tmp_path / "faults.jsonl"
+    lines = [str(fault) for fault in faults(0)]
+    chosen = [next(line for line in lines if line.startswith(start)) for start in CHOSEN]
+    only = [argument for line in chosen for argument in ("--only", line)]
+    process = subprocess.run(
+        [sys.executable, "tests/faults.py", *only, "--timeout", "4", "--jobs", "3", "--json", str(report)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    outcomes = [json.loads(line) for line in report.read_text().splitlines()]
+    assert len(outcomes) == len(CHOSEN), process.stdout + process.stderr
+    assert [outcome["wrong"] for outcome in outcomes if outcome["wrong"]] == [], process.stdout
+    assert all(outcome["longest_s"] > 0 for outcome in outcomes)
+
+
+def test_every_kind_of_fault_in_every_rank_and_action_is_planted() -> None:
+    found = faults(0)
+    assert len(set(found)) == len(found)
+    in_actions = {(f.kind, f.num_ranks, f.rank, f.place[1], f.transport) for f in found if f.is_action}
+    assert in_actions == {
+        (kind, size, rank, action, transport)
+        for kind in KINDS
+        for size in (2, 3)
+        for rank in range(size)
+        for action in ACTIONS
+        for transport in TRANSPORTS
+    }
+    assert len(in_actions) == 200
+    assert faults(0) == found != faults(1)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results" / "faults").glob("*.jsonl")), ids=lambda p: p.stem)
+def test_the_record_holds_every_fault_and_none_went_wrong(path: Path) -> None:
+    outcomes = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [outcome for outcome in outcomes if outcome["late"]] == []
+    assert [outcome["fault"] for outcome in outcomes] == [asdict(fault) for fault in faults(0)]
+    assert [outcome["wrong"] for outcome in outcomes if outcome["wrong"]] == []

@@ -1,0 +1,275 @@
+"""SIGINT and SIGTERM end a run and all that it has started; what was finished stays, nothing else is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from command_line import START, Gate, lines, start, surroundings
+
+from gpipe_bench.experiments.commands.cli import main
+from gpipe_bench.harness.running.stopping import check, held, number_of, stopping
+
+RANKS = START.replace('"fake_experiment"', '"fake_ranks"')
+# Cases beside each other, in processes of their own.
+BESIDE = "import dataclasses, fake_experiment\n" + (
+    "fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)\n" + START
+)
+ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+
+
+@pytest.fixture
+def arrived(tmp_path):
+    """Reads what a process says once, whenever that is."""
+    path = tmp_path / "arrived"
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR)
+
+    def read():
+        ready, _, _ = select.select([pipe], [], [], 120)
+        assert ready, "the process did not begin within two minutes"
+        return os.read(pipe, 100).decode()
+
+    read.path = path
+    yield read
+    os.close(pipe)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+def command(*arguments, code, **variables):
+    """A command that leads a process group of its own, as a shell starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], env=surroundings(**variables),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def descendants():
+    """All that a process has started so far; gone when the test is done, whatever it finds."""
+    found = []
+
+    def of(process):
+        found.extend(psutil.Process(process.pid).children(recursive=True))
+        return found
+
+    yield of
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def nobody_is_left(processes):
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def ending_of(process):
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out.decode(), err.decode()
+
+
+def kept(results):
+    return [(each["case"]["step"], each["status"]) for each in lines((results / "fake.jsonl").read_text())]
+
+
+@pytest.mark.parametrize(("number", "status"), ENDINGS)
+@pytest.mark.parametrize("to", ["the run", "the whole group"])
+def test_a_run_ends_with_all_that_it_launched(tmp_path, arrived, descendants, number, status, to):
+    """A keyboard's interrupt reaches every process of the group at once; a kill only the run itself."""
+    results = tmp_path / "results"
+    process = command(
+        "run", "fake", "--device", "cpu", "--results", results, code=RANKS, FAKE_ARRIVED=str(arrived.path)
+    )
+    arrived()
+    family = descendants(process)
+    assert len(family) >= 2
+    if to == "the run":
+        process.send_signal(number)
+    else:
+        os.killpg(process.pid, number)
+    found, out, err = ending_of(process)
+    assert found == status, err
+    assert "1 finished cases are kept, the same command goes on from there" in err
+    assert "the comparison" not in out
+    assert kept(results) == [(1, "done")]
+    assert nobody_is_left(family)
+
+
+def test_a_launched_process_that_somebody_ends_is_a_failed_case(tmp_path, arrived, descendants):
+    results = tmp_path / "results"
+    process = command(
+        "run", "fake", "--device", "cpu", "--results", results, code=RANKS, FAKE_ARRIVED=str(arrived.path)
+    )
+    launched, grandchild = map(int, arrived().split())
+    descendants(process)
+    os.kill(launched, signal.SIGTERM)
+    os.kill(grandchild, signal.SIGKILL)  # nobody's child by now; it would keep the pipe to us open
+    found, out, err = ending_of(process)
+    assert found == 3, err
+    assert "the comparison" in out
+    assert kept(results) == [(1, "done"), (2, "failed"), (3, "done")]
+
+
+@pytest.mark.parametrize(("number", "status"), ENDINGS)
+def test_cases_beside_each_other_end_too(tmp_path, gate, descendants, number, status):
+    results = tmp_path / "results"
+    process = command(
+        "run", "fake", "--device", "cpu", "--jobs", "2", "--json", "--results", results, "--only", "step=1",
+        "--only", "step=2", code=BESIDE, FAKE_GATE=str(gate.folder),
+    )  # fmt: skip
+    process.stdout.readline()
+    gate.wait()
+    family = descendants(process)
+    assert len(family) >= 2
+    os.killpg(process.pid, number)
+    found, _, err = ending_of(process)
+    assert found == status, err
+    assert "1 finished cases are kept" in err
+    assert kept(results) == [(1, "done")]
+    assert nobody_is_left(family)
+
+
+@pytest.mark.parametrize(("number", "status"), ENDINGS)
+def test_what_was_started_twice_to_end_ends_once(tmp_path, gate, number, status):
+    """Tools send a second signal, or send it to process and group."""
+    results = tmp_path / "results"
+    process = start(
+        "run", "fake", "--device", "cpu", "--results", results, FAKE_GATE=str(gate.folder)
+    )  # fmt: skip
+    gate.wait()
+    process.send_signal(number)
+    process.send_signal(number)
+    found, out, err = ending_of(process)
+    assert found == status, err
+    assert "reproduced" not in out
+    assert err.count("1 finished cases are kept") == 1
+    assert "Traceback" not in err
+    assert kept(results) == [(1, "done")]
+
+
+STUBBORN = (
+    """
+import fake_experiment
+import signal
+take = fake_experiment.run
+def run(case, options):
+    while True:
+        try:
+            return take(case, options)
+        except KeyboardInterrupt:
+            pass
+import dataclasses
+fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, run=run)
+"""
+    + START
+)
+
+
+def test_a_library_that_swallows_the_interrupt_does_not_hold_it_up(tmp_path, gate):
+    results = tmp_path / "results"
+    process = start(
+        "run", "fake", "--device", "cpu", "--results", results, code=STUBBORN, FAKE_GATE=str(gate.folder)
+    )
+    gate.wait()
+    process.send_signal(signal.SIGTERM)
+    found, out, err = ending_of(process)
+    assert found == 143, err
+    assert "reproduced" not in out
+    assert "ended by SIGTERM" in err
+    assert kept(results) == [(1, "done")]
+
+
+@pytest.mark.parametrize(("number", "status"), ENDINGS)
+def test_a_signal_while_it_starts(tmp_path, gate, number, status):
+    """In the middle of an import, which takes seconds for torch."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\n"
+        "os.write(os.open(os.environ['FAKE_GATE'] + '/arrived', os.O_WRONLY), b'here')\n"
+        "while True: signal.pause()\n"
+    )
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{START}"
+    process = start(
+        "run", "fake", "--device", "cuda", "--results", tmp_path / "results", code=code,
+        FAKE_GATE=str(gate.folder),
+    )  # fmt: skip
+    gate.wait()
+    process.send_signal(number)
+    found, out, err = ending_of(process)
+    assert (found, out) == (status, ""), err
+    assert "Traceback" not in err
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_signal_that_the_shell_told_it_to_ignore_stays_ignored(tmp_path, gate):
+    """As in `nohup` and in the background of a script."""
+    code = START.replace("signal.default_int_handler", "signal.SIG_IGN")
+    process = start(
+        "run", "fake", "--device", "cpu", "--results", tmp_path, code=code, FAKE_GATE=str(gate.folder)
+    )
+    gate.wait()
+    process.send_signal(signal.SIGINT)
+    gate.release()
+    assert ending_of(process)[0] == 0
+    assert [step for step, _ in kept(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("number", "status"), ENDINGS)
+def test_the_way_out_is_taken_in_good_order(number, status):
+    cleaned, before = [], signal.getsignal(number)
+
+    def work():
+        with stopping():
+            try:
+                os.kill(os.getpid(), number)
+                signal.pause()
+            finally:
+                cleaned.append(True)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
+    assert cleaned
+    assert 128 + number_of(caught.value) == status
+    assert signal.getsignal(number) is before
+
+
+def test_what_is_held_together_is_done_whole():
+    done = []
+
+    def work():
+        with stopping(), held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["whole"]
+
+
+def test_the_signals_of_a_forked_child_are_its_own():
+    with stopping():
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        check()  # nobody has asked us
+
+
+def test_the_handlers_are_as_before_when_a_command_is_done(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert main(["list", "--results", str(tmp_path)]) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -38,11 +38,7 @@ def at(comparisons, column, row):
 
 
 def test_every_published_cell_of_the_table_is_there_once(comparisons):
-    published = [
-        c.key
-        for c in load_paper()
-        if c.table == TABLE and c.source == "paper" and c.kind in ("result", "claim")
-    ]
+    published = [c.key for c in load_paper() if c.table == TABLE and c.source == "paper" and c.counted]
     assert [(c.table, c.row, c.column) for c in comparisons] == published
     assert totals(comparisons) == "2 of 20 reproduced, 1 exceeds, 1 deviates, 16 not run"
 
@@ -138,7 +134,7 @@ def test_a_table_that_is_a_diagonal_is_a_list():
         ]
     )  # fmt: skip
     line = next(line for line in text_table(rows).splitlines() if "pipeline-128" in line)
-    assert re.search(r"Transformer.* 298x -> 297 +297.2 modelled +reproduced \[\d+\]$", line)
+    assert re.search(r"Transformer.* 298x -> 297\.3 +297.2 modelled +reproduced \[\d+\]$", line)
 
 
 def test_a_gap_that_was_declared_is_a_footnote_also_where_it_is_reproduced():

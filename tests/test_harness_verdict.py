@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_bench.harness.experiment import Ours
-from gpipe_bench.harness.judging.paper import PaperCell, parse_printed
+from gpipe_bench.harness.judging.paper import PaperCell
+from gpipe_bench.harness.judging.printed import parse_printed
 from gpipe_bench.harness.judging.units import show_with_interval
 from gpipe_bench.harness.judging.verdict import VERDICTS, band, judge
 from gpipe_bench.harness.records.record import Quantity

@@ -13,6 +13,7 @@ import urllib.parse
 from base64 import b64decode
 from collections import Counter
 from functools import partial
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -143,11 +144,11 @@ def test_totals_are_those_of_the_rows_under_every_tolerance(page):
             judged = {(c.table, c.row, c.column): c.verdict for c in compare(ours, None, tolerance)}
             for row in table.rows:
                 key = (table.name, row.comparison.row, row.comparison.column)
-                if key in paper and paper[key].kind != "setting":
+                if key in paper and paper[key].counted:
                     recount[judged.get(key, "not run")] += 1
         assert dict(recount) == {verdict: n for verdict, n in counts.by_verdict.items() if n}
-    assert page.counts.total == sum(cell.kind != "setting" for cell in paper.values()), (
-        "each result, claim and formula counts once"
+    assert page.counts.total == sum(cell.counted for cell in paper.values()), (
+        "each result, claim and identity counts once, and a number that is printed twice is one"
     )
 
 
@@ -161,6 +162,15 @@ def test_a_table_that_is_not_run_says_why(page):
     assert "nox -s figure2" in infos["formulas"].missing
     assert "do not report" in infos["claims"].missing
     assert {cell.table for cell in load_paper()} == set(infos)
+
+
+def test_a_write_up_that_contradicts_the_paper_is_shown_with_the_contradiction(page):
+    claim = next(c for c in load_paper() if c.printed == "83 billion")
+    for text in (unescape(html(page)), markdown(page)):
+        assert claim.erratum in text
+    assert all(table != "write-ups" for table, *_ in page.summary.errata), "it is no erratum of the paper"
+    shown = next(table for table in page.tables if table.name == "write-ups")
+    assert (shown.rows, shown.counts.total) == ((), 0), "it is context and counts nowhere"
 
 
 def test_the_page_holds_all_it_needs(page, parsed):

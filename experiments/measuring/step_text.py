@@ -28,7 +28,7 @@ def published(table: str) -> dict[tuple[str, str, str], PaperCell]:
     return {
         (cell.source, cell.row, cell.column): cell
         for cell in load_paper()
-        if cell.table == table and cell.kind in ("result", "claim")
+        if cell.table == table and cell.kind != "setting"
     }
 
 

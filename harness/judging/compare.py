@@ -69,16 +69,13 @@ def compare(
     tables = {cell.table for cell in ours}
     published = {c.key: c for c in cells if c.source == "paper" and c.table in tables}
     peers = {c.key: c for c in cells if c.source == "torchgpipe" and c.table in tables}
-    keys = dict.fromkeys(
-        [key for key, cell in published.items() if key in mine or cell.kind in ("result", "claim")]
-        + list(mine)
-    )
+    keys = dict.fromkeys([key for key, cell in published.items() if key in mine or cell.counted] + list(mine))
     order = {table: place for place, table in enumerate(dict.fromkeys(key[0] for key in keys))}
     return [
         _row(
             published.get(key),
             peers.get(key),
-            mine.get(key) or Ours(table=key[0], row=key[1], column=key[2]),
+            mine.get(key) or Ours(table=key[0], row=key[1], column=key[2], reason=published[key].unanswered),
             tolerance,
         )
         for key in sorted(keys, key=lambda key: order[key[0]])

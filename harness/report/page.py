@@ -19,7 +19,6 @@ from gpipe_bench.harness.records.record import Record
 NARROW, WIDE = 0.5, 2.0
 """Factors on the width of every band under which the verdicts are counted again."""
 
-SETTING = "a setting under which the paper's results were obtained, not a result"
 JUDGED: tuple[Verdict, ...] = ("reproduced", "exceeds", "deviates")
 
 
@@ -188,7 +187,7 @@ def _table(
             Row(
                 comparison=comparison,
                 kind="ours" if cell is None else cell.kind,
-                counted=cell is not None and cell.kind != "setting",
+                counted=cell is not None and cell.counted,
                 reason=_short_reason(comparison, mine.get(key)),
                 marks=tuple(sorted(notes.index(note) + 1 for note in _notes(comparison))),
                 narrow=narrow[key],
@@ -203,7 +202,7 @@ def _table(
     main = [published[_key(row.comparison)] for row in counted] or others
     locations = dict.fromkeys(cell.location for cell in main if cell.location)
     hardware = dict.fromkeys(cell.hardware for cell in published.values() if cell.hardware)
-    is_setting = [row.kind == "setting" and row.comparison.ours is None for row in rows]
+    is_setting = [row.kind != "ours" and not row.counted and row.comparison.ours is None for row in rows]
     return TableView(
         name=name,
         info=info,
@@ -221,7 +220,7 @@ def _table(
 
 
 def _absent(cell: PaperCell, info: TableInfo) -> Ours:
-    reason = SETTING if cell.kind == "setting" else info.missing
+    reason = cell.unanswered or info.missing
     return Ours(table=cell.table, row=cell.row, column=cell.column, reason=reason)
 
 

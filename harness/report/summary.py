@@ -55,7 +55,7 @@ def summary(tables: Sequence[TableView], paper: Sequence[PaperCell]) -> Summary:
                 )  # fmt: skip
     errata: dict[tuple[str, str], list[str]] = {}
     for cell in paper:
-        if cell.erratum:
+        if cell.erratum and cell.kind != "external":
             errata.setdefault((cell.table, cell.erratum), []).append(f"{cell.row}, {cell.column}")
     short = {table.name: table.info.short for table in tables}
     listed = tuple((table, short[table], _places(cells), text) for (table, text), cells in errata.items())

@@ -4,7 +4,7 @@ A test suite that is green on right code shows little; these show that it turns 
 is a mistake that a pipeline engine really makes somewhere: wrong order, a lost or doubled gradient, other
 random numbers in the recomputation, statistics counted twice, a cost left out of a model. Each is one
 replacement of a text that occurs exactly once in its file, and names the smallest selection of tests that has
-to fail. A `required` one is planted whenever the test suite runs, the others by `python tests/mutants.py`.
+to fail. `nox -s mutants` plants them all, and so does continuous integration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class Mutant:
     new: str
     why: str
     tests: tuple[str, ...]
-    required: bool = False
 
 
 # One node each for all selections that several mutants share.
@@ -48,7 +47,6 @@ GRADIENTS = (
         new="            self.outputs[-1 - m] = output\n",
         why="the micro-batches' outputs must be merged in the order of the examples",
         tests=("tests/test_transparency.py::test_forward_alone_equals_the_plain_model[3-3]",),
-        required=True,
     ),
     Mutant(
         name="one accumulation dropped",
@@ -63,7 +61,6 @@ GRADIENTS = (
 """,
         why="one micro-batch's gradient of one tensor of each stage is lost, and nothing else",
         tests=TRANSPARENT,
-        required=True,
     ),
     Mutant(
         name="one gradient scaled by 1.01",
@@ -76,7 +73,6 @@ GRADIENTS = (
 """,
         why="a comparison that is loose, or of sums over parameters, lets this through",
         tests=TRANSPARENT,
-        required=True,
     ),
     Mutant(
         name="input gradient scaled by 1.01",
@@ -93,7 +89,6 @@ GRADIENTS = (
         new="for t in tensors]), structure, needs_grad if m != 1 else (False,) * len(tensors))\n",
         why="a boundary input that is no leaf cuts earlier stages off, without any error",
         tests=TRANSPARENT,
-        required=True,
     ),
     Mutant(
         name="accumulation over steps dropped",
@@ -114,7 +109,6 @@ GRADIENTS = (
         new="        key = (1 / len(self._shares), metadata.dtype)\n",
         why="with micro-batches of unequal size the mean of means is not the mean",
         tests=("tests/test_transparency.py::test_micro_batches_make_the_mean_over_the_mini_batch",),
-        required=True,
     ),
     Mutant(
         name="reported loss not weighted by its share",
@@ -176,7 +170,6 @@ RANDOMNESS = (
         new="                    generators.seed(mix(key))\n",
         why="all micro-batches would drop the same units",
         tests=MASKS,
-        required=True,
     ),
     Mutant(
         name="recomputation not seeded",
@@ -185,7 +178,6 @@ RANDOMNESS = (
         new="                    if recording:\n                        generators.seed(mix(key ^ m))\n",
         why="the recomputation draws what the generator happens to hold",
         tests=MASKS,
-        required=True,
     ),
     Mutant(
         name="recomputation with another stream",
@@ -269,7 +261,6 @@ STATISTICS = (
         new="unflatten(state.enter(), state.structure), recording=True)",
         why="every micro-batch would count twice, or once where it keeps its activations",
         tests=AVERAGES,
-        required=True,
     ),
     Mutant(
         name="averages see what a layer recomputes itself",
@@ -418,7 +409,6 @@ SCHEDULES = (
         new="microbatch != num_microbatches - 2)",
         why="the micro-batch that keeps its activations is the one whose backward comes first",
         tests=ROWS,
-        required=True,
     ),
     Mutant(
         name="drain in the order of the forwards",
@@ -444,7 +434,6 @@ SCHEDULES = (
         new="            pass\n",
         why="the validator would accept what no engine can run",
         tests=REFUSED,
-        required=True,
     ),
     Mutant(
         name="recomputation does not wait for its forward",

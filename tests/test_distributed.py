@@ -52,7 +52,7 @@ def free_port() -> int:
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_process_ends_all_others(tmp_path: Path, victim: int) -> None:
     """Also when it held the store: within seconds, with one error that names the action and the rank."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     port = free_port()
     processes = [
         context.Process(target=distributed_cases.kill_one, args=(str(tmp_path), rank, 4, port, victim))
@@ -79,6 +79,7 @@ def test_a_killed_process_ends_all_others(tmp_path: Path, victim: int) -> None:
             assert message.endswith("the process that held the store disappeared")
 
 
+@pytest.mark.usefixtures("spawning")
 def test_the_launcher_ends_with_the_first_error() -> None:
     with pytest.raises(ChildFailedError, match=r"action 1B0 on rank 1 failed: ZeroDivisionError: broken"):
         launch(distributed_cases.raise_one, 2, "gpipe")

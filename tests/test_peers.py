@@ -168,6 +168,8 @@ def test_smoke_sets_the_documented_engine_beside_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One case over processes; the others run the same code."""
+    tiny = {"num_layers": 6, "vocab_size": 8, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8}
+    monkeypatch.setitem(MODELS, "transformer", (MODELS["transformer"][0], tiny, 2, "a tiny Transformer"))
     monkeypatch.chdir(ROOT / "docs")
     command = ["run", "peers", "--profile", "smoke", "--engine", "own_engine_example:FillDrain"]
     command += ["--only", "where=processes", "--only", "model=transformer", "--results", tmp_path]

@@ -20,14 +20,18 @@ from pipeline import launch
 torch.set_num_threads(1)
 
 
+PRELOADED = [
+    "torch.distributed.tensor", "torch.distributed.launcher.api", "torch.distributed.checkpoint",
+    "hypothesis", "sklearn.datasets", "pipeline.launch", "models",
+]  # fmt: skip
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forking() -> Iterator[None]:
     """Processes of `pipeline.launch` are forked from one that has imported torch, which takes them two
     seconds otherwise. Where starting them is what is tested, `spawning` undoes it.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch.distributed.tensor", "torch.distributed.launcher.api", "pipeline.launch", "models"]
-    )
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "LaunchConfig", _forking)
         yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import distributed_cases
 import psutil
 import pytest
 import torch
+from command_line import free_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from pipeline.launch import launch
@@ -41,12 +41,6 @@ def test_stages_on_gpus_of_their_own() -> None:
         pytest.skip("NCCL needs a GPU for each stage")
     for differences in launch(distributed_cases.on_gpus, min(torch.cuda.device_count(), 4)):
         assert max(differences) < 1e-10
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.parametrize("victim", [0, 2])

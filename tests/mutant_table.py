@@ -158,7 +158,7 @@ GRADIENTS = (
         old="            if not self._autocast:\n                run(",
         new="            if True:\n                run(",
         why="the context that chose the precisions must not choose those of the backward",
-        tests=("tests/test_mutation_gaps.py::test_autocast_is_over_when_the_backward_runs",),
+        tests=("tests/test_engine.py::test_autocast_is_over_when_the_backward_runs",),
     ),
 )
 
@@ -233,7 +233,7 @@ RANDOMNESS = (
         old="_FORWARD_ONLY = 1 << 62",
         new="_FORWARD_ONLY = 0",
         why="a forward in training mode is another sample of the masks, not the one trained with",
-        tests=("tests/test_mutation_gaps.py::test_forwards_draw_from_streams_of_their_own",),
+        tests=("tests/test_rng.py::test_forwards_draw_from_streams_of_their_own",),
     ),
     Mutant(
         name="a continued run repeats its first masks",
@@ -241,7 +241,7 @@ RANDOMNESS = (
         old='    pipeline.num_steps = int(state["num_steps"])\n',
         new="",
         why="the number of steps keys the random streams, so it belongs to a checkpoint",
-        tests=("tests/test_mutation_gaps.py::test_a_saved_run_continues_with_another_number_of_stages",),
+        tests=("tests/test_bitwise.py::test_a_saved_run_continues_with_another_number_of_stages",),
     ),
 )
 
@@ -268,7 +268,7 @@ STATISTICS = (
         old="            self.statistics.redirect(recording=False)\n",
         new="            self.statistics.redirect(recording=True)\n",
         why="a layer that checkpoints its own parts runs them once more inside the backward",
-        tests=("tests/test_mutation_gaps.py::test_averages_do_not_see_what_a_layer_recomputes_itself",),
+        tests=("tests/test_batchnorm.py::test_averages_do_not_see_what_a_layer_recomputes_itself",),
     ),
     Mutant(
         name="biased variance",
@@ -292,7 +292,7 @@ STATISTICS = (
         old="        self.statistics.forget()\n",
         new="",
         why="half a mini-batch would be counted with the next one",
-        tests=("tests/test_mutation_gaps.py::test_a_failed_step_leaves_no_statistics_for_the_next",),
+        tests=("tests/test_batchnorm.py::test_a_failed_step_leaves_no_statistics_for_the_next",),
     ),
 )
 
@@ -346,7 +346,7 @@ BOUNDARIES = (
         old="        return tensor.detach()\n",
         new="        return tensor.view_as(tensor)\n",
         why="masks follow the memory layout, so bits would depend on the cuts",
-        tests=("tests/test_mutation_gaps.py::test_strides_of_single_examples_survive_a_boundary",),
+        tests=("tests/test_engine.py::test_strides_of_single_examples_survive_a_boundary",),
     ),
     Mutant(
         name="copies charged to their sender",
@@ -441,7 +441,7 @@ SCHEDULES = (
         old="            needs[action].append(Action(stage, Kind.F, microbatch))\n",
         new="            pass\n",
         why="there is nothing to recompute before the inputs have come",
-        tests=("tests/test_mutation_gaps.py::test_a_recomputation_needs_its_forward",),
+        tests=("tests/test_schedule.py::test_a_recomputation_needs_its_forward",),
     ),
     Mutant(
         name="the last boundary's gradients forgotten",
@@ -467,7 +467,7 @@ SCHEDULES = (
         "            if stage < schedule.num_stages - 1:\n"
         "                needs[action].append(Action(stage + 1, Kind.B, microbatch))\n",
         why="GPipe recomputes while it waits; only the gradient's own action needs it",
-        tests=("tests/test_mutation_gaps.py::test_a_recomputation_needs_nothing_but_its_forward",),
+        tests=("tests/test_schedule.py::test_a_recomputation_needs_nothing_but_its_forward",),
     ),
     Mutant(
         name="serial recomputation in the replay",
@@ -483,7 +483,7 @@ SCHEDULES = (
         old="            stage = waiting[-1]\n",
         new="            stage = waiting[0]\n",
         why="with all stages in one process the last that can go on holds the most",
-        tests=("tests/test_mutation_gaps.py::test_one_worker_holds_one_recomputed_micro_batch_at_a_time",),
+        tests=("tests/test_schedule.py::test_one_worker_holds_one_recomputed_micro_batch_at_a_time",),
     ),
 )
 

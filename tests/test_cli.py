@@ -304,12 +304,12 @@ def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, ca
     assert "no module 'no_such_module' in" in capsys.readouterr().err
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "engine_of_a_user.py").write_text("class Engine: pass\n")
+    (tmp_path / "engine_of_a_user.py").write_text("class Engine:\n    def step(self, *_): pass\n")
     monkeypatch.setattr(sys, "path", sys.path.copy())
     for engine, stored in [
         ([], "ours"),
         (["--engine", "plain"], "plain"),
-        (["--engine", "engine_of_a_user:Engine"], "engine_of_a_user:Engine@8ef51f99"),
+        (["--engine", "engine_of_a_user:Engine"], "engine_of_a_user:Engine@0f8a68d2"),
     ]:
         assert main([*common, *engine]) == 0
         options = json.loads(capsys.readouterr().out)["options"]

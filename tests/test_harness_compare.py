@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from gpipe_bench.harness.experiment import Ours
 from gpipe_bench.harness.judging.compare import compare, numbered_footnotes, totals
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.harness.report.tables import markdown_table, text_table
@@ -17,7 +17,7 @@ TABLE = "table1-transformer"
 
 def cell(column, row, value, unit="bytes", table=TABLE, better=None, **changes):
     quantity = Quantity(name=row, value=value, unit=unit, provenance="modelled", higher_is_better=better)
-    return Ours(table=table, row=row, column=column, quantity=quantity, **changes)
+    return Entry(table=table, row=row, column=column, quantity=quantity, **changes)
 
 
 MEMORY = [
@@ -130,7 +130,7 @@ def test_a_table_that_is_a_diagonal_is_a_list():
     ]
     rows = compare(
         [
-            Ours(
+            Entry(
                 table="claims", row=row, column=column,
                 quantity=Quantity(name="x", value=value, unit="ratio", provenance="modelled"),
             )
@@ -163,5 +163,5 @@ def test_markdown_rows_have_as_many_cells_as_the_header(comparisons):
 
 def test_the_interval_is_shown():
     quantity = Quantity(name="x", value=3.4, unit="ratio", provenance="replayed", low=3.3, high=3.6)
-    rows = compare([Ours(table="table2-transformer", row="M=32", column="K=4", quantity=quantity)])
+    rows = compare([Entry(table="table2-transformer", row="M=32", column="K=4", quantity=quantity)])
     assert "3.400 [3.300, 3.600]" in text_table(rows)

@@ -10,8 +10,9 @@ from records import quantity, record
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands.compare_machines import comparable, machine_folders
-from gpipe_bench.harness.experiment import Experiment, Ours
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import compare
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.machines import side_by_side, side_table
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.store import Store
@@ -138,6 +139,6 @@ def test_an_experiment_without_cells_of_the_paper_compares_its_quantities():
 
 
 def test_fewer_than_two_machines_are_refused():
-    cells = compare([Ours(table="t", row="r", column="c", quantity=quantity(1))], [])
+    cells = compare([Entry(table="t", row="r", column="c", quantity=quantity(1))], [])
     with pytest.raises(ValueError, match="at least two machines, got a"):
         side_by_side({"a": cells}, {"a": []})

@@ -28,8 +28,8 @@ from gpipe_bench.experiments.report.figure_files import draw, drawn
 from gpipe_bench.experiments.report.records import Source, answers, folders, sources
 from gpipe_bench.experiments.report.tables import TABLES, table_infos
 from gpipe_bench.experiments.report.timelines import charts_of, timelines
-from gpipe_bench.harness.experiment import Ours
 from gpipe_bench.harness.judging.compare import compare
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.judging.verdict import VERDICTS
 from gpipe_bench.harness.places import REFERENCE
@@ -337,7 +337,7 @@ def test_text_of_records_cannot_become_markup(tmp_path, monkeypatch):
 
 
 def test_two_answers_for_a_cell_are_refused():
-    ours = Ours(table="t", row="r", column="c", quantity=quantity(1))
+    ours = Entry(table="t", row="r", column="c", quantity=quantity(1))
     answer = Answer(ours=ours, machine="m", profile="short", command="x")
     with pytest.raises(ValueError, match="two answers"):
         table_views([answer, answer], [], INFO)

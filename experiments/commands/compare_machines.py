@@ -19,8 +19,9 @@ from gpipe_bench.experiments.registry import suggestion
 from gpipe_bench.experiments.report.readable import readable
 from gpipe_bench.experiments.report.selection import select_records
 from gpipe_bench.experiments.report.show import comparisons_of
-from gpipe_bench.harness.experiment import Experiment, Ours
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison, compare
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.machines import SideBySide, side_by_side, side_table
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.record import Record
@@ -81,10 +82,10 @@ def comparable(experiment: Experiment, records: Sequence[Record]) -> list[Compar
     cells = comparisons_of(experiment, records)
     if any(cell.ours is not None for cell in cells):
         return cells
-    quantities: dict[tuple[str, str], Ours] = {}
+    quantities: dict[tuple[str, str], Entry] = {}
     for record in records:
         for quantity in record.quantities:
-            quantities[quantity.name, record.label] = Ours(
+            quantities[quantity.name, record.label] = Entry(
                 table=experiment.name, row=quantity.name, column=record.label, quantity=quantity
             )
     return compare(list(quantities.values()))

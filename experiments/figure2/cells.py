@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Quantity, Record
 
 TABLE = "formulas"
@@ -27,17 +27,17 @@ def find(records: Sequence[Record], part: str, **key: object) -> Record | None:
     return next((r for r in of_part(records, part) if all(r.case.get(k) == v for k, v in key.items())), None)
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     """A cell for every formula that the paper's text gives and we have a record for."""
     return [*_bubbles(records), *_activations(records), *_rule(records), *_sizes(records)]
 
 
-def _bubbles(records: Sequence[Record]) -> Iterator[Ours]:
+def _bubbles(records: Sequence[Record]) -> Iterator[Entry]:
     for record in of_part(records, "bubble"):
         if record.case["num_stages"] not in (2, 4, 8):
             continue
         for count in (1, 4, 32):
-            yield Ours(
+            yield Entry(
                 table=TABLE,
                 row=f"bubble (K-1)/(M+K-1) at M={count}",
                 column=f"K={record.case['num_stages']}",
@@ -46,10 +46,10 @@ def _bubbles(records: Sequence[Record]) -> Iterator[Ours]:
             )
 
 
-def _activations(records: Sequence[Record]) -> Iterator[Ours]:
+def _activations(records: Sequence[Record]) -> Iterator[Entry]:
     for record in of_part(records, "formula"):
         layers, count = record.case["num_layers"], record.case["num_microbatches"]
-        yield Ours(
+        yield Entry(
             table=TABLE,
             row=f"activation memory (N + L/K N/M) / N at L={layers}, M={count}",
             column=f"K={record.case['num_stages']}",
@@ -71,21 +71,21 @@ def least_multiple(records: Sequence[Record]) -> int | None:
     return None
 
 
-def _sizes(records: Sequence[Record]) -> Iterator[Ours]:
+def _sizes(records: Sequence[Record]) -> Iterator[Entry]:
     """The parameters of models whose traffic is on record and that no other table counts."""
     for record in of_part(records, "traffic"):
         count = record.quantity("parameters")
         if record.case["model"] == "amoebanet-b":
-            yield Ours(table="amoebanet-b", row="parameters", column="v5", quantity=count)
+            yield Entry(table="amoebanet-b", row="parameters", column="v5", quantity=count)
         elif record.case["model"] == "transformer-seq2seq":
             name = str(record.case["size"]).replace(", ", ",")
-            yield Ours(table="nmt-models", row=name, column="parameters", quantity=count)
+            yield Entry(table="nmt-models", row=name, column="parameters", quantity=count)
 
 
-def _rule(records: Sequence[Record]) -> Iterator[Ours]:
+def _rule(records: Sequence[Record]) -> Iterator[Entry]:
     ratio = least_multiple(records)
     if ratio is not None:
-        yield Ours(
+        yield Entry(
             table=TABLE,
             row="micro-batches per stage for a negligible bubble",
             column="M / K",

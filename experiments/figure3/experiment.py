@@ -30,8 +30,9 @@ from gpipe_bench.experiments.measuring.step_text import (
     replay_errors,
 )
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
-from gpipe_bench.harness.experiment import Case, Ours, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.tables import text_table
 
@@ -99,11 +100,11 @@ def laid_out_with(configuration: Configuration) -> tuple[int, ...]:
     return NUM_MICROBATCHES, configuration.num_microbatches
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     return [cell for record in records if record.status == "done" for cell in _cells(record)]
 
 
-def _cells(record: Record) -> Iterator[Ours]:
+def _cells(record: Record) -> Iterator[Entry]:
     name = str(record.case["model"])
     scale = record.details["scale"]
     note = (f"A scaled model ({scale}), M = {NUM_MICROBATCHES}; " if scale else "") + (
@@ -114,7 +115,7 @@ def _cells(record: Record) -> Iterator[Ours]:
         quantity = record.quantity(f"normalised throughput {label}")
         for row in ("normalized throughput", "normalized throughput by the text"):
             if quantity is not None and (row, label) in printed:
-                yield Ours(
+                yield Entry(
                     table=TABLES[name],
                     row=row,
                     column=label,

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.harness.experiment import Experiment, Ours
+from gpipe_bench.harness.experiment import Experiment
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import Problem, Store, latest
@@ -96,7 +97,7 @@ def answers(experiment: Experiment, found: Sequence[Source]) -> list[Answer]:
     return list(chosen.values())
 
 
-def _answer(ours: Ours, source: Source) -> Answer:
+def _answer(ours: Entry, source: Source) -> Answer:
     record = _record_of(ours, source.records)
     return Answer(
         ours=ours,
@@ -107,7 +108,7 @@ def _answer(ours: Ours, source: Source) -> Answer:
     )
 
 
-def _record_of(ours: Ours, records: Sequence[Record]) -> Record | None:
+def _record_of(ours: Entry, records: Sequence[Record]) -> Record | None:
     """The record that holds the number itself; None for a number computed from several."""
     wanted = ours.quantity
     if wanted is None or wanted.value is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES
-from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Quantity, Record, Status
 
 CONTENT = {
@@ -58,8 +58,8 @@ def find(records: Sequence[Record], **key: object) -> Record | None:
     return next((r for r in records if all(r.case.get(k) == v for k, v in key.items())), None)
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
-    found: list[Ours] = []
+def cells(records: Sequence[Record]) -> list[Entry]:
+    found: list[Entry] = []
     for half in HALVES:
         for column in COLUMNS[half]:
             key = {"half": half, "column": column.name, "attention": JUDGED_ATTENTION[half]}
@@ -71,9 +71,9 @@ def cells(records: Sequence[Record]) -> list[Ours]:
     return found + [_claim(records, *claim) for claim in _CLAIMS]
 
 
-def _cell(half: str, column: str, row: str, record: Record | None) -> Ours:
+def _cell(half: str, column: str, row: str, record: Record | None) -> Entry:
     gap, reason = GAPS.get((half, row), (0.0, ""))
-    return Ours(
+    return Entry(
         table=HALVES[half].table,
         row=row,
         column=column,
@@ -86,13 +86,13 @@ def _cell(half: str, column: str, row: str, record: Record | None) -> Ours:
     )
 
 
-def _largest(half: str, column: str, record: Record | None) -> Ours:
+def _largest(half: str, column: str, record: Record | None) -> Entry:
     quantity = record.quantity("parameters") if record is not None else None
     status: Status = "done" if record is None else record.status
     reason = "" if record is None else record.reason
     if quantity is not None and quantity.value is None:
         status, reason = "out_of_memory", f"{quantity.note}; {SMALLER}"
-    return Ours(
+    return Entry(
         table=HALVES[half].table,
         row="maximum parameters",
         column=column,
@@ -110,7 +110,7 @@ def _higher(quantity: Quantity) -> Quantity:
     )  # fmt: skip
 
 
-def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str, gap: float) -> Ours:
+def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str, gap: float) -> Entry:
     counts = []
     for column in (over, under):
         record = find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
@@ -119,7 +119,7 @@ def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str
     ratio = Quantity(
         name=row, value=counts[0] / counts[1] if all(counts) else None, unit="ratio", provenance="modelled"
     )
-    return Ours(
+    return Entry(
         table="claims",
         row=row,
         column=f"{over} / {under}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE
-from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Quantity, Record
 
 TABLES = {"amoebanet": "table2-amoebanet", "transformer": "table2-transformer"}
@@ -35,17 +35,17 @@ def best(record: Record, what: str, num_stages: int, num_microbatches: int) -> Q
     return record.quantity(f"{what} K={num_stages} M={num_microbatches}")
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     """A cell for each (K, M) of each model on record."""
     return [cell for model in TABLES for cell in _of_model(records, model)]
 
 
-def _of_model(records: Sequence[Record], model: str) -> Iterator[Ours]:
+def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
     record = find(records, model, JUDGED)
     if record is None:
         return
     for num_stages, num_microbatches in cell_names(record):
-        yield Ours(
+        yield Entry(
             table=TABLES[model],
             row=f"M={num_microbatches}",
             column=f"K={num_stages}",

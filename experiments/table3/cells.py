@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpipe_bench.experiments.measuring.step_text import SMOKE
-from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Quantity, Record
 
 TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
@@ -31,18 +31,18 @@ def stage_counts(record: Record) -> list[int]:
     return [int(name[2:]) for name in record.details["stages"]]
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     """A cell for each K of each model whose steps were measured; the modelled ones are shown beside them."""
     return [cell for model in TABLES for cell in _of_model(records, model)]
 
 
-def _of_model(records: Sequence[Record], model: str) -> Iterator[Ours]:
+def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
     record = find(records, "steps", model)
     if record is None:
         return
     for k in stage_counts(record):
         quantity = record.quantity(f"normalised throughput over {record.details['judged']} K={k}")
-        yield Ours(
+        yield Entry(
             table=TABLES[model],
             row="M=32",
             column=f"K={k}",

@@ -30,8 +30,9 @@ from gpipe_bench.experiments.measuring.step_results import (
 from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE, grid, replay_errors
 from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
-from gpipe_bench.harness.experiment import Case, Ours, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record
 from gpipe_bench.harness.report.tables import text_table
@@ -88,11 +89,11 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return Outcome(tuple(quantities), {**facts, **details})
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     return [cell for record in records if record.status == "done" for cell in _cells(record)]
 
 
-def _cells(record: Record) -> Iterator[Ours]:
+def _cells(record: Record) -> Iterator[Entry]:
     """v1 took ResNet-101 apart. v5's pie names no model, but its load imbalance, 3.2 %, is what v1 gives for
     ResNet-101 on two partitions, so it is held against that.
     """
@@ -104,9 +105,9 @@ def _cells(record: Record) -> Iterator[Ours]:
         f"; a scaled model ({scale})." if scale else "."
     )
 
-    def cell(table: str, row: str, column: str, quantity: Quantity | None, more: str = "") -> Iterator[Ours]:
+    def cell(table: str, row: str, column: str, quantity: Quantity | None, more: str = "") -> Iterator[Entry]:
         if quantity is not None:
-            yield Ours(
+            yield Entry(
                 table=table,
                 row=row,
                 column=column,

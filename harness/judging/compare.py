@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.judging.units import convert
 from gpipe_bench.harness.judging.verdict import NO_RECORD, VERDICTS, Verdict, judge
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def compare(
-    ours: Sequence[Ours], paper: Sequence[PaperCell] | None = None, tolerance: float = 1.0
+    ours: Sequence[Entry], paper: Sequence[PaperCell] | None = None, tolerance: float = 1.0
 ) -> list[Comparison]:
     """The rows of every table that `ours` touches, in the paper's order, then our other cells.
 
@@ -61,7 +61,7 @@ def compare(
     Raises ValueError where a cell is given twice or its unit can't be converted to the paper's.
     """
     cells = load_paper() if paper is None else list(paper)
-    mine: dict[tuple[str, str, str], Ours] = {}
+    mine: dict[tuple[str, str, str], Entry] = {}
     for cell in ours:
         if (cell.table, cell.row, cell.column) in mine:
             raise ValueError(f"cell {cell.table} / {cell.row} / {cell.column} is given twice")
@@ -78,7 +78,7 @@ def compare(
         _row(
             published.get(key),
             peers.get(key),
-            mine.get(key) or Ours(table=key[0], row=key[1], column=key[2]),
+            mine.get(key) or Entry(table=key[0], row=key[1], column=key[2]),
             tolerance,
         )
         for key in sorted(keys, key=lambda key: order[key[0]])
@@ -98,7 +98,7 @@ def numbered_footnotes(comparisons: Sequence[Comparison]) -> dict[str, int]:
     return {note: number for number, note in enumerate(notes, start=1)}
 
 
-def _row(cell: PaperCell | None, peer: PaperCell | None, ours: Ours, tolerance: float) -> Comparison:
+def _row(cell: PaperCell | None, peer: PaperCell | None, ours: Entry, tolerance: float) -> Comparison:
     judgement = judge(cell, ours, tolerance)
     quantity = ours.quantity or Quantity(name=ours.row, value=None, unit="", provenance="measured")
     unit = cell.unit if cell is not None else quantity.unit
@@ -137,7 +137,7 @@ def _finite(edge: float | None) -> float | None:
     return edge if edge is not None and math.isfinite(edge) else None
 
 
-def _footnotes(cell: PaperCell | None, ours: Ours, verdict: Verdict, reason: str) -> tuple[str, ...]:
+def _footnotes(cell: PaperCell | None, ours: Entry, verdict: Verdict, reason: str) -> tuple[str, ...]:
     notes = [] if cell is None else [cell.erratum, cell.note]
     if verdict != "reproduced":
         # The explanation is shared by many cells; the sizes of the differences stand in the table. "Not run"

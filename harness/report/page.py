@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.experiment import Ours
 from gpipe_bench.harness.judging.compare import Comparison, compare
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import PaperCell
 from gpipe_bench.harness.judging.verdict import VERDICTS, Verdict
 from gpipe_bench.harness.records.record import Record
@@ -27,7 +27,7 @@ JUDGED: tuple[Verdict, ...] = ("reproduced", "exceeds", "deviates")
 class Answer:
     """Our number for a cell and where it comes from: machine, profile, and the record if it is one's own."""
 
-    ours: Ours
+    ours: Entry
     machine: str
     profile: str
     command: str
@@ -220,9 +220,9 @@ def _table(
     )
 
 
-def _absent(cell: PaperCell, info: TableInfo) -> Ours:
+def _absent(cell: PaperCell, info: TableInfo) -> Entry:
     reason = SETTING if cell.kind == "setting" else info.missing
-    return Ours(table=cell.table, row=cell.row, column=cell.column, reason=reason)
+    return Entry(table=cell.table, row=cell.row, column=cell.column, reason=reason)
 
 
 def _notes(comparison: Comparison) -> list[str]:

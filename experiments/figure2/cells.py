@@ -41,7 +41,8 @@ def _bubbles(records: Sequence[Record]) -> Iterator[Entry]:
                 table=TABLE,
                 row=f"bubble (K-1)/(M+K-1) at M={count}",
                 column=f"K={record.case['num_stages']}",
-                quantity=record.quantity(f"bubble of gpipe at M={count}"),
+                quantity=record.quantity("bubble", schedule="gpipe", M=count),
+                record=record,
                 note="GPipe without re-materialization, equal stages, a free link.",
             )
 
@@ -54,6 +55,7 @@ def _activations(records: Sequence[Record]) -> Iterator[Entry]:
             row=f"activation memory (N + L/K N/M) / N at L={layers}, M={count}",
             column=f"K={record.case['num_stages']}",
             quantity=record.quantity("peak activations / N"),
+            record=record,
             note="Counted over the schedule's actions, where every layer's activations weigh the same.",
         )
 
@@ -63,7 +65,7 @@ def least_multiple(records: Sequence[Record]) -> int | None:
     found = of_part(records, "bubble")
     for ratio in (1, 2, 3, 4, 8):
         quantities = [
-            r.quantity(f"bubble of gpipe at M={ratio * int(str(r.case['num_stages']))}") for r in found
+            r.quantity("bubble", schedule="gpipe", M=ratio * int(str(r.case["num_stages"]))) for r in found
         ]
         values = [q.value for q in quantities if q is not None and q.value is not None]
         if values and len(values) == len(found) and all(value < NEGLIGIBLE for value in values):
@@ -76,10 +78,10 @@ def _sizes(records: Sequence[Record]) -> Iterator[Entry]:
     for record in of_part(records, "traffic"):
         count = record.quantity("parameters")
         if record.case["model"] == "amoebanet-b":
-            yield Entry(table="amoebanet-b", row="parameters", column="v5", quantity=count)
+            yield Entry(table="amoebanet-b", row="parameters", column="v5", quantity=count, record=record)
         elif record.case["model"] == "transformer-seq2seq":
             name = str(record.case["size"]).replace(", ", ",")
-            yield Entry(table="nmt-models", row=name, column="parameters", quantity=count)
+            yield Entry(table="nmt-models", row=name, column="parameters", quantity=count, record=record)
 
 
 def _rule(records: Sequence[Record]) -> Iterator[Entry]:

@@ -10,7 +10,7 @@ from gpipe_bench.experiments.figure2.cells import find, of_part
 from gpipe_bench.experiments.figure2.schedules import VARIANTS
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.record import Record, Scalar
 from gpipe_bench.harness.report.tables import text_table
 
 GIB = 2**30
@@ -32,8 +32,8 @@ def _grid(lines: list[list[Any]], headers: list[str]) -> str:
     return str(tabulate(lines, headers, colalign=align, disable_numparse=True))
 
 
-def value(record: Record | None, name: str) -> float | None:
-    quantity = record.quantity(name) if record is not None else None
+def value(record: Record | None, name: str, **key: Scalar) -> float | None:
+    quantity = record.quantity(name, **key) if record is not None else None
     return quantity.value if quantity is not None else None
 
 
@@ -101,7 +101,7 @@ def _rule(records: Sequence[Record]) -> str:
     for name in ("gpipe", "gpipe-early"):
         for ratio in (1, 2, 3, 4, 8):
             bubbles = [
-                value(record, f"bubble of {name} at M={ratio * int(str(record.case['num_stages']))}")
+                value(record, "bubble", schedule=name, M=ratio * int(str(record.case["num_stages"])))
                 for record in found
             ]
             title = VARIANTS[name].title if ratio == 1 else ""
@@ -117,10 +117,10 @@ def _memory(records: Sequence[Record]) -> str:
     for record in found:
         layers, stages = record.details["num_layers"], int(str(record.case["num_stages"]))
         for count in record.details["num_microbatches"]:
-            kept = value(record, f"kept without re-materialization at M={count}")
+            kept = value(record, "kept without re-materialization", M=count)
             formula, peak = (
-                value(record, f"formula at M={count}"),
-                value(record, f"peak activations at M={count}"),
+                value(record, "formula", M=count),
+                value(record, "peak activations", M=count),
             )
             if not kept or formula is None or peak is None:
                 continue
@@ -171,9 +171,9 @@ def _traffic(records: Sequence[Record]) -> str:
             f"{size:g}",
         ]
         for count in (few, many):
-            ours = value(record, f"pipeline, busiest device, K={count}")
-            theirs = value(record, f"data parallelism, each device, K={count}")
-            even = value(record, f"break-even mini-batch, K={count}")
+            ours = value(record, "pipeline, busiest device", K=count)
+            theirs = value(record, "data parallelism, each device", K=count)
+            even = value(record, "break-even mini-batch", K=count)
             if ours is None or theirs is None or even is None:
                 line += ["-"] * 3
             else:

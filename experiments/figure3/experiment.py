@@ -111,8 +111,8 @@ def _cells(record: Record) -> Iterator[Entry]:
         "the paper's batch and M are not stated"
     )
     printed = {(cell.row, cell.column) for cell in published(TABLES[name]).values()}
-    for label in record.details["cells"]:
-        quantity = record.quantity(f"normalised throughput {label}")
+    for label, facts in record.details["cells"].items():
+        quantity = record.quantity("normalised throughput", **facts["key"])
         for row in ("normalized throughput", "normalized throughput by the text"):
             if quantity is not None and (row, label) in printed:
                 yield Entry(
@@ -120,6 +120,7 @@ def _cells(record: Record) -> Iterator[Entry]:
                     row=row,
                     column=label,
                     quantity=quantity,
+                    record=record,
                     note=note,
                     not_comparable=SMOKE if record.profile == "smoke" else "",
                     gap=GAP,
@@ -139,16 +140,16 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         for label, facts in record.details["cells"].items():
             row = "normalized throughput"
             paper, peer = known.get(("paper", row, label)), known.get(("torchgpipe", row, label))
-            measured = record.quantity(f"normalised real throughput {label}")
+            measured = record.quantity("normalised real throughput", **facts["key"])
             lines.append(
                 [
                     label,
                     "-" if paper is None else paper.printed,
                     "-" if peer is None else peer.printed,
-                    interval(record.quantity(f"normalised throughput {label}"), facts["why"]),
+                    interval(record.quantity("normalised throughput", **facts["key"]), facts["why"]),
                     "-" if measured is None else interval(measured),
-                    interval(record.quantity(f"normalised bound throughput {label}")),
-                    percent(record.quantity(f"share of the balanced step {label}")),
+                    interval(record.quantity("normalised bound throughput", **facts["key"])),
+                    percent(record.quantity("share of the balanced step", **facts["key"])),
                     verdicts.get((table, row, label), "-"),
                 ]
             )
@@ -190,9 +191,9 @@ def figures(records: Sequence[Record], folder: Path) -> list[Path]:
     for axes, record in zip(figure.subplots(1, len(done), squeeze=False)[0], done, strict=True):
         known = published(TABLES[str(record.case["model"])])
         rows: list[tuple[str, str, float | None]] = []
-        for label in record.details["cells"]:
-            if " " in label:
-                continue
+        for label, facts in record.details["cells"].items():
+            if facts["num_microbatches"] == TIMED_MICROBATCHES:
+                continue  # laid out only to be held against the real step
             values = {
                 "paper (TPU)": known.get(("paper", "normalized throughput", label)),
                 "torchgpipe (P40)": known.get(("torchgpipe", "normalized throughput", label)),
@@ -203,7 +204,7 @@ def figures(records: Sequence[Record], folder: Path) -> list[Path]:
                 ("ours, measured", "real throughput"),
                 ("bound", "bound throughput"),
             ):
-                quantity = record.quantity(f"normalised {what} {label}")
+                quantity = record.quantity(f"normalised {what}", **facts["key"])
                 if quantity is not None:
                     rows.append((label, who, quantity.value))
         frame = pandas.DataFrame(rows, columns=["", "who", "throughput"])

@@ -48,9 +48,10 @@ def percent(quantity: Quantity | None) -> str:
 def replay_errors(records: Sequence[Record]) -> str:
     """How far the laid-out steps are from the same steps run on as many devices."""
     lines, errors = [], []
-    for record, name in _cells(records):
-        error, ran = record.quantity(f"replay error {name}"), record.quantity(f"real step {name}")
-        laid_out = record.quantity(f"step {name}")
+    for record, name, facts in _cells(records):
+        error, ran, laid_out = (
+            record.quantity(what, **facts["key"]) for what in ("replay error", "real step", "step")
+        )
         if error is None or error.value is None or ran is None or laid_out is None:
             continue
         assert ran.value is not None
@@ -60,7 +61,7 @@ def replay_errors(records: Sequence[Record]) -> str:
             [
                 record.details["title"], name, f"{laid_out.value:.1f}", f"{ran.value:.1f}",
                 f"{100 * error.value:+.1f} %",
-                f"{100 * record.details['cells'][name].get('spread', 0.0):.0f} %",
+                f"{100 * facts.get('spread', 0.0):.0f} %",
             ]
         )  # fmt: skip
     if not lines:
@@ -73,8 +74,8 @@ def replay_errors(records: Sequence[Record]) -> str:
     return f"{title}\n\n{grid(lines, headers)}"
 
 
-def _cells(records: Sequence[Record]) -> Iterator[tuple[Record, str]]:
+def _cells(records: Sequence[Record]) -> Iterator[tuple[Record, str, dict[str, Any]]]:
     for record in records:
         if record.status == "done" and "cells" in record.details:
-            for name in record.details["cells"]:
-                yield record, name
+            for name, facts in record.details["cells"].items():
+                yield record, name, facts

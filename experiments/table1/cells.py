@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES
 from gpipe_bench.harness.judging.entry import Entry
@@ -78,6 +79,7 @@ def _cell(half: str, column: str, row: str, record: Record | None) -> Entry:
         row=row,
         column=column,
         quantity=record.quantity(row) if record is not None else None,
+        record=record,
         gap=gap,
         gap_reason=reason,
         note=CONTENT[half] if row == "peak activation memory" else "",
@@ -97,6 +99,7 @@ def _largest(half: str, column: str, record: Record | None) -> Entry:
         row="maximum parameters",
         column=column,
         quantity=None if quantity is None or quantity.value is None else _higher(quantity),
+        record=record,
         note=SMALLER if column.startswith("naive") else LARGER,
         status=status,
         reason=reason,
@@ -104,10 +107,7 @@ def _largest(half: str, column: str, record: Record | None) -> Entry:
 
 
 def _higher(quantity: Quantity) -> Quantity:
-    return Quantity(
-        name=quantity.name, value=quantity.value, unit=quantity.unit, provenance=quantity.provenance,
-        higher_is_better=True,
-    )  # fmt: skip
+    return replace(quantity, higher_is_better=True)
 
 
 def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str, gap: float) -> Entry:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.table2.cells import TABLES, cell_names, find
+from gpipe_bench.experiments.table2.cells import TABLES, configurations, facts_of, find
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.records.record import Record
 
@@ -35,14 +35,14 @@ def _throughput(found: dict[str, Record], batch: str, path: Path) -> Path:
     every = figure.subplots(1, len(found), squeeze=False)[0]
     printed = {(c.table, c.row, c.column): c.value for c in load_paper() if c.source == "paper"}
     for axes, (model, record) in zip(every, found.items(), strict=True):
-        stages = sorted({k for k, _ in cell_names(record)})
-        counts = sorted({m for _, m in cell_names(record)})
+        stages = sorted({k for k, _ in configurations(record)})
+        counts = sorted({m for _, m in configurations(record)})
         colors = seaborn.color_palette("viridis", len(stages))
         for color, k in zip(colors, stages, strict=True):
-            ours = [_value(record, f"normalised throughput K={k} M={m}") for m in counts]
-            limit = [_value(record, f"normalised bound throughput K={k} M={m}") for m in counts]
+            ours = [_value(record, "normalised throughput", k, m) for m in counts]
+            limit = [_value(record, "normalised bound throughput", k, m) for m in counts]
             paper = [printed.get((TABLES[model], f"M={m}", f"K={k}")) for m in counts]
-            ran = [_value(record, f"normalised real throughput K={k} M={m}") for m in counts]
+            ran = [_value(record, "normalised real throughput", k, m) for m in counts]
             _line(axes, counts, ours, color=color, marker="o", label=f"K = {k}")
             _line(axes, counts, limit, color=color, linestyle=":", linewidth=1.2)
             _line(axes, counts, paper, color=color, linestyle="none", marker="x", markersize=7)
@@ -78,8 +78,8 @@ def _efficiency(found: dict[str, Record], path: Path) -> Path:
     figure = Figure(figsize=(3.9 * len(found) + 0.4, 3.2), layout="constrained")
     every = figure.subplots(1, len(found), squeeze=False)[0]
     for axes, record in zip(every, found.values(), strict=True):
-        stages = sorted({k for k, _ in cell_names(record)})
-        counts = sorted({m for _, m in cell_names(record)})
+        stages = sorted({k for k, _ in configurations(record)})
+        counts = sorted({m for _, m in configurations(record)})
         shares = [[_busy(record, k, m) for m in counts] for k in stages]
         seaborn.heatmap(
             shares, ax=axes, vmin=0, vmax=100, annot=True, fmt=".0f", cmap="viridis", cbar=False,
@@ -96,7 +96,7 @@ def _efficiency(found: dict[str, Record], path: Path) -> Path:
 def _busy(record: Record, num_stages: int, num_microbatches: int) -> float:
     from gpipe_bench.experiments.measuring.timed_actions import TimedActions, lay_out
 
-    facts = record.details["cells"][f"K={num_stages} M={num_microbatches}"]
+    facts = facts_of(record, num_stages, num_microbatches)
     if "actions" not in facts:
         return float("nan")
     return 100 * (1 - lay_out(TimedActions.from_data(facts["actions"])).bubble)
@@ -109,13 +109,14 @@ def _charts(found: dict[str, Record], folder: Path) -> list[Path]:
 
     paths = []
     for model, record in found.items():
-        names = [f"K={k} M={m}" for k, m in cell_names(record) if m == 4]
-        drawn = [name for name in names if record.details["cells"][name].get("timeline")]
+        drawn = [
+            (k, m) for k, m in configurations(record) if m == 4 and facts_of(record, k, m).get("timeline")
+        ]
         if drawn:
-            name = drawn[-1]
-            timeline = Timeline.from_data(record.details["cells"][name]["timeline"])
+            k, m = drawn[-1]
+            timeline = Timeline.from_data(facts_of(record, k, m)["timeline"])
             path = folder / f"table2-step-{model}.png"
-            gantt(timeline, f"{record.details['title']}, {name}").savefig(path, dpi=150)
+            gantt(timeline, f"{record.details['title']}, K={k} M={m}").savefig(path, dpi=150)
             paths.append(path)
     return paths
 
@@ -126,6 +127,6 @@ def _line(axes: Any, x: Sequence[float], y: Sequence[float | None], **style: Any
         axes.plot(*zip(*points, strict=True), **style)
 
 
-def _value(record: Record, name: str) -> float | None:
-    quantity = record.quantity(name)
+def _value(record: Record, name: str, num_stages: int, num_microbatches: int) -> float | None:
+    quantity = record.quantity(name, K=num_stages, M=num_microbatches)
     return None if quantity is None else quantity.value

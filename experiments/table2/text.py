@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpipe_bench.experiments.measuring.step_text import grid, interval, percent, published, replay_errors
-from gpipe_bench.experiments.table2.cells import TABLES, cell_names, find
+from gpipe_bench.experiments.table2.cells import TABLES, configurations, facts_of, find
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.tables import text_table
@@ -37,21 +37,21 @@ def grid_of(record: Record, model: str, batch: str, verdicts: Mapping[tuple[str,
     details = record.details
     known = published(TABLES[model])
     lines = []
-    for num_stages, count in cell_names(record):
+    for num_stages, count in configurations(record):
         name = f"K={num_stages} M={count}"
         paper = known.get(("paper", f"M={count}", f"K={num_stages}"))
         peer = known.get(("torchgpipe", f"M={count}", f"K={num_stages}"))
-        ran = record.quantity(f"normalised real throughput {name}")
-        facts = details["cells"][name]
+        ran = record.quantity("normalised real throughput", K=num_stages, M=count)
+        facts = facts_of(record, num_stages, count)
         lines.append(
             [
                 name,
                 "-" if paper is None else paper.printed + ("" if paper.comparable else " *"),
                 "-" if peer is None else peer.printed,
-                interval(record.quantity(f"normalised throughput {name}"), facts["why"]),
+                interval(record.quantity("normalised throughput", K=num_stages, M=count), facts["why"]),
                 "-" if ran is None else interval(ran),
-                interval(record.quantity(f"normalised bound throughput {name}")),
-                percent(record.quantity(f"share of the balanced step {name}")),
+                interval(record.quantity("normalised bound throughput", K=num_stages, M=count)),
+                percent(record.quantity("share of the balanced step", K=num_stages, M=count)),
                 f"{facts['batch_size']}",
                 verdicts.get((TABLES[model], f"M={count}", f"K={num_stages}"), "-")
                 if batch == "fitted"
@@ -98,8 +98,8 @@ def partition_rules(records: Sequence[Record]) -> str:
             continue
         size = min(record.details["layers_ms"], key=int)
         seconds = record.details["layers_ms"][size]
-        for num_stages, count in cell_names(record):
-            if count != max(m for _, m in cell_names(record)):
+        for num_stages, count in configurations(record):
+            if count != max(m for _, m in configurations(record)):
                 continue
             shares = bound_shares(seconds, num_stages, count)
             lines.append(

@@ -28,7 +28,7 @@ def find(records: Sequence[Record], part: str, model: str, *, status: str = "don
 
 def stage_counts(record: Record) -> list[int]:
     """The values of K on record."""
-    return [int(name[2:]) for name in record.details["stages"]]
+    return [facts["num_stages"] for facts in record.details["stages"].values()]
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
@@ -41,12 +41,13 @@ def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
     if record is None:
         return
     for k in stage_counts(record):
-        quantity = record.quantity(f"normalised throughput over {record.details['judged']} K={k}")
+        quantity = record.quantity("normalised throughput", link=record.details["judged"], K=k)
         yield Entry(
             table=TABLES[model],
             row="M=32",
             column=f"K={k}",
             quantity=quantity,
+            record=record,
             gap=round(record.details["gap"][f"K={k}"], 3),
             gap_reason=f"how long a message takes beside the computation is modelled: "
             f"{record.details['assumption']}",

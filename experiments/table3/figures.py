@@ -115,7 +115,7 @@ def _measured(axes: Any, link: Record, swept: Sequence[float]) -> None:
     heights = [point["throughput"] for point in points]
     axes.plot(places, heights, "s", color="black", fillstyle="none", markersize=6, label="measured")
     for place, height, point in zip(places, heights, points, strict=True):
-        error = link.quantity(f"replay error {point['name']}")
+        error = link.quantity("replay error", messages_per_forward=point["multiple"])
         if error is not None and error.value is not None:
             axes.annotate(
                 f"{100 * error.value:+.0f} %",

@@ -44,6 +44,7 @@ SAME_RUN = (
     "v5 names neither model nor M; its 3.2 % of load imbalance are v1's for ResNet-101 on two partitions."
 )
 STAGES = (2, 4, 8)
+SHARE = "share of the step"
 ROUNDS = {"smoke": 1, "short": 2, "full": 4}
 ESTIMATE_S = {"smoke": 10.0, "short": 55.0, "full": 100.0}
 COLORS = ("#3182bd", "#fdd49e", "#636363", "#bdbdbd", "#9ecae1", "#e6550d", "#f0f0f0")
@@ -80,12 +81,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
         details["cells"][name]["shares"] = {part: float(share) for part, share in whole.shares.items()}
         details["cells"][name]["exact sum"] = str(sum(whole.shares.values()))
         details["cells"][name]["timeline"] = whole.timeline.to_data()
-        quantities += [
-            from_samples(
-                f"{part} {name}", [100 * float(each[part]) for each in shares], "%", provenance="replayed"
-            )
-            for part in PARTS
-        ]
+        for part in PARTS:
+            key = {"part": part, **details["cells"][name]["key"]}
+            percent = [100 * float(each[part]) for each in shares]
+            quantities.append(from_samples(SHARE, percent, "%", key=key, provenance="replayed"))
     return Outcome(tuple(quantities), {**facts, **details})
 
 
@@ -112,6 +111,7 @@ def _cells(record: Record) -> Iterator[Entry]:
                 row=row,
                 column=column,
                 quantity=quantity,
+                record=record,
                 gap=GAP,
                 gap_reason=GAP_REASON,
                 note=f"{note} {more}".strip(),
@@ -130,14 +130,7 @@ def _cells(record: Record) -> Iterator[Entry]:
 
 
 def _share(record: Record, part: str, num_stages: int) -> Quantity | None:
-    return next(
-        (
-            record.quantity(f"{part} {name}")
-            for name, facts in record.details["cells"].items()
-            if facts["num_stages"] == num_stages
-        ),
-        None,
-    )
+    return record.quantity(SHARE, part=part, K=num_stages, M=NUM_MICROBATCHES)
 
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
@@ -152,7 +145,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
             for line, part in zip(lines, PARTS, strict=False):
                 line.append(f"{100 * facts['shares'][part]:.1f}")
             lines[len(PARTS)].append(f"{100 * sum(facts['shares'].values()):.1f}")
-            step = record.quantity(f"step {name}")
+            step = record.quantity("step", **facts["key"])
             lines[len(PARTS) + 1].append("-" if step is None else f"{step.value:.0f}")
     scales = "; ".join(f"{r.details['title']}: {r.details['scale']}" for r in done if r.details["scale"])
     title = "Where the device time of a step goes (replayed, exact)" + (

@@ -87,6 +87,7 @@ def cells(records: Sequence[Record]) -> list[Entry]:
             row="parameters",
             column=COLUMNS[int(record.case["step"] or 0)],
             quantity=record.quantity("parameters"),
+            record=record,
             status=record.status,
             reason=record.reason,
         )

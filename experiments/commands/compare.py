@@ -12,7 +12,7 @@ from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.experiments.report.readable import readable
 from gpipe_bench.experiments.report.selection import select_records
-from gpipe_bench.experiments.report.show import comparisons_of, environment_warnings, text_of
+from gpipe_bench.experiments.report.show import environment_warnings, shown_of
 from gpipe_bench.harness.records.store import Store, lines_of
 from gpipe_bench.harness.report.tables import markdown_table
 
@@ -39,22 +39,21 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         records = [record for record in records if record.options == last]
-    records, left_out = readable(experiment, records)
-    if not records:
+    shown, left_out = readable(experiment.name, records, lambda usable: shown_of(experiment, usable))
+    if shown is None:
         raise ValueError(f"{left_out[0]}; make records anew with: run {experiment.name} --fresh")
     for line in left_out:
         print(f"warning: {line}", file=sys.stderr)
-    for warning in environment_warnings(records):
+    for warning in environment_warnings(shown.records):
         print(f"warning: {warning}", file=sys.stderr)
-    comparisons = comparisons_of(experiment, records)
     if arguments.json:
-        for comparison in comparisons:
+        for comparison in shown.comparisons:
             print_line(msgspec.json.encode(comparison))
     elif arguments.markdown:
-        print(markdown_table(comparisons))
+        print(markdown_table(shown.comparisons))
     else:
-        print(f"profile {records[-1].profile}, {len(records)} records\n")
-        print(text_of(experiment, records, comparisons))
+        print(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
+        print(shown.text)
     return cli.DONE
 
 

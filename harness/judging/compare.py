@@ -50,6 +50,11 @@ class Comparison:
     hardware: str
     location: str
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Table, row and column."""
+        return (self.table, self.row, self.column)
+
 
 def compare(
     ours: Sequence[Entry], paper: Sequence[PaperCell] | None = None, tolerance: float = 1.0
@@ -62,11 +67,11 @@ def compare(
     """
     cells = load_paper() if paper is None else list(paper)
     mine: dict[tuple[str, str, str], Entry] = {}
-    for cell in ours:
-        if (cell.table, cell.row, cell.column) in mine:
-            raise ValueError(f"cell {cell.table} / {cell.row} / {cell.column} is given twice")
-        mine[cell.table, cell.row, cell.column] = cell
-    tables = {cell.table for cell in ours}
+    for entry in ours:
+        if entry.key in mine:
+            raise ValueError(f"cell {' / '.join(entry.key)} is given twice")
+        mine[entry.key] = entry
+    tables = {entry.table for entry in ours}
     published = {c.key: c for c in cells if c.source == "paper" and c.table in tables}
     peers = {c.key: c for c in cells if c.source == "torchgpipe" and c.table in tables}
     keys = dict.fromkeys(
@@ -75,10 +80,10 @@ def compare(
     )
     order = {table: place for place, table in enumerate(dict.fromkeys(key[0] for key in keys))}
     return [
-        _row(
+        compare_entry(
+            mine.get(key) or Entry(table=key[0], row=key[1], column=key[2]),
             published.get(key),
             peers.get(key),
-            mine.get(key) or Entry(table=key[0], row=key[1], column=key[2]),
             tolerance,
         )
         for key in sorted(keys, key=lambda key: order[key[0]])
@@ -98,7 +103,10 @@ def numbered_footnotes(comparisons: Sequence[Comparison]) -> dict[str, int]:
     return {note: number for number, note in enumerate(notes, start=1)}
 
 
-def _row(cell: PaperCell | None, peer: PaperCell | None, ours: Entry, tolerance: float) -> Comparison:
+def compare_entry(
+    ours: Entry, cell: PaperCell | None, peer: PaperCell | None = None, tolerance: float = 1.0
+) -> Comparison:
+    """One entry beside the paper's number and torchgpipe's, where they print one."""
     judgement = judge(cell, ours, tolerance)
     quantity = ours.quantity or Quantity(name=ours.row, value=None, unit="", provenance="measured")
     unit = cell.unit if cell is not None else quantity.unit

@@ -5,7 +5,7 @@ Built on the meta device, so a model of five billion parameters takes no memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 # Tables 1-3 (AmoebaNet-D, Transformer-L), section 4 (AmoebaNet-B), section 5 (multilingual), v1
@@ -43,21 +43,3 @@ def rows() -> Iterator[dict[str, Any]]:
             model = MODELS[name](**keywords)
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         yield {"model": name, "configuration": keywords, "layers": len(model), "parameters": parameters}
-
-
-def text(found: Iterable[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    from tabulate import tabulate
-
-    lines = [
-        [
-            row["model"],
-            " ".join(f"{key}={value}" for key, value in row["configuration"].items()),
-            row["layers"],
-            f"{row['parameters']:,}",
-        ]
-        for row in found
-    ]
-    align = ("left", "left", "right", "right")
-    headers = ["model", "configuration", "layers", "parameters"]
-    return str(tabulate(lines, headers, colalign=align, disable_numparse=True))

@@ -14,9 +14,10 @@ from gpipe_bench.experiments.report.show import shown_of
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.machines import side_by_side, side_table
+from gpipe_bench.harness.judging.machines import side_by_side
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.report.side import side_text
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def test_equal_environments_say_so(machines, tmp_path):
         {name: [each.environment for each in found] for name, found in records.items()},
     )
     assert side.differences == {}
-    assert "equal in every field" in side_table(side)
+    assert "equal in every field" in side_text(side)
     assert side.rows[0].ratios == (1.0, pytest.approx(1 / 82))
 
 

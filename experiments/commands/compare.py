@@ -14,7 +14,7 @@ from gpipe_bench.experiments.report.readable import readable
 from gpipe_bench.experiments.report.selection import select_records
 from gpipe_bench.experiments.report.show import environment_warnings, shown_of
 from gpipe_bench.harness.records.store import Store, lines_of
-from gpipe_bench.harness.report.tables import markdown_table
+from gpipe_bench.harness.report.text import markdown_table
 
 
 def run(arguments: argparse.Namespace) -> int:

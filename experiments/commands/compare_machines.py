@@ -22,9 +22,10 @@ from gpipe_bench.experiments.report.show import Shown, shown_of
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.machines import SideBySide, side_by_side, side_table
+from gpipe_bench.harness.judging.machines import SideBySide, side_by_side
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.store import Store, lines_of
+from gpipe_bench.harness.report.side import side_markdown, side_text
 
 LOCAL = "local"
 
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
     else:
         heading = ", ".join(f"{name} (profile {profiles[name]})" for name in found)
         print(f"{experiment.title}: {heading}\n")
-        print(side_table(side, "github" if arguments.markdown else "simple"))
+        print(side_markdown(side) if arguments.markdown else side_text(side))
     return cli.DONE
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.find import of_case
 from gpipe_bench.harness.records.record import Quantity, Record
 
 METRICS = {"images": "held-out accuracy", "text": "held-out perplexity"}
@@ -24,7 +25,7 @@ SCALED = (
 
 
 def select(records: Sequence[Record], part: str, model: str) -> list[Record]:
-    return [r for r in records if r.case.get("part") == part and r.case.get("model") == model]
+    return of_case(records, part=part, model=model)
 
 
 def score_of(record: Record) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.find import of_case
 from gpipe_bench.harness.records.record import Quantity, Record
 
 TABLE = "formulas"
@@ -18,13 +19,8 @@ RULE = (
 
 def of_part(records: Sequence[Record], part: str) -> list[Record]:
     """The finished records of one part, in order; fewer stages first."""
-    found = [r for r in records if r.case.get("part") == part and r.status == "done"]
+    found = of_case(records, "done", part=part)
     return sorted(found, key=lambda r: (str(r.case.get("model", "")), int(str(r.case.get("num_stages", 0)))))
-
-
-def find(records: Sequence[Record], part: str, **key: object) -> Record | None:
-    """The finished record of a part with these values."""
-    return next((r for r in of_part(records, part) if all(r.case.get(k) == v for k, v in key.items())), None)
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:

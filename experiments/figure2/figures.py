@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.figure2.cells import find, of_part
+from gpipe_bench.experiments.figure2.cells import of_part
 from gpipe_bench.experiments.figure2.schedules import UNIT, VARIANTS
 from gpipe_bench.experiments.figure2.text import GIB, SHOWN_MICROBATCHES, value
 from gpipe_bench.experiments.report.gantt import legend, paint
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record, Scalar
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -53,7 +54,8 @@ def _charts(records: Sequence[Record], num_microbatches: int) -> Figure:
     import matplotlib.pyplot as plt
 
     found = {
-        name: find(records, "chart", schedule=name, num_microbatches=num_microbatches) for name in VARIANTS
+        name: find(records, "done", part="chart", schedule=name, num_microbatches=num_microbatches)
+        for name in VARIANTS
     }
     drawn = {name: record for name, record in found.items() if record is not None}
     timelines = {name: Timeline.from_data(record.details["timeline"]) for name, record in drawn.items()}

@@ -23,7 +23,6 @@ from gpipe_bench.experiments.measuring.step_text import (
     GAP,
     GAP_REASON,
     SMOKE,
-    grid,
     interval,
     percent,
     published,
@@ -34,7 +33,8 @@ from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.report.tables import text_table
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.text import text_table
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.measuring.step_timing import Configuration
@@ -170,7 +170,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
             "of bound",
             "verdict",
         ]
-        parts.append(f"{title}\n\n{grid(lines, headers)}")
+        parts.append(Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text())
     parts.append(replay_errors(records))
     if comparisons:
         parts.append(text_table(comparisons))

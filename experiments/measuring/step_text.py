@@ -8,6 +8,7 @@ from typing import Any
 
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.records.record import Quantity, Record
+from gpipe_bench.harness.report.grid import Grid, numbers
 
 GAP = 0.1
 GAP_REASON = (
@@ -15,13 +16,6 @@ GAP_REASON = (
     "backward differ there is not known, and either moves a ratio by some percent"
 )
 SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."
-
-
-def grid(lines: list[list[Any]], headers: list[str]) -> str:
-    from tabulate import tabulate
-
-    align = ["left"] + ["right"] * (len(headers) - 1)
-    return str(tabulate(lines, headers, colalign=align, disable_numparse=True))
 
 
 def published(table: str) -> dict[tuple[str, str, str], PaperCell]:
@@ -71,7 +65,7 @@ def replay_errors(records: Sequence[Record]) -> str:
         "cells\n  spread: interquartile range of an action's samples, median over stages and kinds"
     )
     headers = ["", "cell", "replayed (ms)", "measured (ms)", "error", "spread"]
-    return f"{title}\n\n{grid(lines, headers)}"
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
 def _cells(records: Sequence[Record]) -> Iterator[tuple[Record, str, dict[str, Any]]]:

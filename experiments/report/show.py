@@ -10,7 +10,7 @@ from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.environment import differences
 from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.report.tables import text_table
+from gpipe_bench.harness.report.text import text_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES
 from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Quantity, Record, Status
 
 CONTENT = {
@@ -52,11 +53,6 @@ _CLAIMS = (
     ("AmoebaNet: larger from 1 to 8 accelerators", "amoebanet", "pipeline-8", "pipeline-1", 0.03),
 )
 """Row, half, the two columns whose parameters are divided, and the declared gap."""
-
-
-def find(records: Sequence[Record], **key: object) -> Record | None:
-    """The record whose case has these values."""
-    return next((r for r in records if all(r.case.get(k) == v for k, v in key.items())), None)
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:

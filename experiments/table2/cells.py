@@ -7,22 +7,11 @@ from typing import Any
 
 from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE
 from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record
 
 TABLES = {"amoebanet": "table2-amoebanet", "transformer": "table2-transformer"}
 JUDGED = "fitted"  # the mini-batch as the paper chose it
-
-
-def find(records: Sequence[Record], model: str, batch: str) -> Record | None:
-    """The finished record of a model with that choice of mini-batch."""
-    return next(
-        (
-            r
-            for r in records
-            if r.case.get("model") == model and r.case.get("batch") == batch and r.status == "done"
-        ),
-        None,
-    )
 
 
 def configurations(record: Record) -> list[tuple[int, int]]:
@@ -47,7 +36,7 @@ def cells(records: Sequence[Record]) -> list[Entry]:
 
 
 def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
-    record = find(records, model, JUDGED)
+    record = find(records, "done", model=model, batch=JUDGED)
     if record is None:
         return
     for num_stages, num_microbatches in configurations(record):

@@ -6,23 +6,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.table2.cells import TABLES, configurations, facts_of, find
+from gpipe_bench.experiments.table2.cells import TABLES, configurations, facts_of
 from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record
 
 
 def figures(records: Sequence[Record], folder: Path) -> list[Path]:
     """Writes all figures there are records for; returns their paths."""
-    paths = []
-    for batch in ("fixed", "fitted"):
-        found = {model: record for model in TABLES if (record := find(records, model, batch)) is not None}
-        if found:
-            paths.append(_throughput(found, batch, folder / f"table2-throughput-{batch}.png"))
-    found = {model: record for model in TABLES if (record := find(records, model, "fixed")) is not None}
-    if found:
+    paths = [
+        _throughput(found, batch, folder / f"table2-throughput-{batch}.png")
+        for batch in ("fixed", "fitted")
+        if (found := _of_models(records, batch))
+    ]
+    if found := _of_models(records, "fixed"):
         paths.append(_efficiency(found, folder / "table2-efficiency.png"))
         paths += _charts(found, folder)
     return paths
+
+
+def _of_models(records: Sequence[Record], batch: str) -> dict[str, Record]:
+    """The finished record of each model that has one with that choice of mini-batch."""
+    found = {model: find(records, "done", model=model, batch=batch) for model in TABLES}
+    return {model: record for model, record in found.items() if record is not None}
 
 
 def _throughput(found: dict[str, Record], batch: str, path: Path) -> Path:

@@ -6,24 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from gpipe_bench.experiments.measuring.step_text import SMOKE
 from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Quantity, Record
 
 TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
 
 WIDEST = 0.5
 """Of an interval, relative to its value; a wider one would let any number count as reproduced."""
-
-
-def find(records: Sequence[Record], part: str, model: str, *, status: str = "done") -> Record | None:
-    """The record of a part and model with that status."""
-    return next(
-        (
-            r
-            for r in records
-            if r.case.get("part") == part and r.case.get("model") == model and r.status == status
-        ),
-        None,
-    )
 
 
 def stage_counts(record: Record) -> list[int]:
@@ -37,7 +26,7 @@ def cells(records: Sequence[Record]) -> list[Entry]:
 
 
 def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
-    record = find(records, "steps", model)
+    record = find(records, "done", part="steps", model=model)
     if record is None:
         return
     for k in stage_counts(record):

@@ -11,7 +11,8 @@ from typing import Any
 
 from gpipe_bench.experiments.measuring.bandwidths import HIDDEN, hidden_from, slowdowns, spread_evenly
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions
-from gpipe_bench.experiments.table3.cells import TABLES, find, stage_counts
+from gpipe_bench.experiments.table3.cells import TABLES, stage_counts
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.pipeline.plan.links import LINKS
 
@@ -26,12 +27,14 @@ def figures(records: Sequence[Record], folder: Path) -> list[Path]:
 
     paths = []
     seaborn.set_theme(style="whitegrid", context="paper")
-    found = {model: record for model in TABLES if (record := find(records, "paper size", model)) is not None}
-    if found:
-        paths.append(_paper_size(list(found.values()), folder / "table3-bandwidth.png"))
-    machine = {model: record for model in TABLES if (record := find(records, "steps", model)) is not None}
-    linked = {model: find(records, "link", model) for model in TABLES}
-    if machine or any(linked.values()):
+    found, machine, linked = (
+        {model: find(records, "done", part=part, model=model) for model in TABLES}
+        for part in ("paper size", "steps", "link")
+    )
+    if any(found.values()):
+        known = [record for record in found.values() if record is not None]
+        paths.append(_paper_size(known, folder / "table3-bandwidth.png"))
+    if any(machine.values()) or any(linked.values()):
         paths.append(_this_machine(machine, linked, folder / "table3-this-machine.png"))
     return paths
 
@@ -67,12 +70,12 @@ def _paper_size(records: Sequence[Record], path: Path) -> Path:
     return path
 
 
-def _this_machine(machine: dict[str, Record], linked: dict[str, Record | None], path: Path) -> Path:
+def _this_machine(machine: dict[str, Record | None], linked: dict[str, Record | None], path: Path) -> Path:
     """The scaled models: replayed for all K, and K = 2 measured over the limited link."""
-    models = [model for model in TABLES if model in machine or linked[model] is not None]
+    models = [model for model in TABLES if machine[model] or linked[model]]
     figure, every = _panels(len(models))
     for axes, model in zip(every, models, strict=True):
-        record, link = machine.get(model), linked[model]
+        record, link = machine[model], linked[model]
         known = record or link
         assert known is not None
         timings = {}

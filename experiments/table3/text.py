@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from gpipe_bench.experiments.measuring.step_text import grid, interval, percent, published
-from gpipe_bench.experiments.table3.cells import TABLES, find, stage_counts
+from gpipe_bench.experiments.measuring.step_text import interval, percent, published
+from gpipe_bench.experiments.table3.cells import TABLES, stage_counts
 from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
-from gpipe_bench.harness.report.tables import text_table
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.text import text_table
 
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
@@ -25,7 +27,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
 
 def _model(records: Sequence[Record], model: str, verdicts: Mapping[tuple[str, str, str], str]) -> str:
     """Paper, ours over PCIe three ways, bound, how fast a link must be, verdict."""
-    steps, paper_size = find(records, "steps", model), find(records, "paper size", model)
+    steps, paper_size = (find(records, "done", part=part, model=model) for part in ("steps", "paper size"))
     known = steps or paper_size
     if known is None:
         return ""
@@ -54,7 +56,8 @@ def _model(records: Sequence[Record], model: str, verdicts: Mapping[tuple[str, s
         "", "paper", "PCIe,\nsame share", "PCIe", "free\nlink", "bound", "of\nbound", "PCIe, P100,\nmodelled",
         "hidden\nfrom", "P100:\nhidden from", "verdict",
     ]  # fmt: skip
-    return f"{_title(known, steps, paper_size)}\n\n{grid(lines, headers)}"
+    title = _title(known, steps, paper_size)
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
 def _title(known: Record, steps: Record | None, paper_size: Record | None) -> str:
@@ -115,8 +118,8 @@ def _links(records: Sequence[Record]) -> str:
     lines, errors, reasons = [], [], []
     facts: dict[str, Any] = {}
     for model in TABLES:
-        record = find(records, "link", model)
-        skipped = find(records, "link", model, status="skipped")
+        record = find(records, "done", part="link", model=model)
+        skipped = find(records, "skipped", part="link", model=model)
         if record is None:
             if skipped is not None:
                 reasons.append(skipped.reason)
@@ -154,7 +157,7 @@ def _links(records: Sequence[Record]) -> str:
         "", "limit\n(MB/s)", "measured\n(MB/s)", "latency\n(us)", "step (ms),\nreplayed",
         "step (ms),\nmeasured", "error",
     ]  # fmt: skip
-    return f"{title}\n\n{grid(lines, headers)}"
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
 def _plain(quantity: Quantity | None, digits: int) -> str:

@@ -27,7 +27,7 @@ from gpipe_bench.experiments.measuring.step_results import (
     per_round,
     results,
 )
-from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE, grid, replay_errors
+from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE, replay_errors
 from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
@@ -35,7 +35,8 @@ from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record
-from gpipe_bench.harness.report.tables import text_table
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.text import text_table
 from gpipe_bench.pipeline.plan.breakdown import PARTS
 
 NUM_MICROBATCHES = 16  # v1 Table 1; neither version states the breakdown's own
@@ -151,7 +152,8 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     title = "Where the device time of a step goes (replayed, exact)" + (
         f"\n  scaled to this machine: {scales}" if scales else ""
     )
-    parts = [f"{title}\n\n{grid(lines, headers)}" if len(headers) > 1 else "", replay_errors(records)]
+    shares = Grid(title=title, columns=headers, lines=lines, right=numbers(headers))
+    parts = [shares.text() if len(headers) > 1 else "", replay_errors(records)]
     if comparisons:
         parts.append(text_table(comparisons))
     return "\n\n".join(part for part in parts if part)

@@ -6,14 +6,13 @@ A cell that nobody produced is a row too ("not run"), so leaving numbers out mak
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.judging.units import convert
-from gpipe_bench.harness.judging.verdict import NO_RECORD, VERDICTS, Verdict, judge
+from gpipe_bench.harness.judging.verdict import NO_RECORD, Verdict, judge
 from gpipe_bench.harness.records.record import Quantity
 
 
@@ -55,6 +54,11 @@ class Comparison:
         """Table, row and column."""
         return (self.table, self.row, self.column)
 
+    @property
+    def paper_text(self) -> str:
+        """As printed, with the corrected value where an erratum gives one; empty where nothing is printed."""
+        return self.printed if self.corrected is None else f"{self.printed} (means {self.corrected_printed})"
+
 
 def compare(
     ours: Sequence[Entry], paper: Sequence[PaperCell] | None = None, tolerance: float = 1.0
@@ -88,19 +92,6 @@ def compare(
         )
         for key in sorted(keys, key=lambda key: order[key[0]])
     ]
-
-
-def totals(comparisons: Sequence[Comparison]) -> str:
-    """`7 of 10 reproduced, 2 deviates, 1 not run`."""
-    counts = Counter(comparison.verdict for comparison in comparisons)
-    others = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS[1:] if counts[verdict]]
-    return ", ".join([f"{counts['reproduced']} of {len(comparisons)} reproduced", *others])
-
-
-def numbered_footnotes(comparisons: Sequence[Comparison]) -> dict[str, int]:
-    """Each distinct footnote once, numbered from 1 in order of appearance."""
-    notes = dict.fromkeys(note for comparison in comparisons for note in comparison.footnotes)
-    return {note: number for number, note in enumerate(notes, start=1)}
 
 
 def compare_entry(

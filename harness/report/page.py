@@ -6,15 +6,15 @@ and a test can hold either against the records.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_bench.harness.judging.compare import Comparison, compare_entry
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import PaperCell
-from gpipe_bench.harness.judging.verdict import VERDICTS, Verdict, judge
+from gpipe_bench.harness.judging.verdict import Verdict, judge
 from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.report.table import Counts, Row, Table, numbered
 
 NARROW, WIDE = 0.5, 2.0
 """Factors on the width of every band under which the verdicts are counted again."""
@@ -56,18 +56,16 @@ class TableInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class PageRow(Row):
     """One published number (or one of ours that the paper doesn't print) and its verdict.
 
     `reason` is the verdict's without what stands in the notes `marks` refer to; `narrow` and `wide` are the
     verdicts under other tolerances. Settings and numbers the paper doesn't print are not `counted`.
     """
 
-    comparison: Comparison
     kind: str
     counted: bool
     reason: str
-    marks: tuple[int, ...]
     narrow: Verdict
     wide: Verdict
     answer: Answer | None
@@ -81,57 +79,19 @@ class Published:
     ours: Comparison | None
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """How many cells have each verdict."""
-
-    by_verdict: Mapping[Verdict, int]
-
-    @classmethod
-    def of(cls, verdicts: Sequence[Verdict]) -> Counts:
-        counted = Counter(verdicts)
-        return cls({verdict: counted[verdict] for verdict in VERDICTS})
-
-    @property
-    def total(self) -> int:
-        return sum(self.by_verdict.values())
-
-    def __getitem__(self, verdict: Verdict) -> int:
-        return self.by_verdict[verdict]
-
-    def __str__(self) -> str:
-        """`7 of 10 reproduced, 2 deviates, 1 not run`."""
-        others = [f"{self[verdict]} {verdict}" for verdict in VERDICTS[1:] if self[verdict]]
-        return ", ".join([f"{self['reproduced']} of {self.total} reproduced", *others])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TableView:
-    """One table of the page. `commands` made its rows, `notes` are numbered from 1."""
+class TableView(Table[PageRow]):
+    """One table of the page. `commands` made its rows; `settings` and `others` stand below them."""
 
-    name: str
     info: TableInfo
     location: str
     hardware: str
-    rows: tuple[Row, ...]
-    settings: tuple[Row, ...]
+    settings: tuple[PageRow, ...]
     others: tuple[Published, ...]
-    notes: tuple[str, ...]
     commands: tuple[tuple[str, str, str], ...]  # command, machine, profile
     counts: Counts
     narrow: Counts
     wide: Counts
-
-    @property
-    def groups(self) -> list[tuple[str, list[Row]]]:
-        """The rows by their label, in order."""
-        labels = dict.fromkeys(row.comparison.row for row in self.rows)
-        return [(label, [row for row in self.rows if row.comparison.row == label]) for label in labels]
-
-    @property
-    def flat(self) -> bool:
-        """Whether each label has one row, so that a heading above every row would only take room."""
-        return len({row.comparison.row for row in self.rows}) == len(self.rows)
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -182,18 +142,18 @@ def _table(
         mine[key].comparison if key in mine else compare_entry(entries[key], published[key], peers.get(key))
         for key in [*published, *(key for key in mine if key not in published)]
     ]
-    notes = tuple(dict.fromkeys(n for c in shown for n in _notes(c)))
+    notes, marks = numbered(map(_notes, shown))
     rows = []
-    for comparison in shown:
+    for comparison, of_row in zip(shown, marks, strict=True):
         key = comparison.key
         cell = published.get(key)
         rows.append(
-            Row(
+            PageRow(
                 comparison=comparison,
                 kind="ours" if cell is None else cell.kind,
                 counted=cell is not None and cell.kind != "setting",
                 reason=_short_reason(comparison, mine.get(key)),
-                marks=tuple(sorted(notes.index(note) + 1 for note in _notes(comparison))),
+                marks=of_row,
                 narrow=judge(cell, entries[key], NARROW).verdict,
                 wide=judge(cell, entries[key], WIDE).verdict,
                 answer=mine.get(key),

@@ -13,8 +13,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.ranks.launch import start_process
+from gpipe_bench.pipeline import Pipeline, start_process
 
 
 def main() -> None:

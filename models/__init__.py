@@ -2,18 +2,32 @@
 
 A layer maps a tensor or a tuple of tensors to a tensor or a tuple; equal layers are built equally, so
 that one profile serves all of them. Everything can be built on the meta device, at full size and without
-memory.
+memory. Names are resolved on first use, so that `zoo` can say what there is without loading torch.
 """
 
-from gpipe_bench.models.amoebanet.drop_path import set_drop_path
-from gpipe_bench.models.counting import count_parameters, layer_parameters
-from gpipe_bench.models.registry import MODELS, example_batch, loss_fn
+from __future__ import annotations
 
-__all__ = [
-    "MODELS",
-    "count_parameters",
-    "example_batch",
-    "layer_parameters",
-    "loss_fn",
-    "set_drop_path",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpipe_bench.models.amoebanet.modules import set_drop_path
+    from gpipe_bench.models.registry import MODELS, example_batch, loss_fn
+    from gpipe_bench.models.zoo import count_parameters, layer_parameters
+
+_HOMES = {
+    "MODELS": "registry",
+    "example_batch": "registry",
+    "loss_fn": "registry",
+    "count_parameters": "zoo",
+    "layer_parameters": "zoo",
+    "set_drop_path": "amoebanet.modules",
+}
+
+__all__ = ["MODELS", "count_parameters", "example_batch", "layer_parameters", "loss_fn", "set_drop_path"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

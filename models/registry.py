@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from gpipe_bench.models import checks
 from gpipe_bench.models.amoebanet.network import PRESETS, amoebanet
-from gpipe_bench.models.batches import image_batch, language_batch, translation_batch
-from gpipe_bench.models.losses import class_loss, token_loss
 from gpipe_bench.models.resnet import resnet101
+from gpipe_bench.models.tasks import class_loss, image_batch, language_batch, token_loss, translation_batch
 from gpipe_bench.models.transformer.lm import transformer_lm
 from gpipe_bench.models.transformer.seq2seq import transformer_seq2seq
 

@@ -6,7 +6,11 @@ Built on the meta device, so a model of five billion parameters takes no memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 # Tables 1-3 (AmoebaNet-D, Transformer-L), section 4 (AmoebaNet-B), section 5 (multilingual), v1
 # (ResNet-101).
@@ -41,5 +45,21 @@ def rows() -> Iterator[dict[str, Any]]:
     for name, keywords in CONFIGURATIONS:
         with torch.device("meta"):
             model = MODELS[name](**keywords)
-        parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        parameters = count_parameters(model)
         yield {"model": name, "configuration": keywords, "layers": len(model), "parameters": parameters}
+
+
+def layer_parameters(model: nn.Sequential) -> list[int]:
+    """Trainable parameters of each layer; one that two layers share counts for the first only."""
+    seen: set[int] = set()
+    counts = []
+    for layer in model:
+        fresh = [p for p in layer.parameters() if p.requires_grad and id(p) not in seen]
+        seen.update(map(id, fresh))
+        counts.append(sum(p.numel() for p in fresh))
+    return counts
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Trainable parameters of `model`, each counted once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,22 +1,34 @@
 """GPipe pipeline parallelism as a small exact engine: schedules as data, stages, transports, timelines.
 
-`Pipeline` is resolved on first use, so that the parts that need only the standard library (schedules, replay,
-timelines, partitions) stay importable without loading torch.
+The names that users need most are resolved on first use, so that what needs only the standard library
+(`pipeline.plan`: schedules, replay, timelines, partitions) stays importable without loading torch.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.api import Pipeline
+    from gpipe_bench.pipeline.memory.cut import StagePeaks
+    from gpipe_bench.pipeline.memory.peaks import pipeline_memory
+    from gpipe_bench.pipeline.memory.profile import Profiler
+    from gpipe_bench.pipeline.ranks.launch import launch, start_process
 
-__all__ = ["Pipeline"]
+_HOMES = {
+    "Pipeline": "api",
+    "launch": "ranks.launch",
+    "start_process": "ranks.launch",
+    "Profiler": "memory.profile",
+    "pipeline_memory": "memory.peaks",
+    "StagePeaks": "memory.cut",
+}
+
+__all__ = ["Pipeline", "launch", "start_process", "Profiler", "pipeline_memory", "StagePeaks"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Pipeline":
-        from gpipe_bench.pipeline.api import Pipeline
-
-        return Pipeline
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench import models
-from gpipe_bench.models.amoebanet.drop_path import set_drop_path
+from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe

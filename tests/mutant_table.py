@@ -572,7 +572,7 @@ MODELLED = (
 MODELS = (
     Mutant(
         name="SAME padding on the wrong side",
-        file="models/amoebanet/same_padding.py",
+        file="models/amoebanet/modules.py",
         old="    return total // 2, total - total // 2\n",
         new="    return total - total // 2, total // 2\n",
         why="the sampling grid of every strided operation moves by a pixel",
@@ -580,7 +580,7 @@ MODELS = (
     ),
     Mutant(
         name="averages count the padding",
-        file="models/amoebanet/same_padding.py",
+        file="models/amoebanet/modules.py",
         old="ceil_mode=True, count_include_pad=False)",
         new="ceil_mode=True, count_include_pad=True)",
         why="the reference leaves the padding out of the divisor",
@@ -604,7 +604,7 @@ MODELS = (
     ),
     Mutant(
         name="auxiliary loss dropped",
-        file="models/losses.py",
+        file="models/tasks.py",
         old="        loss = loss + AUX_LOSS_WEIGHT * part\n",
         new="",
         why="training would run, with an auxiliary head that learns nothing",
@@ -623,7 +623,7 @@ MODELS = (
     ),
     Mutant(
         name="kept examples not scaled by drop path",
-        file="models/amoebanet/drop_path.py",
+        file="models/amoebanet/modules.py",
         old="(kept.to(x.dtype) / self.keep)",
         new="kept.to(x.dtype)",
         why="the expected output would change with the keep probability",

@@ -15,7 +15,7 @@ from tiny_models import everything, everything_batch, seeded
 from torch import Tensor, nn
 
 from gpipe_bench import models
-from gpipe_bench.models.amoebanet.drop_path import set_drop_path
+from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.transport import InProcess
 

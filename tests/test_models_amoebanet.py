@@ -9,8 +9,8 @@ from torch import nn
 
 from gpipe_bench.models import MODELS, loss_fn
 from gpipe_bench.models.amoebanet.cell import Cell
-from gpipe_bench.models.amoebanet.drop_path import DropPath
 from gpipe_bench.models.amoebanet.genotypes import GENOTYPES, OPERATIONS
+from gpipe_bench.models.amoebanet.modules import DropPath
 from gpipe_bench.models.amoebanet.network import PRESETS, Classifier, Stem
 from gpipe_bench.models.amoebanet.ops import Style
 

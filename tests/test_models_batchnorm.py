@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.models.amoebanet.batchnorm import BatchNorm2d
+from gpipe_bench.models.amoebanet.modules import BatchNorm2d
 
 
 def pair():

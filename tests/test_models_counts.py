@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
-
-from gpipe_bench.models import MODELS, count_parameters, layer_parameters
-from gpipe_bench.models.formulas import (
+from closed_forms import (
     amoebanet_d_layers,
     transformer_lm_parameters,
     transformer_seq2seq_parameters,
 )
+
+from gpipe_bench.models import MODELS, count_parameters, layer_parameters
 
 # (L, D): tf with auxiliary head 1001, tf 1000, tf 1001, torchgpipe 1000, torchgpipe 1001 classes; all at
 # 224 pixels.

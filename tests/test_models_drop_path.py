@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpipe_bench.models import MODELS, set_drop_path
-from gpipe_bench.models.amoebanet.drop_path import DropPath, keep_at_cell, keep_at_step
+from gpipe_bench.models.amoebanet.modules import DropPath
 
 
 def test_examples_are_dropped_whole_and_the_kept_ones_scaled():
@@ -69,9 +69,3 @@ def test_impossible_probabilities_are_refused(keep):
     for use in (DropPath, lambda value: set_drop_path(DropPath(), value)):
         with pytest.raises(ValueError, match="keep"):
             use(keep)
-
-
-def test_the_references_schedules():
-    assert [keep_at_step(0.7, step, 100) for step in (0, 50, 100, 200)] == pytest.approx([1, 0.85, 0.7, 0.7])
-    assert keep_at_cell(0.7, 21, 18) == pytest.approx(0.7)
-    assert keep_at_cell(0.7, 0, 18) == pytest.approx(1 - 0.3 / 22)

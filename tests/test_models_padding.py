@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from gpipe_bench.models.amoebanet.modules import SameConv2d, SamePool2d, same_padding
 from gpipe_bench.models.amoebanet.ops import FactorizedReduction, Style, operation
-from gpipe_bench.models.amoebanet.same_padding import SameConv2d, SamePool2d, same_padding
 
 SIZES = st.integers(1, 12)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_bench.models import MODELS, example_batch, layer_parameters, loss_fn
-from gpipe_bench.models.losses import class_loss, token_loss
+from gpipe_bench.models.tasks import class_loss, token_loss
 
 IMAGES = {"num_classes": 5, "image_size": 16}
 AMOEBA = {"num_layers": 2, "num_filters": 8, "aux_head": False} | IMAGES

@@ -20,7 +20,7 @@ from gpipe_bench.experiments.consistency.recipe import ImageRecipe
 from gpipe_bench.experiments.consistency.rmsprop import RMSPropTF
 from gpipe_bench.experiments.consistency.task import Batch, chosen, derived, even_parts
 from gpipe_bench.models import MODELS
-from gpipe_bench.models.losses import class_loss
+from gpipe_bench.models.tasks import class_loss
 from gpipe_bench.models.torchvision_shim import import_torchvision
 
 HELD_OUT_SHARE = 0.2

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_bench.models import checks
-from gpipe_bench.models.amoebanet.batchnorm import BatchNorm2d
 from gpipe_bench.models.amoebanet.cell import Cell
-from gpipe_bench.models.amoebanet.drop_path import check_keep
 from gpipe_bench.models.amoebanet.genotypes import GENOTYPES
+from gpipe_bench.models.amoebanet.modules import BatchNorm2d, check_keep
 from gpipe_bench.models.amoebanet.ops import Style, framed_conv, linear
 
 AUX_SCALING = 0.4

@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_bench.models.amoebanet.batchnorm import BatchNorm2d
-from gpipe_bench.models.amoebanet.drop_path import DropPath
-from gpipe_bench.models.amoebanet.same_padding import SameConv2d, SamePool2d
+from gpipe_bench.models.amoebanet.modules import BatchNorm2d, DropPath, SameConv2d, SamePool2d
 
 
 @dataclass(frozen=True, slots=True)

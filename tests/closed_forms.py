@@ -1,7 +1,6 @@
-"""Trainable parameters in closed form, for sizes that nobody wants to build just to count them.
+"""Trainable parameters in closed form, for tests to hold the counted parameters of built models against.
 
-Derived in the paper's symbols from the layers' definitions, independently of the code that builds them;
-the tests hold each against the counted parameters of the built model.
+Derived in the paper's symbols from the layers' definitions, independently of the code that builds them.
 """
 
 

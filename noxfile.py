@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -24,18 +25,7 @@ ROOT = Path(__file__).parent
 VENV = ROOT / ".venv"
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-# Experiments of the paper: session name -> what it reproduces.
-EXPERIMENTS = {
-    "table1": "Table 1: maximum model size",
-    "table2": "Table 2: normalised throughput over K and M",
-    "table4": "Table 4: where the time of a step goes",
-    "table3": "Table 3: throughput without a fast interconnect",
-    "figure2": "Figure 2 and the formulas: schedules, bubbles, memory, traffic",
-    "figure3": "Figure 3 of v1: speed-ups of ResNet-101 and AmoebaNet-D (4, 512)",
-    "engine": "The engine's own cost, measured side by side",
-    "consistency": "Consistent training: the same network, whatever the partition",
-    "peers": "Other engines beside ours, in one interleaved run",
-}
+REGISTRY = runpy.run_path(str(ROOT / "experiments" / "registry.py"))  # by its path: nothing is installed yet
 
 
 def prepare(session: nox.Session) -> tuple[str, list[str]]:
@@ -62,16 +52,16 @@ def run_python(session: nox.Session, *command: str, **environment: str) -> None:
     session.run(python, *command, *arguments, external=True, env={**threads, **environment})
 
 
-def experiment_session(name: str, title: str) -> None:
+def experiment_session(name: str) -> None:
     @nox.session(name=name, venv_backend="none", tags=["paper"], default=False)
     def run(session: nox.Session) -> None:
         run_python(session, "-m", "experiments", "run", name)
 
-    run.__doc__ = title
+    run.__doc__ = REGISTRY["title"](name)
 
 
-for _name, _title in EXPERIMENTS.items():
-    experiment_session(_name, _title)
+for _name in REGISTRY["EXPERIMENTS"]:
+    experiment_session(_name)
 
 
 @nox.session(venv_backend="none", tags=["paper"], default=False)
@@ -103,7 +93,7 @@ def smoke(session: nox.Session) -> None:
     """Every experiment's smoke profile, into a fresh folder."""
     python, arguments = prepare(session)
     results = session.create_tmp()
-    for name in EXPERIMENTS:
+    for name in REGISTRY["EXPERIMENTS"]:
         session.run(
             python, "-m", "experiments", "run", name, "--profile", "smoke", "--results", results, "--fresh",
             *arguments, external=True, env=THREADS,

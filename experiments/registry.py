@@ -1,15 +1,21 @@
-"""The experiments by name; a module is imported when asked for, so the command line starts at once."""
+"""The one list of experiments; a module is imported when asked for, so the command line starts at once.
+
+`noxfile.py` runs this file by itself, before anything is installed: it needs the standard library alone.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpipe_bench.harness.experiment import Experiment
 
+# A line for each: the name on the command line and in nox, and the module that ends with its EXPERIMENT.
 EXPERIMENTS: dict[str, str] = {
     "table1": "gpipe_bench.experiments.table1.experiment",
     "table2": "gpipe_bench.experiments.table2.experiment",
@@ -31,6 +37,19 @@ def load(name: str) -> Experiment:
         )
     experiment: Experiment = importlib.import_module(EXPERIMENTS[name]).EXPERIMENT
     return experiment
+
+
+def title(name: str) -> str:
+    """The experiment's title, read from its source: nothing is imported. Raises ValueError if it has none."""
+    _, *folders = EXPERIMENTS[name].split(".")
+    path = Path(__file__).resolve().parents[1].joinpath(*folders).with_suffix(".py")
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name("EXPERIMENT")], value=ast.Call(keywords=keywords)):
+                given = {keyword.arg: keyword.value for keyword in keywords}
+                if isinstance(text := given.get("title"), ast.Constant):
+                    return str(text.value)
+    raise ValueError(f'{path} has no EXPERIMENT = ...(title="..."); nox lists experiments by it')
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

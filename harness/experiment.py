@@ -1,8 +1,8 @@
 """What an experiment has to say about itself so that the harness can run, resume, judge and show it.
 
-An experiment is data and four pure functions; the harness decides what to run, keeps what came out and
-calls the functions that turn records into cells, tables and figures. All but `run` work without a device
-and without torch.
+An experiment is data and a few pure functions; the harness decides what to run, keeps what came out and
+calls the functions that turn records into cells, tables, figures and charts. All but `run` work without a
+device and without torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar, Status, identity, label
+from gpipe_bench.harness.shown import KeptTimeline, PaperTable, Plot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,17 +76,30 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One table or figure of the paper.
+    """One table or figure of the paper, and all that anybody else knows of it.
 
-    `profiles` maps "smoke", "short", "full" to what each does; `estimate` comes from the cases.
-    `revision`
-    is raised whenever a change makes earlier records wrong: they are then run again. `options` names the
-    run options its results depend on; a case is run again for each of their values. `engines` are the
-    engine names it accepts, empty if it runs none. `tables` defaults to the comparison alone. `untimed`: no
-    result depends on how long anything takes, so cases may run beside each other, in processes that import
-    the experiment's functions by name.
+    `cases`, `cells`, `tables`, `figures` and `timelines` must not need torch: they serve `list`,
+    `compare` and `report`.
 
-    `cases`, `cells`, `tables` and `figures` must not need torch: they serve `list` and `compare`.
+    Args:
+        name: as in the registry
+        title: a line for `list`, `nox --list` and the report; written out, since nox reads it from the source
+        source: where in the paper
+        describe: a sentence or two of what is done
+        profiles: "smoke", "short", "full" -> what each does; how long it takes comes from the cases
+        cases: what there is to run
+        run: runs one case
+        cells: our numbers beside the paper's
+        tables: records and comparison as text; by default the comparison alone
+        figures: the plots that the records suffice for
+        timelines: the timelines in the records that a report shows as charts
+        paper_tables: the tables of paper.csv that it answers, in words, in the order of the report
+        docs: a page of the documentation that says more
+        revision: raised whenever a change makes earlier records wrong: they are then run again
+        options: the run options its results depend on; a case is run again for each of their values
+        engines: the engine names it accepts, empty if it runs none
+        untimed: no result depends on how long anything takes, so cases may run beside each other, in
+            processes that import the experiment's functions by name
     """
 
     name: str
@@ -97,7 +111,10 @@ class Experiment:
     run: Callable[[Case, RunOptions], Outcome]
     cells: Callable[[Sequence[Record]], list[Entry]]
     tables: Callable[[Sequence[Record], list[Comparison]], str] | None = None
-    figures: Callable[[Sequence[Record], Path], list[Path]] | None = None
+    figures: Callable[[Sequence[Record]], list[Plot]] | None = None
+    timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None
+    paper_tables: Mapping[str, PaperTable] = field(default_factory=dict)
+    docs: str = ""
     revision: int = 1
     options: tuple[str, ...] = ("device", "engine", "seed")
     engines: tuple[str, ...] = ()

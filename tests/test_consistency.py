@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.consistency import experiment as consistency
 from gpipe_bench.experiments.consistency.cells import (
     METRICS,
@@ -25,6 +25,7 @@ from gpipe_bench.experiments.consistency.experiment import EXPERIMENT, FIRST_SEE
 from gpipe_bench.experiments.consistency.figures import figures
 from gpipe_bench.experiments.consistency.recipe import DAWNBENCH, DIGITS
 from gpipe_bench.experiments.consistency.tables import tables
+from gpipe_bench.experiments.report.figure_files import draw
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record
@@ -211,10 +212,10 @@ def test_the_text_shows_all_levels_and_the_figures_are_drawn(tmp_path: Path) -> 
         "sequential, rate / 2 ",
     ):  # fmt: skip
         assert part in text, part
-    paths = figures(records, tmp_path)
+    paths = draw(EXPERIMENT, records, tmp_path)
     assert [path.name for path in paths] == ["consistency.png", "consistency.svg"]
     assert paths[0].stat().st_size > 20_000
-    assert figures([], tmp_path) == []
+    assert figures([]) == []
     assert "Equal digests" not in tables([*records[:-5], *records[-3:]], [])
 
 
@@ -257,7 +258,7 @@ def complaint(capsys: pytest.CaptureFixture[str], results: Path, *arguments: str
     """The one line that a run ends with before anything is run."""
     status = cli.main(["run", "consistency", "--profile", "smoke", "--results", str(results), *arguments])
     captured = capsys.readouterr()
-    assert status == cli.BAD_USAGE
+    assert status == exits.BAD_USAGE
     assert not captured.out
     (line,) = captured.err.splitlines()
     assert not list(results.glob("*.jsonl"))
@@ -321,7 +322,7 @@ def test_image_folders_that_can_not_be_trained_on(capsys: pytest.CaptureFixture[
 
 def test_other_experiments_take_no_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status = cli.main(["run", "figure2", "--results", str(tmp_path), "--data", str(tmp_path)])
-    assert status == cli.BAD_USAGE
+    assert status == exits.BAD_USAGE
     assert "figure2 takes no data" in capsys.readouterr().err
 
 

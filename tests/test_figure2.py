@@ -14,6 +14,7 @@ from gpipe_bench.experiments.figure2.experiment import EXPERIMENT
 from gpipe_bench.experiments.figure2.memory import peak
 from gpipe_bench.experiments.figure2.schedules import VARIANTS, graphs_alive, peak_activations
 from gpipe_bench.experiments.figure2.traffic import Shape, shape, traffic
+from gpipe_bench.experiments.report.figure_files import draw
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.records.record import Record
@@ -166,7 +167,7 @@ def test_tables_and_figures_come_from_records_alone(tmp_path) -> None:
     assert "3/131" in text
     lines = [line.split() for line in text.splitlines()]
     assert ["GPipe,", "recomputing", "early", "(the", "paper's)", "25", "36.0", "%", "1"] in lines
-    paths = EXPERIMENT.figures(records, tmp_path)
+    paths = draw(EXPERIMENT, records, tmp_path)
     names = {path.name for path in paths}
     assert names == {
         f"figure2-{what}.{ending}"
@@ -174,7 +175,7 @@ def test_tables_and_figures_come_from_records_alone(tmp_path) -> None:
         for ending in ("png", "svg")
     }
     assert all(path.stat().st_size > 5000 for path in paths)
-    assert EXPERIMENT.figures([], tmp_path) == []
+    assert EXPERIMENT.figures([]) == []
     assert EXPERIMENT.tables([], []) == ""
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.commands import guard as verb_guard
 from gpipe_bench.experiments.guard import trials as guard_trials
 from gpipe_bench.experiments.guard.arms import Arm, arms_of
@@ -174,26 +174,26 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_equal_counters_pass(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["guard"]) == cli.DONE
+    assert cli.main(["guard"]) == exits.DONE
     assert "counters: 1 cases equal results/guard/counters.json\nguard: passed" in capsys.readouterr().out
 
 
 def test_a_win_fails_until_it_is_committed(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = fake.read_text()
     fake.write_text(wanted.replace("8", "10"))
-    assert cli.main(["guard"]) == cli.VERDICT_FAILED
+    assert cli.main(["guard"]) == exits.VERDICT_FAILED
     shown = capsys.readouterr().out
     assert "case: flops 10 -> 8 (-20.000%)" in shown
     assert wanted in shown  # the new file, to be copied from a log
-    assert cli.main(["guard", "--json"]) == cli.VERDICT_FAILED
+    assert cli.main(["guard", "--json"]) == exits.VERDICT_FAILED
     assert json.loads(capsys.readouterr().out)["problem"] == "case: flops 10 -> 8 (-20.000%)"
-    assert cli.main(["guard", "--update"]) == cli.DONE
+    assert cli.main(["guard", "--update"]) == exits.DONE
     assert fake.read_text() == wanted
 
 
 def test_without_a_file_it_says_how_to_get_one(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake.unlink()
-    assert cli.main(["guard"]) == cli.BAD_USAGE
+    assert cli.main(["guard"]) == exits.BAD_USAGE
     assert "does not exist; write it with --update" in capsys.readouterr().err
 
 
@@ -209,7 +209,7 @@ def test_without_a_file_it_says_how_to_get_one(fake: Path, capsys: pytest.Captur
 def test_bad_usage_is_one_line(
     fake: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert cli.main(["guard", *arguments]) == cli.BAD_USAGE
+    assert cli.main(["guard", *arguments]) == exits.BAD_USAGE
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
@@ -237,7 +237,7 @@ def test_a_confirmed_regression_fails_and_is_annotated(
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     with_base(monkeypatch, tmp_path / "base", [finding("tiny-layers", SLOWER, SLOWER)])
-    assert cli.main(["guard", "--base", "main", "--history", str(tmp_path / "h")]) == cli.VERDICT_FAILED
+    assert cli.main(["guard", "--base", "main", "--history", str(tmp_path / "h")]) == exits.VERDICT_FAILED
     out, err = capsys.readouterr()
     assert "::error title=guard::tiny-layers: slower by +10.0%25" in err
     assert out.endswith("guard: FAILED\n")
@@ -249,7 +249,7 @@ def test_one_regression_alone_annotates(
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     with_base(monkeypatch, tmp_path / "base", [finding("tiny-layers", SLOWER, SAME)])
-    assert cli.main(["guard", "--base", "main", "--json"]) == cli.DONE
+    assert cli.main(["guard", "--base", "main", "--json"]) == exits.DONE
     out, err = capsys.readouterr()
     data = json.loads(out)
     assert [run["verdict"] for run in data["runs"]] == ["regression", "same"]
@@ -261,7 +261,7 @@ def test_a_benchmark_that_fails_is_an_error(
     fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with_base(monkeypatch, tmp_path / "base", WorkerError("base: no such layer"))
-    assert cli.main(["guard", "--base", "main"]) == cli.CASE_FAILED
+    assert cli.main(["guard", "--base", "main"]) == exits.CASE_FAILED
     assert "error: base: no such layer" in capsys.readouterr().err
 
 
@@ -272,11 +272,11 @@ def test_a_benchmark_that_vanished_is_an_error(
     before.parent.mkdir(parents=True)
     before.write_text(encode({"benchmarks": ["tiny-layers", "gone"], "counters": {}}))
     with_base(monkeypatch, tmp_path / "base", [finding("tiny-layers", SAME)])
-    assert cli.main(["guard", "--base", "main"]) == cli.BAD_USAGE
+    assert cli.main(["guard", "--base", "main"]) == exits.BAD_USAGE
     assert (
         "benchmarks that are gone: gone; if that is intended, say --removed gone" in capsys.readouterr().err
     )
-    assert cli.main(["guard", "--base", "main", "--removed", "gone"]) == cli.DONE
+    assert cli.main(["guard", "--base", "main", "--removed", "gone"]) == exits.DONE
 
 
 # The workflow and the trials

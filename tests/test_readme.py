@@ -11,21 +11,34 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.report import readme
+from gpipe_bench.experiments import readme, registry
 from gpipe_bench.harness.places import ROOT
 
 TEXT = readme.README.read_text(encoding="utf-8")
 
 
-def test_the_table_is_that_of_the_reference_records() -> None:
-    assert readme.rewritten(TEXT) == TEXT, "stale: run python -m gpipe_bench.experiments.report.readme"
+def test_the_tables_are_those_of_the_reference_records_and_the_experiments() -> None:
+    assert readme.rewritten(TEXT) == TEXT, "stale: run python -m gpipe_bench.experiments.readme"
     assert "| reproduced |" in TEXT
     assert "nothing fits" in TEXT
 
 
-def test_lost_markers_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"README\.md has lost its markers"):
-        readme.rewritten(TEXT.replace(readme.END, ""))
+def test_every_experiment_has_a_row_with_what_it_says_of_itself() -> None:
+    rows = readme.sessions().splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == [f"nox -s {name}" for name in registry.EXPERIMENTS]
+    (row,) = [row for row in rows if "consistency`" in row]
+    experiment = registry.load("consistency")
+    assert experiment.title in row
+    assert experiment.describe in row
+    assert "([more](docs/consistency.md))" in row
+    assert row.endswith("| 11 min |"), "two trainings at a time on two cores"
+
+
+@pytest.mark.parametrize("section", readme.SECTIONS)
+def test_lost_markers_are_an_error(section: str) -> None:
+    for marker in readme.markers(section):
+        with pytest.raises(ValueError, match=r"README\.md has lost its markers"):
+            readme.rewritten(TEXT.replace(marker, ""))
 
 
 def test_python_examples_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -11,6 +12,7 @@ import sys
 import urllib.parse
 from base64 import b64decode
 from collections import Counter
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -21,14 +23,14 @@ from hypothesis import strategies as st
 from records import quantity, record
 
 from gpipe_bench.experiments import registry
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.commands import report as verb_report
 from gpipe_bench.experiments.report import records as report_records
 from gpipe_bench.experiments.report.figure_files import draw, drawn
 from gpipe_bench.experiments.report.readings import answers, readings
 from gpipe_bench.experiments.report.records import Source, folders, sources
-from gpipe_bench.experiments.report.tables import TABLES, table_infos
-from gpipe_bench.experiments.report.timelines import charts_of, timelines
+from gpipe_bench.experiments.report.tables import table_infos
+from gpipe_bench.experiments.report.timelines import charts_of, kept_timelines, timelines
 from gpipe_bench.harness.judging.compare import compare, compare_entry
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import load_paper
@@ -38,12 +40,15 @@ from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.report.chart import Box, Chart, within
 from gpipe_bench.harness.report.page import Answer, Counts, TableInfo, table_views
 from gpipe_bench.harness.report.render import html, markdown
+from gpipe_bench.harness.shown import Plot
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINE = REFERENCE / "cpu-2-cores"
+EXPERIMENTS = [registry.load(name) for name in registry.EXPERIMENTS]
+TIMED = dataclasses.replace(FAKE, timelines=kept_timelines)
 INFO = {"t": TableInfo(title="T", short="T", about="", missing="nobody ran it")}
 
 
@@ -152,11 +157,11 @@ def test_a_table_that_is_not_run_says_why(page):
         reasons = {row.reason for row in table.rows if row.comparison.verdict == "not run"}
         for reason in reasons:
             assert reason not in ("", "there is no record of this case"), table.name
-    infos = table_infos({"table1": {"short"}, "table2": {"smoke"}})
+    infos = table_infos(EXPERIMENTS, {"table1": {"short"}, "table2": {"smoke"}})
     assert "only a smoke run" in infos["table2-amoebanet"].missing
     assert "nox -s figure2" in infos["formulas"].missing
     assert "do not report" in infos["claims"].missing
-    assert {cell.table for cell in load_paper()} == set(TABLES)
+    assert {cell.table for cell in load_paper()} == set(infos)
 
 
 def test_the_page_holds_all_it_needs(page, parsed):
@@ -214,7 +219,7 @@ def test_no_torch_and_quick_from_the_command_line(tmp_path):
 
 
 def test_json_has_a_line_for_each_cell(tmp_path, capsys):
-    assert cli.main(["report", "--results", str(tmp_path), "--json"]) == cli.DONE
+    assert cli.main(["report", "--results", str(tmp_path), "--json"]) == exits.DONE
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     published = {cell.key for cell in load_paper() if cell.source == "paper"}
     assert {(line["table"], line["row"], line["column"]) for line in lines} >= published
@@ -224,7 +229,7 @@ def test_json_has_a_line_for_each_cell(tmp_path, capsys):
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
-    assert cli.main(["report", "--output", str(tmp_path / "file"), "--no-figures"]) == cli.BAD_USAGE
+    assert cli.main(["report", "--output", str(tmp_path / "file"), "--no-figures"]) == exits.BAD_USAGE
     assert "choose another folder with --output" in capsys.readouterr().err
 
 
@@ -403,14 +408,14 @@ def test_timelines_are_found_wherever_records_keep_them():
     data = timeline.to_data()
     details = {"timeline": data, "all": [{"measured": data}, 3], "other": {"events": []}}
     assert [path for path, _ in timelines(details)] == [("timeline",), ("all", "0", "measured")]
-    charts = charts_of([chart_source(details)])
+    charts = charts_of(TIMED, chart_source(details))
     assert [chart.title for chart in charts] == ["step=1", "step=1, all, 0, measured"]
     assert len({chart.name for chart in charts}) == 2
 
 
 def test_a_chart_says_what_each_action_is_and_carries_the_same_trace():
     timeline = replay(gpipe(2, 2, "always"), {kind: slots * 1e-3 for kind, slots in SLOTS.items()})
-    (chart,) = charts_of([chart_source({"timeline": timeline.to_data()})])
+    (chart,) = charts_of(TIMED, chart_source({"timeline": timeline.to_data()}))
     titles = [box.title for box in chart.boxes]
     assert titles[0] == "0F0: forward, stage 0, micro-batch 0, 1 ms, from 0 ms"
     assert len(titles) == len(timeline.events)
@@ -419,7 +424,7 @@ def test_a_chart_says_what_each_action_is_and_carries_the_same_trace():
     )
     content = gzip.decompress(b64decode(urllib.parse.unquote(chart.trace).partition(",")[2]))
     assert json.loads(content) == json.loads(json.dumps(timeline.to_chrome()))
-    assert chart.trace == charts_of([chart_source({"timeline": timeline.to_data()})])[0].trace
+    assert chart.trace == charts_of(TIMED, chart_source({"timeline": timeline.to_data()}))[0].trace
 
 
 @given(st.floats(1e-6, 1e6), st.integers(1, 8))
@@ -437,7 +442,7 @@ def test_axes_are_round_and_inside(span, parts):
 
 
 def test_an_empty_timeline_is_an_empty_chart():
-    (chart,) = charts_of([chart_source({"timeline": Timeline((), 2).to_data()})])
+    (chart,) = charts_of(TIMED, chart_source({"timeline": Timeline((), 2).to_data()}))
     assert (chart.boxes, chart.ticks) == ((), [])
 
 
@@ -450,13 +455,45 @@ def test_too_many_boxes_leave_traces():
 def test_figures_are_kept_only_for_the_records_they_show(tmp_path):
     records = [fake(1, 1), fake(2, 2)]
     paths = draw(FAKE, records, tmp_path)
-    assert drawn("fake", records[::-1], tmp_path) == paths
-    assert drawn("fake", records[:1], tmp_path) is None
-    assert drawn("fake", [fake(1, 1), fake(2, 3)], tmp_path) is None
+    assert drawn(FAKE, records[::-1], tmp_path) == paths
+    assert drawn(FAKE, records[:1], tmp_path) is None
+    assert drawn(FAKE, [fake(1, 1), fake(2, 3)], tmp_path) is None
     paths[0].unlink()
-    assert drawn("fake", records, tmp_path) is None
+    assert drawn(FAKE, records, tmp_path) is None
     (tmp_path / "fake.json").write_text("[]")
-    assert drawn("fake", records, tmp_path) is None
+    assert drawn(FAKE, records, tmp_path) is None
+
+
+def test_figures_on_disk_are_those_that_the_experiment_draws_now(tmp_path):
+    paths = draw(FAKE, [fake(1, 1)], tmp_path)
+    assert drawn(FAKE, [fake(1, 1)], tmp_path) == paths
+    (plot,) = FAKE.figures([fake(1, 1)])
+    renamed = dataclasses.replace(FAKE, figures=lambda records: [dataclasses.replace(plot, name="other")])
+    assert drawn(renamed, [fake(1, 1)], tmp_path) is None
+
+
+def test_a_plot_is_drawn_and_saved_in_its_own_style(tmp_path):
+    seen = []
+
+    @contextlib.contextmanager
+    def style(name):
+        seen.append(f"enter {name}")
+        yield
+        seen.append(f"leave {name}")
+
+    class Drawing:
+        def savefig(self, path, /, *, dpi):
+            seen.append(path.name)
+
+    def plot(name, suffixes):
+        return Plot(
+            name=name, caption="", alt="", suffixes=suffixes, style=partial(style, name),
+            draw=lambda: seen.append(f"draw {name}") or Drawing(),
+        )  # fmt: skip
+
+    plots = [plot("a", ("png", "svg")), plot("b", ("png",))]
+    draw(dataclasses.replace(FAKE, figures=lambda records: plots), [fake(1, 1)], tmp_path)
+    assert seen == ["enter a", "draw a", "a.png", "a.svg", "leave a", "enter b", "draw b", "b.png", "leave b"]
 
 
 @pytest.mark.parametrize("machine", sorted(path.name for path in REFERENCE.iterdir() if path.is_dir()))
@@ -469,5 +506,5 @@ def test_the_reference_figures_show_the_reference_records(machine):
             and experiment.figures is not None
             and (REFERENCE / machine / "figures" / f"{name}.json").exists()
         ):
-            shown = drawn(name, found[0].records, found[0].folder / "figures")
+            shown = drawn(experiment, found[0].records, found[0].folder / "figures")
             assert shown, f"the figures of {name} on {machine} are of other records; draw them again"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_bench.experiments import registry
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.harness.judging.units import convert
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.store import Store
@@ -34,7 +34,7 @@ PHONE, SCREEN = (390, 844), (1280, 800)
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    assert cli.main(["report", "--results", str(folder)]) == cli.DONE
+    assert cli.main(["report", "--results", str(folder)]) == exits.DONE
     return folder / "report.html"
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gpipe_bench.experiments import registry
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"^\| `nox -s (\w+)` \|", README, re.MULTILINE)
@@ -37,6 +39,17 @@ def test_the_readme_lists_every_session() -> None:
     sessions = re.findall(r"^[-*] (\w+) .*->", shown, re.MULTILINE)
     assert sorted(LISTED) == sorted(sessions)
     assert len(sessions) == len(set(sessions)) > 10
+
+
+def test_titles_read_from_the_source_are_the_experiments_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in registry.EXPERIMENTS:
+        experiment = registry.load(name)
+        assert (experiment.name, experiment.title) == (name, registry.title(name))
+    monkeypatch.setitem(registry.EXPERIMENTS, "untitled", "gpipe_bench.experiments.first_run")
+    with pytest.raises(ValueError, match=r"first_run\.py has no EXPERIMENT = .*; nox lists"):
+        registry.title("untitled")
 
 
 def test_the_sessions_to_run_by_default_are_the_checks() -> None:

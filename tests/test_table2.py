@@ -15,6 +15,7 @@ from gpipe_bench.experiments.figure3 import experiment as figure3
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import results
 from gpipe_bench.experiments.measuring.step_timing import Configuration, Found, Steps, Task, work
+from gpipe_bench.experiments.report.figure_files import draw
 from gpipe_bench.experiments.table2 import experiment as table2
 from gpipe_bench.experiments.table2.fitted_batch import fitted_microbatch, peak_bytes
 from gpipe_bench.experiments.table4 import experiment as table4
@@ -208,16 +209,16 @@ def test_fixed_and_fitted_mini_batches_are_separate_tables(tmp_path: Path) -> No
     assert "scaled to this machine: half" in text
     assert "K=8 M=32" in text
     assert "bottleneck" in text
-    paths = table2.figures(records, tmp_path)
+    paths = draw(table2.EXPERIMENT, records, tmp_path)
     assert {path.name for path in paths} >= {"table2-throughput-fixed.png", "table2-efficiency.png"}
     assert all(path.stat().st_size > 10_000 for path in paths)
 
 
-def test_records_without_a_finished_case_make_an_empty_table(tmp_path: Path) -> None:
+def test_records_without_a_finished_case_make_an_empty_table() -> None:
     failed = replace(table2_record(), status="failed", reason="broken")
     assert table2.cells([failed]) == []
     assert table2.tables([failed], []) == ""
-    assert table2.figures([failed], tmp_path) == []
+    assert table2.figures([failed]) == []
 
 
 def breakdown_record(monkeypatch: pytest.MonkeyPatch, model: str = "resnet101") -> Record:
@@ -246,7 +247,7 @@ def test_the_breakdown_adds_up_in_every_record(monkeypatch: pytest.MonkeyPatch, 
     judged = {(c.table, c.row, c.column) for c in compare(table4.cells([made])) if c.ours is not None}
     assert ("breakdown-v1", "load imbalance", "K=4") in judged
     assert ("breakdown-v5", "bubble", "share of the step") in judged
-    assert len(table4.figures([made], tmp_path)) == 4
+    assert len(draw(table4.EXPERIMENT, [made], tmp_path)) == 4
 
 
 def test_naive_and_pipeline_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -267,5 +268,5 @@ def test_naive_and_pipeline_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_
     assert comparisons["normalized throughput", "naive-1"].ours == 1
     assert comparisons["normalized throughput by the text", "pipeline-8"].ours is not None
     assert "pipeline-8" in figure3.tables([made], list(comparisons.values()))
-    (path,) = figure3.figures([made], tmp_path)
+    (path,) = draw(figure3.EXPERIMENT, [made], tmp_path)
     assert path.stat().st_size > 10_000

@@ -21,6 +21,7 @@ from gpipe_bench.experiments.measuring.bandwidths import (
 )
 from gpipe_bench.experiments.measuring.roofline import P100, Accelerator, Estimate, _Stopwatch, estimate
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, lay_out
+from gpipe_bench.experiments.report.figure_files import draw
 from gpipe_bench.experiments.table3 import experiment as table3
 from gpipe_bench.experiments.table3 import slow_link
 from gpipe_bench.experiments.table3.experiment import EXPERIMENT
@@ -299,12 +300,12 @@ def test_tables_and_figures_come_from_records_alone(tmp_path) -> None:
         "hidden from",
     ):
         assert part in text.replace("replay's median absolute error", "error of the replay"), part
-    paths = EXPERIMENT.figures(records, tmp_path)
+    paths = draw(EXPERIMENT, records, tmp_path)
     assert {path.name for path in paths} == {"table3-bandwidth.png", "table3-this-machine.png"}
     assert all(path.stat().st_size > 10_000 for path in paths)
-    assert EXPERIMENT.figures([], tmp_path) == []
+    assert EXPERIMENT.figures([]) == []
     assert EXPERIMENT.tables([], []) == ""
-    assert EXPERIMENT.figures([link_record()], tmp_path)
+    assert draw(EXPERIMENT, [link_record()], tmp_path)
 
 
 def test_without_a_slow_link_the_case_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

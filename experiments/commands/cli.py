@@ -12,15 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import give_up_unwritable, prepare_streams
 from gpipe_bench.harness.places import own_results
-
-DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
-"""Exit statuses of what went as it should and of what the user asked to know."""
-
-IO_FAILED, INTERRUPTED, READER_GONE = 74, 130, 141
-"""Exit statuses that are expected of a program that could not write (sysexits.h), or that was stopped by the
-keyboard or a closed pipe."""
 
 PROFILES = ("smoke", "short", "full")
 
@@ -40,11 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(f"{error}; `doctor` says what is missing and how to get it")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return exits.INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has seen enough, as with `| head`
-        return READER_GONE
+        return exits.READER_GONE
     except OSError as error:  # a full disk behind standard output, a folder that vanished
-        return _complain(str(error), IO_FAILED)
+        return _complain(str(error), exits.IO_FAILED)
     finally:
         give_up_unwritable()
     return status
@@ -73,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(_complain(f"{message}; see {self.prog} --help"))
 
 
-def _complain(message: str, status: int = BAD_USAGE) -> int:
+def _complain(message: str, status: int = exits.BAD_USAGE) -> int:
     with contextlib.suppress(OSError):  # the exit status says it too
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return status
@@ -114,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--fresh", action="store_true", help="run again what is on record")
     verb.add_argument(
         "--jobs", type=int, metavar="N",
-        help="cases at the same time, where none is timed (consistency); default there: cores, at most 8",
+        help="cases at the same time, where an experiment times nothing; default there: cores, at most 8",
     )  # fmt: skip
     verb.add_argument(
         "--assert",

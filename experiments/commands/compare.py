@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.experiments.report.readable import readable
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
         print(shown.text)
-    return cli.DONE
+    return exits.DONE
 
 
 def _nothing(name: str, revision: int, arguments: argparse.Namespace, records: tuple) -> str:  # type: ignore[type-arg]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.registry import suggestion
 from gpipe_bench.experiments.report.readable import readable
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
         heading = ", ".join(f"{name} (profile {profiles[name]})" for name in found)
         print(f"{experiment.title}: {heading}\n")
         print(side_markdown(side) if arguments.markdown else side_text(side))
-    return cli.DONE
+    return exits.DONE
 
 
 def machine_folders(names: Sequence[str], results: Path, references: Path = REFERENCE) -> dict[str, Path]:

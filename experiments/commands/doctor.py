@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.harness.places import ROOT
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             if missing
             else "this machine can run the smoke and short profiles"
         )
-    return 1 if any(check.status == "missing" for check in checks) else cli.DONE
+    return 1 if any(check.status == "missing" for check in checks) else exits.DONE
 
 
 def examine(results: Path) -> Iterator[Check]:

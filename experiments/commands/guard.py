@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.run import Finding, guard
@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         annotate("error", str(error).splitlines()[0])
-        return cli.CASE_FAILED
-    say("guard: passed" if status == cli.DONE else "guard: FAILED")
+        return exits.CASE_FAILED
+    say("guard: passed" if status == exits.DONE else "guard: FAILED")
     return status
 
 
@@ -89,14 +89,14 @@ def check_counters(arguments: argparse.Namespace, say: Any) -> int:
             print_line(msgspec.json.encode({"tier": "counters", "problem": problem}))
     if not problems:
         say(f"counters: {len(found['counters'])} cases equal {COUNTERS.relative_to(ROOT)}")
-        return cli.DONE
+        return exits.DONE
     say(f"counters: differ from {COUNTERS.relative_to(ROOT)}, be it for the better:")
     for problem in problems:
         say(f"  {problem}")
         annotate("error", problem)
     say("the file as it would be now (--update writes it; commit it with the reason for the change):\n")
     say(encode(found))
-    return cli.VERDICT_FAILED
+    return exits.VERDICT_FAILED
 
 
 def benchmark_changes(expected: Sequence[str], found: Sequence[str]) -> list[str]:
@@ -131,7 +131,7 @@ def check_time(arguments: argparse.Namespace, names: Sequence[str], say: Any) ->
     if arguments.history is not None:
         for path in save_history(arguments.history, findings):
             say(f"history: {path}")
-    return cli.VERDICT_FAILED if any(finding.confirmed for finding in findings) else cli.DONE
+    return exits.VERDICT_FAILED if any(finding.confirmed for finding in findings) else exits.DONE
 
 
 def refuse_vanished(base: Base, removed: Sequence[str]) -> None:

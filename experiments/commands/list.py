@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness.experiment import Experiment, RunOptions
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
             print_line(msgspec.json.encode(row))
     else:
         print(_zoo_text(found) if arguments.models else _text(found))
-    return cli.DONE
+    return exits.DONE
 
 
 def _entry(name: str, store: Store) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Reads records and draws; needs neither torch nor a device.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.report.figures import Picture, pictures_of
 from gpipe_bench.experiments.report.readings import Reading, answers, readings
@@ -34,8 +33,6 @@ from gpipe_bench.harness.report.summary import summary
 
 HTML, MARKDOWN = "report.html", "report.md"
 COMMAND = "nox -s report"
-TIMELINES = re.compile(r"schedules|gantt|timeline|-step-|^table4-\w+-\d+$")
-"""In the name of a figure: a drawing of timelines, which the page has as charts to point at."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,13 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
                 line = {**msgspec.to_builtins(row.comparison), "kind": row.kind, "machine": machine,
                         "at_half": row.narrow, "at_twice": row.wide}  # fmt: skip
                 print_line(msgspec.json.encode(line))
-        return cli.DONE
+        return exits.DONE
     folder = arguments.output or arguments.results
     print(f"{page.counts}\n")
     for name, text in ((HTML, html(page)), (MARKDOWN, markdown(page))):
         write(folder / name, text)
         print(f"report: {_short(folder / name)}")
-    return cli.DONE
+    return exits.DONE
 
 
 def build(results: Path, *, figures: bool = True) -> Page:
@@ -74,11 +71,11 @@ def build(results: Path, *, figures: bool = True) -> Page:
         for answer in answers(found[experiment.name]):
             given.setdefault(answer.entry.key, answer)  # an entry belongs to the first that reports it
     profiles = {name: {each.source.profile for each in several} for name, several in found.items()}
-    tables = table_views(list(given.values()), paper, table_infos(profiles))
+    tables = table_views(list(given.values()), paper, table_infos(experiments, profiles))
     shown = {name: _shown(several) for name, several in found.items()}
     pictures: list[Picture] = []
     if figures:
-        drawing = [r.source for e in experiments if e.figures is not None for r in shown[e.name][:1]]
+        drawing = [(e, reading.source) for e in experiments for reading in shown[e.name][:1]]
         pictures, failed = pictures_of(drawing)
         warnings += failed
     narrow, counts, wide = totals(tables)
@@ -138,7 +135,7 @@ def _view(experiment: Experiment, several: Sequence[Reading], pictures: Sequence
         pictures=tuple(
             picture
             for picture in pictures
-            if picture.experiment == experiment.name and not (charts and TIMELINES.search(picture.name))
+            if picture.experiment == experiment.name and not (charts and picture.of_timelines)
         ),
         charts=tuple(chart for chart in charts if chart.boxes),
         traces=tuple(chart for chart in charts if not chart.boxes),

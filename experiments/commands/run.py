@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import lines_only, print_line
 from gpipe_bench.experiments.registry import load, suggestion
 from gpipe_bench.experiments.report.figure_files import draw
@@ -99,7 +99,7 @@ def _status(
         show.warn(
             f"interrupted; {len(result.records)} finished cases are kept, the same command goes on from there"
         )
-        return cli.INTERRUPTED
+        return exits.INTERRUPTED
     for record in result.failed:
         print(f"failed: {record.label}: {record.reason}", file=sys.stderr)
     if result.failed:
@@ -110,7 +110,7 @@ def _status(
     if result.unsaved:
         print(f"error: {len(result.unsaved)} results could not be written to {results}", file=sys.stderr)
     if result.failed or result.unsaved:
-        return cli.CASE_FAILED
+        return exits.CASE_FAILED
     if arguments.assert_:
         bad = [c for c in comparisons if c.verdict == "deviates"]
         for c in bad:
@@ -120,10 +120,10 @@ def _status(
                 "nothing to assert: no cell has a number of ours and a comparable one of the paper",
                 file=sys.stderr,
             )
-            return cli.VERDICT_FAILED
+            return exits.VERDICT_FAILED
         if bad:
-            return cli.VERDICT_FAILED
-    return cli.DONE
+            return exits.VERDICT_FAILED
+    return exits.DONE
 
 
 def _device(asked: str, experiment: Experiment) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.table1.paper_models import GIB, HALVES
 from gpipe_bench.harness.report.grid import Grid
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_line(msgspec.json.encode({"model": arguments.model, **placement.describe()}))
     else:
         print(_text(setting, placement))
-    return cli.DONE
+    return exits.DONE
 
 
 def _given(setting: Setting, arguments: argparse.Namespace) -> Placement:

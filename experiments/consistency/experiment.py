@@ -22,6 +22,7 @@ from gpipe_bench.experiments.consistency.run import run
 from gpipe_bench.experiments.consistency.subject import subject_of, task_of
 from gpipe_bench.experiments.consistency.tables import tables
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions
+from gpipe_bench.harness.shown import PaperTable
 
 MODELS = ("images", "text")
 STAGES = (1, 2, 4, 8)
@@ -126,6 +127,15 @@ def _check_data(options: RunOptions) -> None:
         task_of(subject_of("text", options))
 
 
+PAPER_TABLES = {
+    "consistency": PaperTable(
+        title="Consistent training, section 4.3.1 of the first version",
+        short="Consistent training",
+        about="Whether the final accuracy depends on the number of partitions.",
+    ),
+}
+
+
 EXPERIMENT = Experiment(
     name="consistency",
     title="Consistent training: the same network, whatever the partition",
@@ -143,8 +153,10 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
+    paper_tables=PAPER_TABLES,
     tables=tables,
     figures=figures,
+    docs="docs/consistency.md",
     options=("device", "seed", "data", "text", "parallel_text"),
     untimed=True,
 )

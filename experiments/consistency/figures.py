@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpipe_bench.experiments.consistency.cells import METRICS, NUM_DEVIATIONS, baseline, score_of, select
 from gpipe_bench.experiments.consistency.tables import TITLES, name_of
+from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.shown import Plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,39 +20,69 @@ if TYPE_CHECKING:
 STAGES = (1, 2, 4, 8)
 
 
-def figures(records: Sequence[Record], folder: Path) -> list[Path]:
-    """As PNG and SVG; a picture without records is left out."""
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """A picture without records is left out."""
+    plots = []
+    models = [model for model in TITLES if len(select(records, "baseline", model)) > 1]
+    if models:
+        plots.append(
+            Plot(
+                name="consistency",
+                caption="Learning curves for every number of stages; final scores against sequential runs",
+                alt=(
+                    "Above, held-out scores over the steps: the runs with 1 to 8 stages beside the band of "
+                    "the sequential runs, and asynchronous pipelines. Below, the distance of each final "
+                    "score to the sequential mean in standard deviations, with a band of two."
+                ),
+                draw=partial(_draw_trainings, records, models),
+                style=partial(paper_style, 1.1),
+            )
+        )
+    deep = [r for r in records if r.case.get("part") == "trainability" and r.status == "done"]
+    if deep:
+        plots.append(
+            Plot(
+                name="consistency-deep",
+                caption="Norm of the gradient of a deep narrow Transformer over the steps",
+                alt=(
+                    "Lines on a logarithmic axis for each learning rate, with and without the scaled start "
+                    "and clipped logits; a step that is not finite leaves a gap."
+                ),
+                draw=partial(_draw_deep, deep),
+                style=partial(paper_style, 1.1),
+            )
+        )
+    return plots
+
+
+def _draw_trainings(records: Sequence[Record], models: Sequence[str]) -> Figure:
+    """Curves above, distances below, a column for each model."""
     import seaborn
     from matplotlib.figure import Figure
 
-    models = [model for model in TITLES if len(select(records, "baseline", model)) > 1]
-    deep = [r for r in records if r.case.get("part") == "trainability" and r.status == "done"]
-    drawn = []
-    with seaborn.axes_style("whitegrid"), seaborn.plotting_context("paper", font_scale=1.1):
-        if models:
-            figure = Figure(figsize=(2.4 + 4.8 * len(models), 7), layout="constrained")
-            axes = figure.subplots(2, len(models), squeeze=False)
-            for place, model in enumerate(models):
-                _draw_curves(axes[0][place], records, model)
-                _draw_distances(axes[1][place], records, model)
-            _add_legend(figure, list(axes[0]), "outside right upper")
-            _add_legend(figure, list(axes[1]), "outside right lower")
-            drawn.append(("consistency", figure))
-        if deep:
-            rates = list(dict.fromkeys(r.case["rate"] for r in deep))
-            figure = Figure(figsize=(2.4 + 4.2 * len(rates), 3.6), layout="constrained")
-            axes = figure.subplots(1, len(rates), squeeze=False)
-            for place, rate in enumerate(rates):
-                _draw_norms(axes[0][place], [r for r in deep if r.case["rate"] == rate], float(rate or 0))
-            _add_legend(figure, list(axes[0]), "outside right upper")
-            drawn.append(("consistency-deep", figure))
-        paths = []
-        for name, figure in drawn:
-            seaborn.despine(figure)
-            for suffix in ("png", "svg"):
-                paths.append(folder / f"{name}.{suffix}")
-                figure.savefig(paths[-1], dpi=150)
-    return paths
+    figure = Figure(figsize=(2.4 + 4.8 * len(models), 7), layout="constrained")
+    axes = figure.subplots(2, len(models), squeeze=False)
+    for place, model in enumerate(models):
+        _draw_curves(axes[0][place], records, model)
+        _draw_distances(axes[1][place], records, model)
+    _add_legend(figure, list(axes[0]), "outside right upper")
+    _add_legend(figure, list(axes[1]), "outside right lower")
+    seaborn.despine(figure)
+    return figure
+
+
+def _draw_deep(deep: Sequence[Record]) -> Figure:
+    import seaborn
+    from matplotlib.figure import Figure
+
+    rates = list(dict.fromkeys(r.case["rate"] for r in deep))
+    figure = Figure(figsize=(2.4 + 4.2 * len(rates), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(rates), squeeze=False)
+    for place, rate in enumerate(rates):
+        _draw_norms(axes[0][place], [r for r in deep if r.case["rate"] == rate], float(rate or 0))
+    _add_legend(figure, list(axes[0]), "outside right upper")
+    seaborn.despine(figure)
+    return figure
 
 
 def _add_legend(

@@ -16,11 +16,12 @@ from __future__ import annotations
 from typing import Any
 
 from gpipe_bench.experiments.figure2.cells import cells
-from gpipe_bench.experiments.figure2.figures import figures
+from gpipe_bench.experiments.figure2.figures import figures, timelines
 from gpipe_bench.experiments.figure2.schedules import UNIT, VARIANTS, graphs_alive, peak_activations
 from gpipe_bench.experiments.figure2.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.shown import PaperTable
 from gpipe_bench.pipeline.plan.schedule import gpipe
 
 DRAWN_STAGES = 4
@@ -208,6 +209,15 @@ def _modelled_bytes(name: str, value: int, **key: Scalar) -> Quantity:
     )
 
 
+PAPER_TABLES = {
+    "formulas": PaperTable(
+        title="Figure 2 and the formulas of section 2",
+        short="Formulas",
+        about="Bubble fractions and activation memory by the paper's algebra and by replaying the schedule.",
+    ),
+}
+
+
 EXPERIMENT = Experiment(
     name="figure2",
     title="Figure 2 and the formulas: schedules, bubbles, memory, traffic",
@@ -224,7 +234,9 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
+    paper_tables=PAPER_TABLES,
     tables=tables,
     figures=figures,
+    timelines=timelines,
     options=(),
 )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.figure2.cells import of_part
 from gpipe_bench.experiments.figure2.schedules import UNIT, VARIANTS
 from gpipe_bench.experiments.figure2.text import GIB, SHOWN_MICROBATCHES, value
 from gpipe_bench.experiments.report.gantt import legend, paint
+from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record, Scalar
+from gpipe_bench.harness.shown import KeptTimeline, Plot
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -22,36 +24,77 @@ MOST_STAGES = 8
 """Bubbles are drawn up to this K, as in the paper's tables; more lines would hide each other."""
 
 
-def figures(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Every figure the records suffice for, as PNG and SVG."""
-    import matplotlib
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """Every figure the records suffice for."""
+    plots = [
+        Plot(
+            name=f"figure2-schedules-m{count}",
+            caption=f"The schedules of Figure 2 for M = {count}, replayed",
+            alt="Gantt charts of the schedules; the same timelines are interactive charts in this report.",
+            draw=partial(_charts, records, int(str(count))),
+            style=paper_style,
+            of_timelines=True,
+        )
+        for count in dict.fromkeys(record.case["num_microbatches"] for record in of_part(records, "chart"))
+    ]
+    if of_part(records, "bubble"):
+        plots.append(
+            Plot(
+                name="figure2-bubble",
+                caption="Idle share of the device time over the number of micro-batches",
+                alt=(
+                    "For each K the idle share falls as M grows; replayed marks lie on the lines of the "
+                    "closed form, and at M = 4K it is below 20 percent."
+                ),
+                draw=partial(_bubbles, records),
+                style=paper_style,
+            )
+        )
+    if of_part(records, "memory"):
+        plots.append(
+            Plot(
+                name="figure2-memory",
+                caption="Activation memory by the paper's formula and by the memory model",
+                alt=(
+                    "Stacked bars of boundary inputs, saved activations and transients per number of stages, "
+                    "formula beside memory model."
+                ),
+                draw=partial(_memory, records),
+                style=paper_style,
+            )
+        )
+    if of_part(records, "traffic"):
+        plots.append(
+            Plot(
+                name="figure2-traffic",
+                caption="Bytes sent per step by a pipeline and by data parallelism",
+                alt=(
+                    "For each model, the bytes that the busiest device sends in one step under either "
+                    "scheme, on a logarithmic axis."
+                ),
+                draw=partial(_traffic, records),
+                style=paper_style,
+            )
+        )
+    return plots
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import seaborn
 
-    drawings: dict[str, Figure] = {}
-    with seaborn.axes_style("whitegrid"), seaborn.plotting_context("paper"):
-        for count in dict.fromkeys(record.case["num_microbatches"] for record in of_part(records, "chart")):
-            drawings[f"figure2-schedules-m{count}"] = _charts(records, int(str(count)))
-        if of_part(records, "bubble"):
-            drawings["figure2-bubble"] = _bubbles(records)
-        if of_part(records, "memory"):
-            drawings["figure2-memory"] = _memory(records)
-        if of_part(records, "traffic"):
-            drawings["figure2-traffic"] = _traffic(records)
-        paths = []
-        for name, figure in drawings.items():
-            for suffix in ("png", "svg"):
-                paths.append(folder / f"{name}.{suffix}")
-                figure.savefig(paths[-1], dpi=150)
-            plt.close(figure)
-    return paths
+def timelines(records: Sequence[Record]) -> list[KeptTimeline]:
+    """The replayed schedules, in forwards of one micro-batch, which have no length in seconds."""
+    return [
+        KeptTimeline(
+            record=record,
+            data=record.details["timeline"],
+            title=f"{VARIANTS[str(record.case['schedule'])].title}, M={record.case['num_microbatches']}",
+            unit=UNIT,
+        )
+        for record in of_part(records, "chart")
+    ]
 
 
 def _charts(records: Sequence[Record], num_microbatches: int) -> Figure:
     """The schedules below each other; the pipelined ones on one time axis."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     found = {
         name: find(records, "done", part="chart", schedule=name, num_microbatches=num_microbatches)
@@ -62,9 +105,8 @@ def _charts(records: Sequence[Record], num_microbatches: int) -> Figure:
     spans = {name: each.makespan_s for name, each in timelines.items()}
     longest = max([spans[name] for name in drawn if not VARIANTS[name].microbatches_at_once], default=0)
     num_stages = max(timeline.num_stages for timeline in timelines.values())
-    figure, rows = plt.subplots(
-        len(drawn), 1, figsize=(7.2, 1.28 * len(drawn) + 0.9), layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(7.2, 1.28 * len(drawn) + 0.9), layout="constrained")
+    rows = figure.subplots(len(drawn), 1, squeeze=False)
     for axes, (name, record) in zip(rows[:, 0], drawn.items(), strict=True):
         own_scale = VARIANTS[name].microbatches_at_once or not longest
         width = spans[name] if own_scale else longest
@@ -99,12 +141,13 @@ def _known(record: Record, name: str, **key: Scalar) -> float:
 
 def _bubbles(records: Sequence[Record]) -> Figure:
     """Closed form as a line, replay as marks, over M for every K."""
-    import matplotlib.pyplot as plt
     import seaborn
+    from matplotlib.figure import Figure
 
     found = [r for r in of_part(records, "bubble") if int(str(r.case["num_stages"])) <= MOST_STAGES]
     palette = seaborn.color_palette("colorblind", len(found))
-    figure, axes = plt.subplots(figsize=(5.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
+    axes = figure.subplots()
     grid = range(1, max(SHOWN_MICROBATCHES) + 1)
     marks = {"gpipe": ("o", "-"), "gpipe-early": ("^", "--")}
     for record, color in zip(found, palette, strict=True):
@@ -142,14 +185,13 @@ def _bubbles(records: Sequence[Record]) -> Figure:
 
 def _memory(records: Sequence[Record]) -> Figure:
     """Formula and memory model as stacked bars for every K, at the most micro-batches."""
-    import matplotlib.pyplot as plt
     import seaborn
+    from matplotlib.figure import Figure
 
     found = of_part(records, "memory")
     models = list(dict.fromkeys(str(record.case["model"]) for record in found))
-    figure, panels = plt.subplots(
-        1, len(models), figsize=(3.6 * len(models), 3.3), layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(3.6 * len(models), 3.3), layout="constrained")
+    panels = figure.subplots(1, len(models), squeeze=False)
     for axes, model in zip(panels[0], models, strict=True):
         _draw_memory(axes, [record for record in found if record.case["model"] == model])
     handles, labels = panels[0][0].get_legend_handles_labels()
@@ -196,8 +238,8 @@ def _draw_memory(axes: Axes, records: Sequence[Record]) -> None:
 
 def _traffic(records: Sequence[Record]) -> Figure:
     """Bytes of the busiest device, one line per model."""
-    import matplotlib.pyplot as plt
     import seaborn
+    from matplotlib.figure import Figure
 
     num_stages = max(
         count for record in of_part(records, "traffic") for count in record.details["num_stages"]
@@ -213,7 +255,8 @@ def _traffic(records: Sequence[Record]) -> Figure:
             )
     rows.sort()
     blue, orange = seaborn.color_palette("colorblind")[:2]
-    figure, axes = plt.subplots(figsize=(7.2, 0.27 * len(rows) + 1.2), layout="constrained")
+    figure = Figure(figsize=(7.2, 0.27 * len(rows) + 1.2), layout="constrained")
+    axes = figure.subplots()
     for place, (ratio, _, ours, theirs) in enumerate(rows):
         axes.plot([ours / 1e9, theirs / 1e9], [place, place], color="0.7", linewidth=1.5, zorder=1)
         axes.annotate(

@@ -14,7 +14,7 @@ k = 2 also runs on two (`measured`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
@@ -29,14 +29,19 @@ from gpipe_bench.experiments.measuring.step_text import (
     replay_errors,
 )
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
+from gpipe_bench.experiments.report.style import paper_style
+from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.shown import PaperTable, Plot
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from gpipe_bench.experiments.measuring.step_timing import Configuration
 
 NUM_MICROBATCHES = 16  # v1 Table 1; the figure's own is not stated
@@ -177,16 +182,28 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def figures(records: Sequence[Record], folder: Path) -> list[Path]:
+def figures(records: Sequence[Record]) -> list[Plot]:
     """Bars per model, the paper's beside ours."""
+    done = [record for record in records if record.status == "done"]
+    if not done:
+        return []
+    return [
+        Plot(
+            name="figure3",
+            caption="Figure 3 of the first version: speed-up over the number of partitions",
+            alt="Ours beside the paper's and torchgpipe's speed-ups for each number of partitions.",
+            draw=partial(_bars, done),
+            suffixes=("png",),
+            style=paper_style,
+        )
+    ]
+
+
+def _bars(done: Sequence[Record]) -> Figure:
     import pandas
     import seaborn
     from matplotlib.figure import Figure
 
-    done = [record for record in records if record.status == "done"]
-    if not done:
-        return []
-    seaborn.set_theme(style="whitegrid", context="paper")
     figure = Figure(figsize=(4.8 * len(done), 3.6), layout="constrained")
     for axes, record in zip(figure.subplots(1, len(done), squeeze=False)[0], done, strict=True):
         known = published(TABLES[str(record.case["model"])])
@@ -213,9 +230,21 @@ def figures(records: Sequence[Record], folder: Path) -> list[Path]:
         axes.set_title(record.details["title"] + (f"\nscaled: {scale}" if scale else ""), fontsize=9)
         axes.set_ylabel(f"throughput, {next(iter(record.details['cells']))} is 1")
         axes.legend(title="", fontsize=7, loc="upper left")
-    path = folder / "figure3.png"
-    figure.savefig(path, dpi=150)
-    return [path]
+    return figure
+
+
+PAPER_TABLES = {
+    "figure3-amoebanet": PaperTable(
+        title="Figure 3(a) of the first version: AmoebaNet-D (4, 512) speed-up",
+        short="Figure 3, AmoebaNet-D",
+        about="Throughput over partitions, relative to naive-2.",
+    ),
+    "figure3-resnet101": PaperTable(
+        title="Figure 3(b) of the first version: ResNet-101 speed-up",
+        short="Figure 3, ResNet-101",
+        about="Throughput over partitions, relative to one device without re-materialization.",
+    ),
+}
 
 
 EXPERIMENT = timed_experiment(
@@ -230,6 +259,8 @@ EXPERIMENT = timed_experiment(
     cases=cases,
     run=run,
     cells=cells,
+    paper_tables=PAPER_TABLES,
     tables=tables,
     figures=figures,
+    timelines=kept_timelines,
 )

@@ -16,77 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_bench.experiments.registry import load
-from gpipe_bench.experiments.report.figure_files import draw, drawn
+from gpipe_bench.experiments.report.figure_files import draw, drawn, plots_of
 from gpipe_bench.experiments.report.records import Source
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.report.chart import data_url
+from gpipe_bench.harness.shown import Plot
 
 FOLDER = "figures"
-_TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
+FAILURES = (ValueError, LookupError, ArithmeticError, TypeError, OSError)
+"""What an experiment may stumble over while it draws; that must not cost the page."""
 
-# File name without ending (a pattern) -> caption and what a reader who can't see the figure should know.
-CAPTIONS: tuple[tuple[str, str, str], ...] = (
-    (
-        r"table1-(\w+)",
-        "Table 1, {0}: parameters and memory of the paper's models, ours beside the paper's",
-        "Bars of parameters and memory per column of Table 1; every number stands in the table above.",
-    ),
-    (
-        r"figure2-schedules-m(\d+)",
-        "The schedules of Figure 2 for M = {0}, replayed",
-        "Gantt charts of the schedules; the same timelines are interactive charts in this report.",
-    ),
-    (
-        r"table2-throughput-(\w+)",
-        "Table 2: throughput over the number of micro-batches, {0} batch",
-        "Lines over M for each K: ours, the bound of balanced stages and the paper's points, relative to "
-        "K=2, M=1; every number stands in the table above.",
-    ),
-    (
-        r"table2-efficiency",
-        "Table 2: throughput per device as a share of what balanced stages allow",
-        "A grid of stages by micro-batches with the efficiency of each; it grows with M and falls with K.",
-    ),
-    (
-        r"table3-.*",
-        "Table 3: throughput over the bandwidth of the link",
-        "Curves of throughput over bandwidth on a logarithmic axis, with the point where communication stops "
-        "being hidden.",
-    ),
-    (
-        r"table4-breakdown",
-        "Where the time of a step goes, by model and number of stages",
-        "Stacked bars that add up to 100 percent: computation, recomputation, bubble, load imbalance, "
-        "communication, setup and weight update.",
-    ),
-    (
-        r"figure3.*",
-        "Figure 3 of the first version: speed-up over the number of partitions",
-        "Ours beside the paper's and torchgpipe's speed-ups for each number of partitions.",
-    ),
-    (
-        r"figure2-bubble",
-        "Idle share of the device time over the number of micro-batches",
-        "For each K the idle share falls as M grows; replayed marks lie on the lines of the closed form, and "
-        "at M = 4K it is below 20 percent.",
-    ),
-    (
-        r"figure2-memory",
-        "Activation memory by the paper's formula and by the memory model",
-        "Stacked bars of boundary inputs, saved activations and transients per number of stages, formula "
-        "beside memory model.",
-    ),
-    (
-        r"figure2-traffic",
-        "Bytes sent per step by a pipeline and by data parallelism",
-        "For each model, the bytes that the busiest device sends in one step under either scheme, on a "
-        "logarithmic axis.",
-    ),
-)
+_TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """A figure as the page needs it; `width` and `height` in pixels of the page."""
+    """A figure as the page needs it; `width` and `height` in pixels of the page.
+
+    `of_timelines`: it shows what the page may have as charts to point at.
+    """
 
     name: str
     experiment: str
@@ -96,32 +44,47 @@ class Picture:
     url: str
     width: int
     height: int
+    of_timelines: bool
 
 
-def pictures_of(sources: Sequence[Source]) -> tuple[list[Picture], list[str]]:
-    """The figures of every source that can draw some, and a line for each that failed.
+def pictures_of(shown: Sequence[tuple[Experiment, Source]]) -> tuple[list[Picture], list[str]]:
+    """The figures of every experiment of its source, and a line for each that failed.
 
     Figures that lie beside the records and show exactly them are taken as they are; others are drawn, into
     the folder of the user's own records or, for reference records, into a folder that is gone afterwards.
     """
-    pictures: list[Picture] = []
-    warnings: list[str] = []
-    found = {source: drawn(source.experiment, source.records, source.folder / FOLDER) for source in sources}
-    missing = [source for source, paths in found.items() if paths is None]
     with tempfile.TemporaryDirectory() as scratch:
-        jobs = [
-            (source, source.folder / FOLDER if source.own else Path(scratch) / source.machine)
-            for source in missing
-        ]
-        done: dict[Source, list[Path] | str] = dict(zip(missing, _all(jobs), strict=True))
-        for source in sources:
-            paths = found[source]
-            result = done[source] if paths is None else paths
+        results: dict[Source, list[Path] | str] = {}
+        jobs = []
+        for experiment, source in shown:
+            found = _known(experiment, source)
+            if found is None:
+                jobs.append(
+                    (source, source.folder / FOLDER if source.own else Path(scratch) / source.machine)
+                )
+            else:
+                results[source] = found
+        results |= dict(zip([source for source, _ in jobs], _all(jobs), strict=True))
+        pictures: list[Picture] = []
+        warnings: list[str] = []
+        for experiment, source in shown:
+            result = results[source]
             if isinstance(result, str):
                 warnings.append(f"the figures of {source.experiment} can't be drawn: {result}")
-            else:
-                pictures += [_picture(path, source) for path in _preferred(result)]
+            elif result:
+                plots = {plot.name: plot for plot in plots_of(experiment, source.records)}
+                pictures += [_picture(path, plots[path.stem], source) for path in _preferred(result)]
     return pictures, warnings
+
+
+def _known(experiment: Experiment, source: Source) -> list[Path] | str | None:
+    """The figures if there is nothing to draw, or why there can't be any; None if they are to be drawn."""
+    try:
+        if not plots_of(experiment, source.records):
+            return []
+        return drawn(experiment, source.records, source.folder / FOLDER)
+    except FAILURES as error:
+        return _reason(error)
 
 
 def _all(jobs: Sequence[tuple[Source, Path]]) -> list[list[Path] | str]:
@@ -145,8 +108,12 @@ def _draw(job: tuple[Source, Path]) -> list[Path] | str:
     source, folder = job
     try:
         return draw(load(source.experiment), list(source.records), folder)
-    except (ValueError, LookupError, ArithmeticError, TypeError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
+    except FAILURES as error:
+        return _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _preferred(paths: Sequence[Path]) -> list[Path]:
@@ -158,29 +125,20 @@ def _preferred(paths: Sequence[Path]) -> list[Path]:
     return list(by_name.values())
 
 
-def _picture(path: Path, source: Source) -> Picture:
+def _picture(path: Path, plot: Plot, source: Source) -> Picture:
     content = path.read_bytes()
-    caption, alt = captions(path.stem)
     width, height = _size(content) if path.suffix == ".svg" else _png_size(content)
     return Picture(
-        name=path.stem,
+        name=plot.name,
         experiment=source.experiment,
         machine=source.machine,
-        caption=caption,
-        alt=alt,
+        caption=plot.caption,
+        alt=plot.alt,
         url=data_url(content, _TYPES[path.suffix]),
         width=width,
         height=height,
+        of_timelines=plot.of_timelines,
     )
-
-
-def captions(name: str) -> tuple[str, str]:
-    """Caption and alternative text of a figure by its file's name."""
-    for pattern, caption, alt in CAPTIONS:
-        if match := re.fullmatch(pattern, name):
-            return caption.format(*match.groups()), alt
-    words = name.replace("-", " ").replace("_", " ")
-    return words[:1].upper() + words[1:], f"Figure: {words}. Its numbers stand in the tables of this report."
 
 
 def _size(svg: bytes) -> tuple[int, int]:

@@ -6,10 +6,11 @@ nothing else, so measured and replayed steps are drawn alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
+from gpipe_bench.experiments.report.style import paper_style
+from gpipe_bench.harness.shown import Plot
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -114,9 +115,17 @@ def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     )
 
 
-def save_gantt(timeline: Timeline, path: Path | str, title: str = "") -> None:
-    """Writes the chart; the ending of `path` chooses the format (.png, .svg, .pdf)."""
-    gantt(timeline, title).savefig(path, dpi=150)
+def gantt_plot(name: str, title: str, data: Mapping[str, Any]) -> Plot:
+    """The chart of a timeline that a record keeps."""
+    return Plot(
+        name=name,
+        caption=title,
+        alt="Gantt chart of one step; the same timeline is an interactive chart in this report.",
+        draw=lambda: gantt(Timeline.from_data(data), title),
+        suffixes=("png",),
+        style=paper_style,
+        of_timelines=True,
+    )
 
 
 def _label(timeline: Timeline, stage: int) -> str:

@@ -40,7 +40,7 @@ def readings(
 
         def read(records: Sequence[Record], group: Source = group) -> Reading:
             source = dataclasses.replace(group, records=tuple(records))
-            return Reading(source, shown_of(experiment, records), tuple(charts_of([source])))
+            return Reading(source, shown_of(experiment, records), tuple(charts_of(experiment, source)))
 
         reading, left_out = readable(experiment.name, group.records, read)
         lines += [(group, line) for line in left_out]

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpipe_bench.experiments.figure2.schedules import UNIT, VARIANTS
 from gpipe_bench.experiments.report.gantt import NAMES
 from gpipe_bench.experiments.report.records import Source
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.chart import Box, Chart, trace_url, within
+from gpipe_bench.harness.shown import KeptTimeline
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -23,18 +24,29 @@ _WORK = {"setup": "setup", "update": "weight update"}
 _MEMBERS = frozenset({"num_stages", "events", "provenance"})
 
 
-def charts_of(sources: Sequence[Source]) -> list[Chart]:
-    """A chart for every timeline in the records; too many are reduced to their traces, the last first."""
-    charts = [
-        _chart(source, record, where, Timeline.from_data(data))
-        for source in sources
-        for record in source.records
-        if record.status == "done"
-        for where, data in timelines(record.details)
-    ]
+def charts_of(experiment: Experiment, source: Source) -> list[Chart]:
+    """A chart for every timeline that is shown; too many are reduced to their traces, the last first."""
+    if experiment.timelines is None:
+        return []
+    charts = [_chart(source, kept) for kept in experiment.timelines(source.records)]
     return [
         chart if drawn else dataclasses.replace(chart, boxes=(), lanes=())
         for chart, drawn in zip(charts, within(charts, MOST_BOXES), strict=True)
+    ]
+
+
+def kept_timelines(records: Sequence[Record]) -> list[KeptTimeline]:
+    """Every timeline of the finished records, wherever they keep it: what most experiments show."""
+    return [
+        KeptTimeline(
+            record=record,
+            data=data,
+            title=_title(record),
+            where=tuple(word for word in where if word not in ("timeline", "timelines", "cells")),
+        )
+        for record in records
+        if record.status == "done"
+        for where, data in timelines(record.details)
     ]
 
 
@@ -53,9 +65,9 @@ def timelines(
             yield from timelines(value, (*path, str(number)))
 
 
-def _chart(source: Source, record: Record, where: Sequence[str], timeline: Timeline) -> Chart:
-    unit, scale = _unit(record, timeline)
-    words = [word for word in where if word not in ("timeline", "timelines", "cells")]
+def _chart(source: Source, kept: KeptTimeline) -> Chart:
+    record, timeline = kept.record, Timeline.from_data(kept.data)
+    unit, scale = (kept.unit, 1.0) if kept.unit else _unit(timeline)
     boxes = [
         Box(
             lane=event.action.stage,
@@ -96,12 +108,11 @@ def _chart(source: Source, record: Record, where: Sequence[str], timeline: Timel
         *([str(record.details["scale"])] if record.details.get("scale") else []),
         *(f"{key.replace('_', ' ')}: {value}" for key, value in timeline.conditions.items()),
     ]
-    title = ", ".join([_title(record), *words])
     return Chart(
         name=re.sub(
-            r"[^a-z0-9]+", "-", f"{record.experiment} {record.label} {' '.join(words)}".lower()
+            r"[^a-z0-9]+", "-", f"{record.experiment} {record.label} {' '.join(kept.where)}".lower()
         ).strip("-"),
-        title=title,
+        title=", ".join([kept.title, *kept.where]),
         facts=", ".join(facts),
         machine=source.machine,
         lanes=tuple(_lane(timeline, stage) for stage in range(timeline.num_stages)),
@@ -117,11 +128,7 @@ def _lane(timeline: Timeline, stage: int) -> str:
     return f"stage {stage}" + (f" ({timeline.devices[stage]})" if timeline.devices else "")
 
 
-def _unit(record: Record, timeline: Timeline) -> tuple[str, float]:
-    if (
-        record.experiment == "figure2"
-    ):  # replayed in forwards of one micro-batch, which have no length in seconds
-        return UNIT, 1.0
+def _unit(timeline: Timeline) -> tuple[str, float]:
     return ("s", 1.0) if timeline.makespan_s >= 2 else ("ms", 1e3)
 
 
@@ -130,10 +137,7 @@ def _time(value: float, unit: str) -> str:
 
 
 def _title(record: Record) -> str:
-    """`GPipe without re-materialization, M=4`, the record's own title, or the case in words."""
-    variant = VARIANTS.get(str(record.case.get("schedule", "")))
-    if record.experiment == "figure2" and variant is not None:
-        return f"{variant.title}, M={record.case['num_microbatches']}"
+    """The record's own title, or the case in words."""
     title = record.details.get("title")
     if not isinstance(title, str):
         return record.label

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.side_by_side.engine import conditions_of, without_gpu
+from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.experiments.side_by_side.peers_text import SAME_SCHEDULE, tables
 from gpipe_bench.experiments.side_by_side.rounds import ratios, slowest
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -34,27 +35,6 @@ NUM_STAGES = 2
 KNOWN = "all"  # the engines that are always there; another one is added to them
 ALWAYS = "ours, recomputing all"  # as the peers do, to tell apart what comes from recomputing less
 START_S = 8.0  # until all processes are up and the engines checked
-
-MODELS: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "amoebanet": (
-        "amoebanet-d",
-        {
-            "num_layers": 3, "num_filters": 64, "image_size": 64, "num_classes": 10, "dropout": 0.0,
-            "aux_head": False,
-        },
-        4,
-        "AmoebaNet-D (3, 64), 64 x 64 pixels, 4 images per micro-batch",
-    ),
-    "transformer": (
-        "transformer-lm",
-        {
-            "num_layers": 6, "vocab_size": 64, "d_model": 256, "ffn_dim": 1024, "num_heads": 4, "seq_len": 64,
-        },
-        2,
-        "Transformer-6, width 256, 2 sequences of 64 tokens per micro-batch",
-    ),
-}  # fmt: skip
-"""Scaled models: builder, options, micro-batch size, in words. Actions take more than 5 ms."""
 
 # (where, remat, M) -> rounds by profile; 0 leaves the case out. A round takes longer the larger M.
 ROUNDS: dict[tuple[str, str, int], dict[str, int]] = {
@@ -197,6 +177,7 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     tables=tables,
+    docs="docs/own-engine.md",
     options=("engine",),
     engines=(KNOWN,),
 )

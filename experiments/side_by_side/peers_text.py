@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.side_by_side.engine_text import Target, measured, verdict
+from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.records.record import Record, Scalar
@@ -32,8 +33,6 @@ def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
 
 
 def _heading(records: Sequence[Record]) -> str:
-    from gpipe_bench.experiments.side_by_side.peers import MODELS
-
     shown = {str(record.case["model"]) for record in records}
     models = "; ".join(words for name, (_, _, _, words) in MODELS.items() if name in shown)
     return f"Engines side by side, K = 2, float32, one thread per process (measured)\n{models}"

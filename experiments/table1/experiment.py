@@ -21,6 +21,7 @@ from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES, column
 from gpipe_bench.experiments.table1.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.shown import PaperTable
 
 PRECISIONS = ("float32", "bfloat16")
 ATTENTIONS = {"amoebanet": ("none",), "transformer": ("explicit", "fused")}
@@ -176,6 +177,25 @@ def _modelled(name: str, value: float | None, unit: str, note: str = "") -> Quan
     return Quantity(name=name, value=value, unit=unit, provenance="modelled", note=note)
 
 
+PAPER_TABLES = {
+    "table1-amoebanet": PaperTable(
+        title="Table 1, AmoebaNet-D: the largest model",
+        short="Table 1, AmoebaNet-D",
+        about="Parameters and memory of the paper's models, and the largest model that fits in 8 GiB each.",
+    ),
+    "table1-transformer": PaperTable(
+        title="Table 1, Transformer-L: the largest model",
+        short="Table 1, Transformer",
+        about="Parameters and memory of the paper's models, and the largest model that fits in 16 GiB each.",
+    ),
+    "claims": PaperTable(
+        title="Claims of the text: how much larger models become",
+        short="Claims of model size",
+        about="Ratios of Table 1's counts that the paper states in its text.",
+    ),
+}
+
+
 EXPERIMENT = Experiment(
     name="table1",
     title="Table 1: maximum model size",
@@ -192,6 +212,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
+    paper_tables=PAPER_TABLES,
     tables=tables,
     figures=figures,
     options=("device",),

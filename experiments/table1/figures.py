@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, GIB, HALVES
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.judging.units import convert
 from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.shown import Plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 STACK = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients")
 LABELS = {
@@ -27,30 +30,35 @@ LABELS = {
 }
 
 
-def figures(records: Sequence[Record], folder: Path) -> list[Path]:
-    """One figure per half of the table, as PNG and SVG. Halves without records are left out."""
-    import matplotlib
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """One per half of the table. Halves without records are left out."""
+    return [
+        Plot(
+            name=f"table1-{half}",
+            caption=f"Table 1, {half}: parameters and memory of the paper's models, ours beside the paper's",
+            alt=(
+                "Bars of parameters and memory per column of Table 1; every number stands in the table above."
+            ),
+            draw=partial(_draw, records, half),
+            style=partial(paper_style, 1.1),
+        )
+        for half in HALVES
+        if any(r.case.get("part") == "paper" and r.case["half"] == half for r in records)
+    ]
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def _draw(records: Sequence[Record], half: str) -> Figure:
+    """Model sizes on the left, memory on the right."""
     import seaborn
+    from matplotlib.figure import Figure
 
-    paths = []
-    for half in HALVES:
-        if not any(r.case.get("part") == "paper" and r.case["half"] == half for r in records):
-            continue
-        with seaborn.axes_style("whitegrid"), seaborn.plotting_context("paper", font_scale=1.1):
-            figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), width_ratios=(1, 1.25))
-            _draw_parameters(left, records, half)
-            _draw_memory(right, records, half)
-            seaborn.despine(figure)
-            figure.tight_layout()
-            for suffix in ("png", "svg"):
-                path = folder / f"table1-{half}.{suffix}"
-                figure.savefig(path, dpi=150)
-                paths.append(path)
-            plt.close(figure)
-    return paths
+    figure = Figure(figsize=(11, 4.4))
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
+    _draw_parameters(left, records, half)
+    _draw_memory(right, records, half)
+    seaborn.despine(figure)
+    figure.tight_layout()
+    return figure
 
 
 def _paper(half: str, row: str) -> dict[str, PaperCell]:

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, Size, Subject
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
+from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table2.cells import cells
 from gpipe_bench.experiments.table2.figures import figures
 from gpipe_bench.experiments.table2.text import tables
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
+from gpipe_bench.harness.shown import PaperTable
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.measuring.step_timing import Configuration
@@ -93,6 +95,25 @@ def _plan(
     return plan, {"cap_bytes": size.cap_bytes, "modelled_peak_bytes": peaks}
 
 
+PAPER_TABLES = {
+    "table2-amoebanet": PaperTable(
+        title="Table 2, AmoebaNet-D (18, 256): normalized throughput",
+        short="Table 2, AmoebaNet-D",
+        about="Training throughput over stages K and micro-batches M, relative to K=2, M=1.",
+    ),
+    "table2-transformer": PaperTable(
+        title="Table 2, Transformer-48: normalized throughput",
+        short="Table 2, Transformer",
+        about="Training throughput over stages K and micro-batches M, relative to K=2, M=1.",
+    ),
+    "table2-bound": PaperTable(
+        title="Table 2: what theory allows",
+        short="Table 2, bound",
+        about="The best any schedule that flushes can do with perfectly balanced stages and a free link.",
+    ),
+}
+
+
 EXPERIMENT = timed_experiment(
     name="table2",
     title="Table 2: normalised throughput over K and M",
@@ -105,6 +126,8 @@ EXPERIMENT = timed_experiment(
     cases=cases,
     run=run,
     cells=cells,
+    paper_tables=PAPER_TABLES,
     tables=tables,
     figures=figures,
+    timelines=kept_timelines,
 )

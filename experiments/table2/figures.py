@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from gpipe_bench.experiments.report.gantt import gantt_plot
+from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.experiments.table2.cells import TABLES, configurations, facts_of
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.shown import Plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def figures(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Writes all figures there are records for; returns their paths."""
-    paths = [
-        _throughput(found, batch, folder / f"table2-throughput-{batch}.png")
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """All there are records for."""
+    plots = [
+        Plot(
+            name=f"table2-throughput-{batch}",
+            caption=f"Table 2: throughput over the number of micro-batches, {batch} batch",
+            alt=(
+                "Lines over M for each K: ours, the bound of balanced stages and the paper's points, "
+                "relative to K=2, M=1; every number stands in the table above."
+            ),
+            draw=partial(_throughput, found, batch),
+            suffixes=("png",),
+            style=paper_style,
+        )
         for batch in ("fixed", "fitted")
         if (found := _of_models(records, batch))
     ]
     if found := _of_models(records, "fixed"):
-        paths.append(_efficiency(found, folder / "table2-efficiency.png"))
-        paths += _charts(found, folder)
-    return paths
+        plots.append(
+            Plot(
+                name="table2-efficiency",
+                caption="Table 2: throughput per device as a share of what balanced stages allow",
+                alt=(
+                    "A grid of stages by micro-batches with the efficiency of each; it grows with M and "
+                    "falls with K."
+                ),
+                draw=partial(_efficiency, found),
+                suffixes=("png",),
+                style=paper_style,
+            )
+        )
+        plots += _charts(found)
+    return plots
 
 
 def _of_models(records: Sequence[Record], batch: str) -> dict[str, Record]:
@@ -31,12 +59,11 @@ def _of_models(records: Sequence[Record], batch: str) -> dict[str, Record]:
     return {model: record for model, record in found.items() if record is not None}
 
 
-def _throughput(found: dict[str, Record], batch: str, path: Path) -> Path:
+def _throughput(found: dict[str, Record], batch: str) -> Figure:
     import seaborn
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    seaborn.set_theme(style="whitegrid", context="paper")
     figure = Figure(figsize=(4.6 * len(found) + 0.4, 4.2), layout="constrained")
     every = figure.subplots(1, len(found), squeeze=False)[0]
     printed = {(c.table, c.row, c.column): c.value for c in load_paper() if c.source == "paper"}
@@ -72,11 +99,10 @@ def _throughput(found: dict[str, Record], batch: str, path: Path) -> Path:
     figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     what = "the same mini-batch everywhere" if batch == "fixed" else "mini-batch fitted to memory"
     figure.suptitle(f"Table 2: throughput over micro-batches, {what}", fontsize=11)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
-def _efficiency(found: dict[str, Record], path: Path) -> Path:
+def _efficiency(found: dict[str, Record]) -> Figure:
     """Throughput over K times what one device would do: how much of the devices is used."""
     import seaborn
     from matplotlib.figure import Figure
@@ -95,8 +121,7 @@ def _efficiency(found: dict[str, Record], path: Path) -> Path:
         axes.set_ylabel("stages K")
         axes.set_title(record.details["title"], fontsize=9)
     figure.suptitle("Share of the device time that is filled (%), replayed, fixed mini-batch", fontsize=10)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _busy(record: Record, num_stages: int, num_microbatches: int) -> float:
@@ -108,23 +133,18 @@ def _busy(record: Record, num_stages: int, num_microbatches: int) -> float:
     return 100 * (1 - lay_out(TimedActions.from_data(facts["actions"])).bubble)
 
 
-def _charts(found: dict[str, Record], folder: Path) -> list[Path]:
+def _charts(found: dict[str, Record]) -> list[Plot]:
     """The step of the largest K with four micro-batches, as it is laid out."""
-    from gpipe_bench.experiments.report.gantt import gantt
-    from gpipe_bench.pipeline.plan.timeline import Timeline
-
-    paths = []
+    plots = []
     for model, record in found.items():
         drawn = [
             (k, m) for k, m in configurations(record) if m == 4 and facts_of(record, k, m).get("timeline")
         ]
         if drawn:
             k, m = drawn[-1]
-            timeline = Timeline.from_data(facts_of(record, k, m)["timeline"])
-            path = folder / f"table2-step-{model}.png"
-            gantt(timeline, f"{record.details['title']}, K={k} M={m}").savefig(path, dpi=150)
-            paths.append(path)
-    return paths
+            title = f"{record.details['title']}, K={k} M={m}"
+            plots.append(gantt_plot(f"table2-step-{model}", title, facts_of(record, k, m)["timeline"]))
+    return plots
 
 
 def _line(axes: Any, x: Sequence[float], y: Sequence[float | None], **style: Any) -> None:

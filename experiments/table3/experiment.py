@@ -21,6 +21,7 @@ from gpipe_bench.experiments.table3.cells import cells
 from gpipe_bench.experiments.table3.figures import figures
 from gpipe_bench.experiments.table3.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.shown import PaperTable
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.measuring.roofline import Estimate
@@ -171,6 +172,20 @@ def _run_link(subject: Subject, options: RunOptions) -> Outcome:
     return Outcome(tuple(quantities), {**facts, **details})
 
 
+PAPER_TABLES = {
+    "table3-amoebanet": PaperTable(
+        title="Table 3, AmoebaNet-D (18, 128): throughput over a slow link",
+        short="Table 3, AmoebaNet-D",
+        about="Throughput without a fast interconnect (PCIe), M=32, relative to K=2.",
+    ),
+    "table3-transformer": PaperTable(
+        title="Table 3, Transformer-24: throughput over a slow link",
+        short="Table 3, Transformer",
+        about="Throughput without a fast interconnect (PCIe), M=32, relative to K=2.",
+    ),
+}
+
+
 EXPERIMENT = Experiment(
     name="table3",
     title="Table 3: throughput without a fast interconnect",
@@ -187,6 +202,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
+    paper_tables=PAPER_TABLES,
     tables=tables,
     figures=figures,
     options=("device",),

@@ -5,48 +5,63 @@ measured at this machine's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.bandwidths import HIDDEN, hidden_from, slowdowns, spread_evenly
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions
+from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.experiments.table3.cells import TABLES, stage_counts
 from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.shown import Plot
 from gpipe_bench.pipeline.plan.links import LINKS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LOW, HIGH = 0.1e9, 1000e9  # bytes per second
 PER_DECADE = 12
 SHOWN_LINKS = {"ethernet-10g": "10G", "pcie3-host": "PCIe 3", "infiniband-hdr": "HDR", "nvlink2": "NVLink 2"}
 
 
-def figures(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Writes the figures there are records for; returns their paths."""
-    import seaborn
-
-    paths = []
-    seaborn.set_theme(style="whitegrid", context="paper")
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """What there are records for."""
+    drawings: dict[str, Callable[[], Figure]] = {}
     found, machine, linked = (
         {model: find(records, "done", part=part, model=model) for model in TABLES}
         for part in ("paper size", "steps", "link")
     )
     if any(found.values()):
         known = [record for record in found.values() if record is not None]
-        paths.append(_paper_size(known, folder / "table3-bandwidth.png"))
+        drawings["table3-bandwidth"] = partial(_paper_size, known)
     if any(machine.values()) or any(linked.values()):
-        paths.append(_this_machine(machine, linked, folder / "table3-this-machine.png"))
-    return paths
+        drawings["table3-this-machine"] = partial(_this_machine, machine, linked)
+    return [
+        Plot(
+            name=name,
+            caption="Table 3: throughput over the bandwidth of the link",
+            alt=(
+                "Curves of throughput over bandwidth on a logarithmic axis, with the point where "
+                "communication stops being hidden."
+            ),
+            draw=draw,
+            suffixes=("png",),
+            style=paper_style,
+        )
+        for name, draw in drawings.items()
+    ]
 
 
-def _panels(count: int) -> tuple[Any, Any]:
+def _panels(count: int) -> tuple[Figure, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.4 * count + 0.6, 4.0), layout="constrained")
     return figure, figure.subplots(1, count, squeeze=False, sharey=True)[0]
 
 
-def _paper_size(records: Sequence[Record], path: Path) -> Path:
+def _paper_size(records: Sequence[Record]) -> Figure:
     """The paper's models on P100s over links from 0.1 to 1000 GB/s."""
     figure, every = _panels(len(records))
     for axes, record in zip(every, records, strict=True):
@@ -66,11 +81,10 @@ def _paper_size(records: Sequence[Record], path: Path) -> Path:
         f"dots: over faster links a step is at most {HIDDEN:.0%} longer than over a free one",
         fontsize=9,
     )
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
-def _this_machine(machine: dict[str, Record | None], linked: dict[str, Record | None], path: Path) -> Path:
+def _this_machine(machine: dict[str, Record | None], linked: dict[str, Record | None]) -> Figure:
     """The scaled models: replayed for all K, and K = 2 measured over the limited link."""
     models = [model for model in TABLES if machine[model] or linked[model]]
     figure, every = _panels(len(models))
@@ -102,8 +116,7 @@ def _this_machine(machine: dict[str, Record | None], linked: dict[str, Record | 
         "and measured over a rate-limited link (squares, with the replay's error)",
         fontsize=9,
     )
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _measured(axes: Any, link: Record, swept: Sequence[float]) -> None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import (
@@ -30,6 +30,9 @@ from gpipe_bench.experiments.measuring.step_results import (
 from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE, replay_errors
 from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
+from gpipe_bench.experiments.report.gantt import gantt_plot
+from gpipe_bench.experiments.report.style import paper_style
+from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
@@ -37,7 +40,11 @@ from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.shown import PaperTable, Plot
 from gpipe_bench.pipeline.plan.breakdown import PARTS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NUM_MICROBATCHES = 16  # v1 Table 1; neither version states the breakdown's own
 TIMED_MICROBATCHES = 4  # that really run
@@ -159,11 +166,8 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def figures(records: Sequence[Record], folder: Path) -> list[Path]:
+def figures(records: Sequence[Record]) -> list[Plot]:
     """Stacked bars, and the Gantt charts of the steps behind them."""
-    from gpipe_bench.experiments.report.gantt import gantt
-    from gpipe_bench.pipeline.plan.timeline import Timeline
-
     bars = [
         (record, name, facts)
         for record in records
@@ -173,20 +177,33 @@ def figures(records: Sequence[Record], folder: Path) -> list[Path]:
     ]
     if not bars:
         return []
-    paths = [_bars(bars, folder / "table4-breakdown.png")]
-    for record, name, facts in bars:
-        stem = f"table4-{record.case['model']}-{facts['num_stages']}.png"
-        chart = gantt(Timeline.from_data(facts["timeline"]), f"{record.details['title']}, {name}")
-        chart.savefig(folder / stem, dpi=150)
-        paths.append(folder / stem)
-    return paths
+    breakdown = Plot(
+        name="table4-breakdown",
+        caption="Where the time of a step goes, by model and number of stages",
+        alt=(
+            "Stacked bars that add up to 100 percent: computation, recomputation, bubble, load imbalance, "
+            "communication, setup and weight update."
+        ),
+        draw=partial(_bars, bars),
+        suffixes=("png",),
+        style=paper_style,
+    )
+    return [
+        breakdown,
+        *(
+            gantt_plot(
+                f"table4-{record.case['model']}-{facts['num_stages']}",
+                f"{record.details['title']}, {name}",
+                facts["timeline"],
+            )
+            for record, name, facts in bars
+        ),
+    ]
 
 
-def _bars(bars: Sequence[tuple[Record, str, dict[str, Any]]], path: Path) -> Path:
-    import seaborn
+def _bars(bars: Sequence[tuple[Record, str, dict[str, Any]]]) -> Figure:
     from matplotlib.figure import Figure
 
-    seaborn.set_theme(style="whitegrid", context="paper")
     figure = Figure(figsize=(7.5, 1.3 + 0.45 * len(bars)), layout="constrained")
     axes = figure.add_subplot()
     left = [0.0] * len(bars)
@@ -207,8 +224,21 @@ def _bars(bars: Sequence[tuple[Record, str, dict[str, Any]]], path: Path) -> Pat
     axes.set_title("Where the device time of a step goes (replayed)", fontsize=10)
     axes.grid(visible=False)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
+
+
+PAPER_TABLES = {
+    "breakdown-v5": PaperTable(
+        title="Table 4: where the time of a step goes",
+        short="Time breakdown",
+        about="Shares of a training step, each device-second attributed once.",
+    ),
+    "breakdown-v1": PaperTable(
+        title="Figure 4 of the first version: overheads of ResNet-101",
+        short="Time breakdown, v1",
+        about="Recomputation and load imbalance with two and four partitions.",
+    ),
+}
 
 
 EXPERIMENT = timed_experiment(
@@ -224,6 +254,8 @@ EXPERIMENT = timed_experiment(
     cases=cases,
     run=run,
     cells=cells,
+    paper_tables=PAPER_TABLES,
     tables=tables,
     figures=figures,
+    timelines=kept_timelines,
 )

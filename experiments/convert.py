@@ -65,7 +65,7 @@ def convert_line(line: bytes) -> Converted:
     if older is None:
         return Converted(line, None, None)
     details, names = older["details"], _names(older)
-    for facts in details.get("cells", {}).values():
+    for facts in _configurations(older).values():
         facts["key"] = _key(older["experiment"], details, facts)
     for name, facts in details.get("stages", {}).items() if older["experiment"] == "table3" else ():
         facts["num_stages"] = int(name.removeprefix("K="))
@@ -84,7 +84,7 @@ def _names(older: dict[str, Any]) -> dict[str, Named]:
     """Name and key of every quantity that belongs to one of the configurations or points in the details."""
     found: dict[str, Named] = {}
     details = older["details"]
-    for label, facts in details.get("cells", {}).items():
+    for label, facts in _configurations(older).items():
         key = _key(older["experiment"], details, facts)
         for quantity in older["quantities"]:
             what = quantity["name"].removesuffix(f" {label}")
@@ -98,6 +98,12 @@ def _names(older: dict[str, Any]) -> dict[str, Named]:
         for what in ("bandwidth", "latency", "real step", "step", "replay error"):
             found[f"{what} {point['name']}"] = (what, {"messages_per_forward": point["multiple"]})
     return found
+
+
+def _configurations(older: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What was timed, by its name, in the experiments that time several configurations in a case."""
+    found: dict[str, dict[str, Any]] = older["details"].get("cells", {})
+    return found if older["experiment"] in ("table2", "table4", "figure3") else {}
 
 
 def _key(experiment: str, details: dict[str, Any], facts: dict[str, Any]) -> dict[str, Scalar]:

@@ -6,10 +6,11 @@ import hashlib
 import json
 
 import pytest
+from fake_experiment import EXPERIMENT as FAKE
 from records import of_first_schema, record
 
 from gpipe_bench.experiments import registry
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.convert import convert_file, convert_line, main
 from gpipe_bench.experiments.report.figure_files import drawn
 from gpipe_bench.harness.records.codec import encode
@@ -67,6 +68,7 @@ NAMES = [
     ("figure2", {}, "peak activations / N", "peak activations / N", {}),
     ("table1", {}, "best peak per accelerator", "best peak per accelerator", {}),
     ("engine", {}, "step of ours", "step of ours", {}),
+    ("an own one", {"cells": ["K=2"], "points": 3}, "step K=2", "step K=2", {}),
 ]  # fmt: skip
 
 
@@ -126,21 +128,21 @@ def test_figures_of_the_records_before_show_the_converted_ones(tmp_path):
     lines = [of_first_schema("time", case={"step": step}) for step in (1, 2)]
     (tmp_path / "fake.jsonl").write_bytes(b"\n".join(lines))
     (tmp_path / "figures").mkdir()
-    (tmp_path / "figures" / "fake.png").touch()
+    (tmp_path / "figures" / "fake.txt").touch()
     shown = hashlib.sha256(b"".join(sorted(hashlib.sha256(line).digest() for line in lines))).hexdigest()
     for digest, kept in (("of other records", False), (shown, True)):
-        note = {"records_sha256": digest, "files": ["fake.png"]}
+        note = {"records_sha256": digest, "files": ["fake.txt"]}
         (tmp_path / "figures" / "fake.json").write_text(json.dumps(note))
         (tmp_path / "fake.jsonl").write_bytes(b"\n".join(lines))
         convert_file(tmp_path / "fake.jsonl")
         records = Store(tmp_path).load("fake").records
-        assert (drawn("fake", records, tmp_path / "figures") is not None) is kept
+        assert (drawn(FAKE, records, tmp_path / "figures") is not None) is kept
 
 
 def test_compare_names_old_records_and_the_remedy(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
     (tmp_path / "fake.jsonl").write_bytes(of_first_schema("parameters") + b"\n")
-    assert cli.main(["compare", "fake", "--results", str(tmp_path)]) == cli.BAD_USAGE
+    assert cli.main(["compare", "fake", "--results", str(tmp_path)]) == exits.BAD_USAGE
     error = capsys.readouterr().err
     assert f"{tmp_path / 'fake.jsonl'}:1: made by an older version: schema 1, while this one reads 2" in error
     assert "python -m gpipe_bench.experiments.convert FOLDER" in error

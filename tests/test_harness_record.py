@@ -57,6 +57,7 @@ def test_what_is_not_plain_data_is_refused_by_name(details):
         ({"low": -math.inf, "high": 3.0}, "low is -inf"),
         ({"provenance": "guessed"}, "'guessed' is none of"),
         ({"key": {"K": [2]}}, r"key K=\[2\] is list"),
+        ({"key": {"rate": math.inf}}, "key rate=inf is not finite"),
     ],
 )
 def test_a_quantity_that_nothing_can_judge_is_refused(changes, message):

@@ -60,6 +60,8 @@ class Quantity:
                     f"quantity {self.name!r}: key {name}={part!r} is {type(part).__name__}; use str, int, "
                     "float, bool or None"
                 )
+            if isinstance(part, float) and not math.isfinite(part):
+                raise ValueError(f"quantity {self.name!r}: key {name}={part} is not finite")
         if self.provenance not in PROVENANCES:
             raise ValueError(
                 f"quantity {self.name!r}: provenance {self.provenance!r} is none of {list(PROVENANCES)}"

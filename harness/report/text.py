@@ -54,7 +54,7 @@ def _grid(table: Table[Row]) -> Grid:
     """The table as the paper prints it, or a line for each entry where that would be mostly empty."""
     if table.diagonal:
         lines = [
-            [row.comparison.row, row.comparison.column, *(_paper(row), _ours(row, True), _verdict(row))]
+            [row.comparison.row, row.comparison.column, _paper(row), _ours(row, True), _verdict(row)]
             for row in table.rows
         ]
         return Grid(title=_title(table), columns=["", "", "paper", "ours", "verdict"], lines=lines)

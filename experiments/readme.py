@@ -14,6 +14,7 @@ from gpipe_bench.experiments.table1.readme import table as table1
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.places import REFERENCE, ROOT
 from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.report.markers import between
 
 README = ROOT / "README.md"
 RECORDS = REFERENCE / "cpu-2-cores"
@@ -59,11 +60,7 @@ def rewritten(text: str) -> str:
     """The README with its tables made anew. Raises ValueError without the markers."""
     for section, make in SECTIONS.items():
         begin, end = markers(section)
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise ValueError(f"{README.name} has lost its markers: it needs {begin!r} and {end!r}")
-        text = f"{before}{begin}\n\n{make()}\n\n{end}{after}"
+        text = between(text, begin, end, f"\n\n{make()}\n\n", README.name)
     return text
 
 

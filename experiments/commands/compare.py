@@ -14,11 +14,11 @@ from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.experiments.report.readable import readable
 from gpipe_bench.experiments.report.selection import select_records
-from gpipe_bench.experiments.report.show import comparisons_of, environment_warnings, text_of
+from gpipe_bench.experiments.report.show import environment_warnings, shown_of
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.verdict import NO_RECORD
 from gpipe_bench.harness.records.store import Loaded, Problem, Store, left_out, lines_of
-from gpipe_bench.harness.report.tables import markdown_table
+from gpipe_bench.harness.report.text import markdown_table
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,28 +43,28 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         records = [record for record in records if record.options == last]
-    records, unusable = readable(experiment, records)
-    if not records:
+    shown, unusable = readable(experiment.name, records, lambda usable: shown_of(experiment, usable))
+    if shown is None:
         raise ValueError(f"{unusable[0]}; make records anew with: run {experiment.name} --fresh")
     for line in unusable:
         print(f"warning: {line}", file=sys.stderr)
-    for warning in environment_warnings(records):
+    for warning in environment_warnings(shown.records):
         print(f"warning: {warning}", file=sys.stderr)
-    comparisons = _with_reasons(comparisons_of(experiment, records), loaded.problems)
+    comparisons = _with_reasons(shown.comparisons, loaded.problems)
     if arguments.json:
         for comparison in comparisons:
             print_line(msgspec.json.encode(comparison))
     elif arguments.markdown:
         print(markdown_table(comparisons))
     else:
-        print(f"profile {records[-1].profile}, {len(records)} records\n")
-        print(text_of(experiment, records, comparisons))
+        print(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
+        print(shown.text)
     if loaded.problems and not arguments.json:
         print(f"\n{left_out(loaded.problems, experiment.name)}")
     return exits.DONE
 
 
-def _with_reasons(cells: list[Comparison], problems: Sequence[Problem]) -> list[Comparison]:
+def _with_reasons(cells: Sequence[Comparison], problems: Sequence[Problem]) -> Sequence[Comparison]:
     """Where a cell has no record, the lines that can't be read may be the reason."""
     if not problems:
         return cells

@@ -22,7 +22,8 @@ from gpipe_bench.experiments.side_by_side.engine import conditions_of, void_of, 
 from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.experiments.side_by_side.peers_text import SAME_SCHEDULE, tables
 from gpipe_bench.experiments.side_by_side.rounds import ratios, slowest
-from gpipe_bench.harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
 
@@ -154,7 +155,7 @@ def outcome(task: Task, found: Sequence[Result]) -> Outcome:
     return Outcome(tuple(quantities), details)
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     """None: the paper set no engines side by side."""
     return []
 

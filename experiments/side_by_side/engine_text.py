@@ -123,7 +123,10 @@ def _note(table: str) -> str:
     """What void means, where it is said."""
     if "void: " not in table:
         return ""
-    return "\n\nvoid: our first sample of a round and the second, of the same code, differ by more than\nchance. The machine changed while it measured, so nothing is judged; measure again."
+    return (
+        "\n\nvoid: our first sample of a round and the second, of the same code, differ by more than\n"
+        "chance. The machine changed while it measured, so nothing is judged; measure again."
+    )
 
 
 def _everything(records: Sequence[Record]) -> str:

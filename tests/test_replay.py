@@ -406,7 +406,9 @@ def test_an_action_costs_the_same_however_large_the_pipeline() -> None:
     def lines_per_action(num_stages: int) -> float:
         schedule = gpipe(num_stages, 4 * num_stages)
         link, sizes = LINKS["pcie3-host"], [1e6] * (num_stages - 1)
-        lines = lines_run(lambda: replay(schedule, times, link, activation_bytes=sizes), "pipeline")
+        lines = lines_run(
+            lambda: replay(schedule, times, link, activation_bytes=sizes), "gpipe_bench.pipeline"
+        )
         return lines / (3 * 4 * num_stages**2)
 
     small, large = lines_per_action(8), lines_per_action(32)

@@ -1,15 +1,13 @@
 """ResNet-101 as a flat sequence of 370 layers, so that a stage may end inside a residual block.
 
 Every convolution, normalization and ReLU is a layer; inside a block the tuple is (x, skip), and the skip
-travels with it across stages. Weights have torchvision's layout and initialisation: `from_torchvision`
-renames its state dict, and outputs are equal. The 370 layers are the ones that torchgpipe's published
-partitions of ResNet-101 count. ReLUs don't work in place: a stage that starts with one would overwrite
-its own input.
+travels with it across stages. Weights have torchvision's layout and initialisation, and with equal weights
+outputs are equal. The 370 layers are the ones that torchgpipe's published partitions of ResNet-101 count.
+ReLUs don't work in place: a stage that starts with one would overwrite its own input.
 """
 
-import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -124,17 +122,3 @@ def _block(channels: int, planes: int, stride: int) -> dict[str, nn.Module]:
         "residual": Residual(downsample),
         "relu3": nn.ReLU(),
     }
-
-
-def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames a state dict of torchvision's `resnet101` for our `load_state_dict`, tensor by tensor.
-
-    `layer1.0.conv1.weight` becomes `layer1_0_conv1.module.weight`, and `layer1.0.downsample.1.bias`
-    becomes `layer1_0_residual.downsample.1.bias`; names outside the blocks stay.
-    """
-    return {_renamed(name): tensor for name, tensor in state.items()}
-
-
-def _renamed(name: str) -> str:
-    name = re.sub(r"^(layer\d)\.(\d+)\.downsample\.", r"\1_\2_residual.downsample.", name)
-    return re.sub(r"^(layer\d)\.(\d+)\.((?:conv|bn)\d)\.", r"\1_\2_\3.module.", name)

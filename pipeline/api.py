@@ -151,7 +151,7 @@ class Pipeline(nn.Module):
             for training in (True, False)
         }
         self._clocks = {
-            training: Clock([step.action for step in program], self._devices)
+            training: Clock([instruction.action for instruction in program], self._devices)
             for training, program in self._programs.items()
         }
 

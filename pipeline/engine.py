@@ -18,13 +18,13 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.transport import Transport
 
-__all__ = ["ActionError", "Observer", "Step", "prepare", "run"]
+__all__ = ["ActionError", "Instruction", "Observer", "prepare", "run"]
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
 
 
-class Step(NamedTuple):
+class Instruction(NamedTuple):
     """One instruction of a prepared program."""
 
     kind: Kind
@@ -34,7 +34,9 @@ class Step(NamedTuple):
     action: Action
 
 
-def prepare(schedule: Schedule, stages: Mapping[int, Stage], *, training: bool = True) -> tuple[Step, ...]:
+def prepare(
+    schedule: Schedule, stages: Mapping[int, Stage], *, training: bool = True
+) -> tuple[Instruction, ...]:
     """The actions that this process takes, in order, with everything looked up that a step needs.
 
     With one stage that is its row. Several on one device take turns (`schedule.execution_order`); on devices
@@ -47,7 +49,7 @@ def prepare(schedule: Schedule, stages: Mapping[int, Stage], *, training: bool =
     if len({stage.device for stage in stages.values()}) > 1:
         actions = tuple(event.action for event in replay(schedule, SLOTS).events)
     return tuple(
-        Step(
+        Instruction(
             action.kind,
             stages[action.stage],
             action.microbatch,
@@ -60,7 +62,7 @@ def prepare(schedule: Schedule, stages: Mapping[int, Stage], *, training: bool =
 
 
 def run(
-    program: tuple[Step, ...], transport: Transport, clock: Clock, observe: Observer | None = None
+    program: tuple[Instruction, ...], transport: Transport, clock: Clock, observe: Observer | None = None
 ) -> None:
     """Takes every action of `program` once. Stages and transport have begun; the caller finishes them.
 

@@ -1,8 +1,9 @@
-"""How tensors move between stages that live in one process.
+"""What the engine asks of a transport, and the transport of stages that live in one process.
 
-A transport is a set of mailboxes, one per stage, direction and micro-batch. With all stages on one device
-nothing moves at all: the receiver works on the sender's tensor. Stages on devices of their own get the tensor
-copied to their device.
+`Transport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes.
+In one process a transport is a set of mailboxes, one per stage, direction and micro-batch. With all stages on
+one device nothing moves at all: the receiver works on the sender's tensor. Stages on devices of their own get
+the tensor copied to their device.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe
-from gpipe_bench.pipeline.ranks import agreement, distributed, introduction, sending
+from gpipe_bench.pipeline.ranks import distributed, introduction, receiving, sending
 from gpipe_bench.pipeline.ranks.connection import Connection
 from gpipe_bench.pipeline.ranks.failure import Lookout
 
@@ -468,7 +468,7 @@ def messages_that_take_memory() -> None:
     assert min(gradients) < max(gradients)
     for small_bytes in (0, (min(gradients) + max(gradients)) // 2 * 4):
         with (
-            mock.patch.object(agreement, "SMALL_BYTES", small_bytes),
+            mock.patch.object(receiving, "SMALL_BYTES", small_bytes),
             mock.patch.object(sending, "SMALL_BYTES", small_bytes),
         ):
             for share_memory in (True, False):
@@ -479,7 +479,7 @@ def messages_that_take_memory() -> None:
 def gradient_bytes_of(case: Callable[[], None]) -> set[int]:
     """The sizes of the messages that carry gradients to this rank or from it."""
     found: set[int] = set()
-    send, take = distributed.PointToPoint.send_gradient, agreement.Receiver.take
+    send, take = distributed.PointToPoint.send_gradient, receiving.Receiver.take
 
     def spy_on_send(self, stage, microbatch, gradients):
         found.add(sum(g.nbytes for g in gradients if g is not None))
@@ -493,7 +493,7 @@ def gradient_bytes_of(case: Callable[[], None]) -> set[int]:
 
     with (
         mock.patch.object(distributed.PointToPoint, "send_gradient", spy_on_send),
-        mock.patch.object(agreement.Receiver, "take", spy_on_take),
+        mock.patch.object(receiving.Receiver, "take", spy_on_take),
     ):
         case()
     return found
@@ -518,7 +518,7 @@ def schedules_that_need_more_buffers() -> None:
         pair.options["share_memory"] = share_memory
         plain = plain_step(seeded(mlp), batch, target, mse_loss, schedule.num_microbatches)
         with (
-            mock.patch.object(agreement, "SMALL_BYTES", 0),
+            mock.patch.object(receiving, "SMALL_BYTES", 0),
             mock.patch.object(sending, "SMALL_BYTES", 0),
         ):
             pipeline = pair.pipeline(seeded(mlp), schedule.num_microbatches, schedule=schedule)

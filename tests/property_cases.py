@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Schedule
-from gpipe_bench.pipeline.ranks import agreement, sending
+from gpipe_bench.pipeline.ranks import receiving, sending
 
 NUM_PROCESSES = 3
 TIMEOUT_S = 30.0
@@ -156,7 +156,7 @@ def run(seed: int, first: int, number: int) -> list[str]:
         if dist.get_rank() >= example.num_stages:
             continue
         with (
-            mock.patch.object(agreement, "SMALL_BYTES", example.small_bytes),
+            mock.patch.object(receiving, "SMALL_BYTES", example.small_bytes),
             mock.patch.object(sending, "SMALL_BYTES", example.small_bytes),
         ):
             try:

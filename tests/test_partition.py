@@ -108,7 +108,7 @@ def test_the_work_grows_with_layers_times_stages_and_no_faster(rule: str) -> Non
     """Of the paper's deepest model; looking at all pairs of cuts would be a thousand times as much."""
     costs = [65.5e6, *[50358272.0 + 3 * (layer % 7) for layer in range(1663)], 131e6]
     found = []
-    lines = lines_run(lambda: found.append(partition(costs, 128, rule)), "pipeline")
+    lines = lines_run(lambda: found.append(partition(costs, 128, rule)), "gpipe_bench.pipeline")
     assert 1665 < lines < 2 * 1665 * 128
     assert_covers(found[0], 1665, 128)
 

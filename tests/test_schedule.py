@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_bench.pipeline.plan.drawing import draw, from_csv, to_csv
-from gpipe_bench.pipeline.plan.replay import SLOTS, makespan_slots, replay
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import (
     REMAT_MODES,
     SCHEDULES,
@@ -54,12 +54,12 @@ def test_rows_as_in_the_paper() -> None:
 
 
 def test_drawing() -> None:
-    assert draw(gpipe(3, 3, remat="except_last")).splitlines() == [
+    assert draw(replay(gpipe(3, 3, remat="except_last"), SLOTS)).splitlines() == [
         "stage 0 | F0 F1 F2 .  .  .  .  .  .  B2 B2 R1 B1 B1 R0 B0 B0",
         "stage 1 | .  F0 F1 F2 .  .  .  B2 B2 R1 B1 B1 R0 B0 B0",
         "stage 2 | .  .  F0 F1 F2 B2 B2 R1 B1 B1 R0 B0 B0",
     ]
-    assert draw(gpipe(2, 1, remat="never"), {Kind.F: 2}).splitlines() == [
+    assert draw(replay(gpipe(2, 1, remat="never"), {**SLOTS, Kind.F: 2})).splitlines() == [
         "stage 0 | F0 F0 .  .  .  .  B0 B0",
         "stage 1 | .  .  F0 F0 B0 B0",
     ]
@@ -80,8 +80,8 @@ def test_length_of_a_step_in_slots(
     num_stages: int, num_microbatches: int, late: int, early: int, kept: int
 ) -> None:
     """Recomputing before the gradient arrives saves K - 1 forwards, keeping the last micro-batch 1."""
-    assert makespan_slots(gpipe(num_stages, num_microbatches, remat="always")) == early
-    assert makespan_slots(gpipe(num_stages, num_microbatches, remat="except_last")) == kept
+    assert replay(gpipe(num_stages, num_microbatches, remat="always"), SLOTS).makespan_s == early
+    assert replay(gpipe(num_stages, num_microbatches, remat="except_last"), SLOTS).makespan_s == kept
     # An engine that recomputes inside the backward takes R and B as one action, after the gradient is there.
     both = {**SLOTS, Kind.B: SLOTS[Kind.R] + SLOTS[Kind.B]}
     inside = replay(gpipe(num_stages, num_microbatches, remat="never"), both)
@@ -127,7 +127,7 @@ def test_communication_is_derived(schedule: Schedule) -> None:
     for transfer in found:
         assert transfer.source.microbatch == transfer.target.microbatch
         assert abs(transfer.source.stage - transfer.target.stage) == 1
-        assert transfer.is_gradient == (transfer.source.kind is Kind.B)
+        assert (transfer.target.stage < transfer.source.stage) == (transfer.source.kind is Kind.B)
 
 
 def test_one_worker_consumes_before_it_produces_again() -> None:
@@ -184,7 +184,7 @@ def test_a_split_backward_is_valid() -> None:
         for m in reversed(range(8)):
             row += ([f"{s}R{m}"] if m < 7 else []) + [f"{s}I{m}", f"{s}W{m}"]
         rows.append(" ".join(row))
-    assert makespan_slots(written(*rows, remat="except_last")) == 45
+    assert replay(written(*rows, remat="except_last"), SLOTS).makespan_s == 45
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import give_up_unwritable, prepare_streams
 from gpipe_bench.harness.places import own_results
 from gpipe_bench.harness.running.stopping import number_of, stopping
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 
 PROFILES = ("smoke", "short", "full")
 
@@ -57,6 +58,8 @@ def _verb(name: str) -> Callable[[argparse.Namespace], int]:
         from gpipe_bench.experiments.commands.report import run
     elif name == "size":
         from gpipe_bench.experiments.commands.size import run
+    elif name == "schedule":
+        from gpipe_bench.experiments.commands.schedule import run
     elif name == "guard":
         from gpipe_bench.experiments.commands.guard import run
     else:
@@ -168,6 +171,18 @@ def _parser() -> argparse.ArgumentParser:
         "--precision", choices=("float32", "bfloat16"), default="float32",
         help="of the activations (autocast); default: %(default)s",
     )  # fmt: skip
+
+    verb = _add(
+        verbs, "schedule", "draw and check a schedule: one row per stage, length, bubble, activations"
+    )
+    verb.add_argument("name", nargs="?", metavar="NAME", help="gpipe, 1f1b or naive; none with --from")
+    verb.add_argument("--num-stages", type=int, metavar="K")
+    verb.add_argument("--num-microbatches", type=int, metavar="M")
+    verb.add_argument("--remat", choices=REMAT_MODES, help="default: the schedule's, or as in the file")
+    verb.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write it, one line per stage: 0F0,0F1,0B1,0B0"
+    )
+    verb.add_argument("--from", dest="source", type=Path, metavar="FILE", help="read what --csv writes")
     return parser
 
 

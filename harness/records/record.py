@@ -21,7 +21,6 @@ Provenance = Literal["measured", "replayed", "modelled"]
 Status = Literal["done", "skipped", "out_of_memory", "failed"]
 
 PROVENANCES: tuple[str, ...] = get_args(Provenance)
-STATUSES: tuple[str, ...] = get_args(Status)
 
 FINAL: frozenset[str] = frozenset({"done", "out_of_memory"})
 """Statuses that are results and never run again.

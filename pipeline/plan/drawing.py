@@ -8,33 +8,34 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
 
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.timeline import Timeline
 
 
-def draw(schedule: Schedule, slots: Mapping[Kind, int] | None = None) -> str:
-    """The schedule as a grid of stages x time slots; by default F and R take one slot and B takes two.
+def draw(timeline: Timeline) -> str:
+    """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of stages x time slots.
 
-    A cell names kind and micro-batch, a dot is an idle slot::
+    A slot names kind and micro-batch, a dot is an idle slot::
 
         stage 0 | F0 F1 .  .  B1 B1 B0 B0
         stage 1 | .  F0 F1 B1 B1 B0 B0
     """
-    lengths = {kind: int(length) for kind, length in SLOTS.items()} | dict(slots or {})
-    timeline = replay(schedule, {kind: float(length) for kind, length in lengths.items()})
-    width = 1 + len(str(schedule.num_microbatches - 1))
-    margin = len(str(schedule.num_stages - 1))
+    width = max((len(_short(event.action)) for event in timeline.events), default=0)
+    margin = len(str(timeline.num_stages - 1))
     lines = []
-    for stage in range(schedule.num_stages):
-        cells: list[str] = []
+    for stage in range(timeline.num_stages):
+        slots: list[str] = []
         for event in timeline.of_stage(stage):
-            cells += ["."] * (round(event.start_s) - len(cells))
-            cells += [f"{event.action.kind.value}{event.action.microbatch}"] * round(event.duration_s)
-        grid = " ".join(cell.ljust(width) for cell in cells).rstrip()
+            slots += ["."] * (round(event.start_s) - len(slots))
+            slots += [_short(event.action)] * round(event.duration_s)
+        grid = " ".join(slot.ljust(width) for slot in slots).rstrip()
         lines.append(f"stage {stage:>{margin}} | {grid}")
     return "\n".join(lines)
+
+
+def _short(action: Action) -> str:
+    return f"{action.kind.value}{action.microbatch}"
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -50,12 +51,15 @@ def from_csv(text: str, name: str = "csv", remat: str | None = None) -> Schedule
     """Reads what `to_csv` writes. `remat` is recognised from the recomputations unless it is given.
 
     The result is not yet validated: see `schedule.validate`.
+
+    Raises:
+        ValueError: the text is no table, holds no actions or something that is not an action.
     """
-    rows = tuple(
-        tuple(Action.parse(cell) for cell in row if cell.strip())
-        for row in csv.reader(io.StringIO(text))
-        if row
-    )
+    try:
+        lines = [row for row in csv.reader(io.StringIO(text)) if row]
+    except csv.Error as error:
+        raise ValueError(f"the text is no table ({error}); write actions with commas between them") from error
+    rows = tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in lines)
     if not any(rows):
         raise ValueError("the text holds no actions; write one line per stage, such as 0F0,0F1,0B1,0B0")
     num_microbatches = 1 + max(action.microbatch for row in rows for action in row)

@@ -82,11 +82,6 @@ def replay(
         return step.run()
 
 
-def makespan_slots(schedule: Schedule) -> float:
-    """Length of a step in forwards, with equal stages, free messages and F : R : B = 1 : 1 : 2."""
-    return replay(schedule, SLOTS).makespan_s
-
-
 def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
     """The seconds of an action as a function; the most specific entry of a mapping counts.
 

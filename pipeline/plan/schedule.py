@@ -177,11 +177,6 @@ class Transfer:
     source: Action
     target: Action
 
-    @property
-    def is_gradient(self) -> bool:
-        """Gradients travel towards stage 0, activations away from it; the two never share a queue."""
-        return self.target.stage < self.source.stage
-
     def __str__(self) -> str:
         return f"{self.source}->{self.target}"
 

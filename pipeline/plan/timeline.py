@@ -2,18 +2,14 @@
 
 Measured and replayed steps must be comparable action by action, so both end in the same plain data: one event
 per action, in seconds from the start of the step. Makespan, bubble and live activations are read off it, and
-it is exported in the Chrome trace format, which Perfetto and chrome://tracing open, as CSV for spreadsheets
-and as plain data that a record can keep. Only the standard library is imported.
+it is exported in the Chrome trace format, which Perfetto and chrome://tracing open, and as plain data that a
+record can keep. Only the standard library is imported.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from gpipe_bench.pipeline.plan.schedule import Action, Kind
@@ -132,7 +128,10 @@ class Timeline:
         return tuple(steps)
 
     def to_chrome(self) -> dict[str, Any]:
-        """The timeline as a Chrome trace object: one row per stage, times in microseconds."""
+        """The timeline as a Chrome trace object: one row per stage, times in microseconds.
+
+        As JSON it opens in https://ui.perfetto.dev and chrome://tracing.
+        """
         rows: list[dict[str, Any]] = []
         for stage in range(self.num_stages):
             label = f"stage {stage}" + (f" ({self.devices[stage]})" if self.devices else "")
@@ -175,19 +174,6 @@ class Timeline:
             "otherData": {"provenance": self.provenance, **self.conditions},
         }
 
-    def save_chrome(self, path: Path | str) -> None:
-        """Writes the Chrome trace as JSON; open it in https://ui.perfetto.dev or chrome://tracing."""
-        Path(path).write_text(json.dumps(self.to_chrome()))
-
-    def to_csv(self) -> str:
-        """One line per action, other work and message: what, name, stage, start_s, end_s."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(("what", "name", "stage", "start_s", "end_s"))
-        for what, spans in (("action", self.events), ("work", self.work), ("message", self.messages)):
-            writer.writerows((what, _name(each), _stage(each), each.start_s, each.end_s) for each in spans)
-        return out.getvalue()
-
     def to_data(self) -> dict[str, Any]:
         """The timeline as lists and numbers, for a record; `from_data` reads it back."""
         return {
@@ -212,11 +198,3 @@ class Timeline:
             tuple(Span(*span) for span in data["work"]),
             tuple(Span(*span) for span in data["messages"]),
         )
-
-
-def _stage(each: Event | Span) -> int:
-    return each.action.stage if isinstance(each, Event) else each.stage
-
-
-def _name(each: Event | Span) -> str:
-    return str(each.action) if isinstance(each, Event) else each.name

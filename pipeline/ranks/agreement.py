@@ -1,20 +1,14 @@
-"""What two stages know of the messages between them, and the receives that follow from it.
+"""What two stages know of the messages between them.
 
 Nobody declares shapes. The first real micro-batch of each size is preceded by an outline of what it consists
-of, and likewise its gradient; from then on receives of that kind can be posted ahead, each into its buffer of
-the ring. A slot in whose memory something still lives (`holders`) is not overwritten: it gets new memory.
+of, and likewise its gradient; from then on receives of that kind can be posted ahead (`receiving`).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from gpipe_bench.pipeline.plan.ring import Ring
-from gpipe_bench.pipeline.ranks.connection import Buffer, Connection, Form, Work
+from gpipe_bench.pipeline.ranks.connection import Form
 from gpipe_bench.pipeline.stage.microbatch import Structure
 
 # Tensors of a message have tags of their own: micro-batch * MOST_TENSORS + position.
@@ -45,143 +39,3 @@ class Agreement:
         self.gradients: dict[int, Outline] = {}  # received
         self.gradients_sent: dict[int, Outline] = {}
         self.loss: Form | None = None
-
-
-class Receiver:
-    """One direction of receiving: posts receives in the order of need, each into its slot of the ring.
-
-    `small` is the ring to use where all of its buffers together take no more than `SMALL_BYTES`.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        source: int,
-        ring: Ring,
-        device: torch.device,
-        *,
-        small: Ring | None = None,
-    ) -> None:
-        self._connection, self._source, self._device = connection, source, device
-        self._tight, self._small = ring, small or ring
-        self._ring = ring
-        self._slots: list[tuple[Outline, tuple[Buffer | None, ...]] | None] = [None] * self._small.num_slots
-        self._posted: dict[int, tuple[tuple[Buffer | None, ...], list[Work]]] = {}
-        self._unposted: deque[int] = deque()  # have a slot, but perhaps no known outline yet
-        self._later: deque[int] = deque()  # have none; without a backward
-        self._outlines: dict[int, Outline] = {}
-        self._lengths: tuple[int, ...] = ()
-        self._training = True
-        self.num_unposted = 0  # micro-batches of this step whose receive is yet to be posted
-
-    def begin(self, outlines: dict[int, Outline], lengths: tuple[int, ...], *, training: bool) -> None:
-        """Starts a step and posts what the ring allows."""
-        self._outlines, self._lengths, self._training = outlines, lengths, training
-        self._posted.clear()
-        self.num_unposted = len(lengths)
-        self._choose_ring()
-        # Without a backward nothing is kept, and two receives ahead are enough.
-        self._unposted = deque(self._ring.initial if training else self._ring.order[:2])
-        self._later = deque(() if training else self._ring.order[2:])
-        self.post()
-
-    def _choose_ring(self) -> None:
-        known = all(length in self._outlines for length in self._lengths)
-        largest = max((outline.num_bytes for outline in self._outlines.values()), default=0)
-        ring = self._small if known and largest * self._small.num_slots <= SMALL_BYTES else self._tight
-        if ring is not self._ring:
-            for position in range(ring.num_slots, len(self._slots)):
-                kept, self._slots[position] = self._slots[position], None
-                if kept is not None:
-                    self._give_back(kept[1])
-            self._ring = ring
-
-    def post(self) -> None:
-        """Posts every receive that has a slot, as far as the outlines are known."""
-        while self._unposted:
-            microbatch = self._unposted[0]
-            outline = self._outlines.get(self._lengths[microbatch])
-            if outline is None:
-                break
-            self._unposted.popleft()
-            self.num_unposted -= 1
-            buffers = self._buffers(microbatch, outline)
-            tag = microbatch * MOST_TENSORS
-            works = [
-                self._connection.receive(buffer, self._source, tag + i)
-                for i, buffer in enumerate(buffers)
-                if buffer is not None and buffer.flat.numel()
-            ]
-            self._posted[microbatch] = (buffers, works)
-        self._connection.flush(self._source)
-
-    def is_posted(self, microbatch: int) -> bool:
-        return microbatch in self._posted
-
-    def works(self, microbatch: int) -> list[Work]:
-        """What to wait for before `take`."""
-        return self._posted[microbatch][1]
-
-    def take(self, microbatch: int) -> tuple[Tensor | None, ...]:
-        """The tensors of a message that has arrived; whoever keeps one keeps its memory."""
-        buffers, _ = self._posted.pop(microbatch)
-        # `detach` makes a tensor of its own, so that it counts as a holder.
-        tensors = tuple([None if buffer is None else buffer.tensor.detach() for buffer in buffers])
-        if self._training:
-            return tensors
-        # The output may hold on to what comes in, so it gets memory of its own.
-        tensors = tuple([None if tensor is None else tensor.clone() for tensor in tensors])
-        self._give_back(buffers)
-        del buffers
-        if self._later:
-            self._unposted.append(self._later.popleft())
-            self.post()
-        return tensors
-
-    def release(self, microbatch: int) -> None:
-        """The stage is done with the slot of a micro-batch."""
-        following = self._ring.following[microbatch]
-        if following is not None:
-            self._unposted.append(following)
-            self.post()
-
-    def _buffers(self, microbatch: int, outline: Outline) -> tuple[Buffer | None, ...]:
-        if not self._training:
-            return self._make(outline)
-        slot = self._ring.slot[microbatch]
-        kept = self._slots[slot]
-        if kept is not None and kept[0].forms == outline.forms:
-            buffers = kept[1]
-            for buffer in buffers:
-                if buffer is not None and buffer.holders.others:
-                    buffers = self._without_holders(outline, buffers)
-                    self._slots[slot] = (outline, buffers)
-                    break
-            return buffers
-        if kept is not None:
-            self._give_back(kept[1])
-        buffers = self._make(outline)
-        self._slots[slot] = (outline, buffers)
-        return buffers
-
-    def _without_holders(
-        self, outline: Outline, buffers: tuple[Buffer | None, ...]
-    ) -> tuple[Buffer | None, ...]:
-        """New buffers in place of those in which something of an earlier message still lives."""
-        found = list(buffers)
-        for position, (buffer, form) in enumerate(zip(buffers, outline.forms, strict=True)):
-            if buffer is not None and form is not None and buffer.holders.others:
-                self._give_back((buffer,))
-                found[position] = self._connection.buffer(form, self._source, self._device)
-        return tuple(found)
-
-    def _make(self, outline: Outline) -> tuple[Buffer | None, ...]:
-        connection, source, device = self._connection, self._source, self._device
-        return tuple(
-            [None if form is None else connection.buffer(form, source, device) for form in outline.forms]
-        )
-
-    def _give_back(self, buffers: tuple[Buffer | None, ...]) -> None:
-        for buffer in buffers:
-            if buffer is not None:
-                self._connection.give_back(buffer, self._source)

@@ -2,7 +2,7 @@
 
 A send that nobody waits for keeps its tensors alive, and one that is waited for at once makes its stage as
 slow as the receiver. Between the two is a short queue, which belongs to the way and not to the transport, as
-the receives posted ahead belong to `agreement.Receiver`.
+the receives posted ahead belong to `receiving.Receiver`.
 """
 
 from __future__ import annotations

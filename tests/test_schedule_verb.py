@@ -1,0 +1,96 @@
+"""`schedule`: the picture, what follows from it, files there and back, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import NO_TORCH, call, finish, start
+
+
+def test_a_picture_with_its_length_bubble_and_activations() -> None:
+    status, out, err = call(
+        "schedule", "1f1b", "--num-stages", 2, "--num-microbatches", 3, "--remat", "never"
+    )
+    assert (status, err) == (0, "")
+    found = out.splitlines()
+    assert found[0] == "1f1b: 2 stages, 3 micro-batches, remat never, valid"
+    assert found[2:4] == [
+        "stage 0 | F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2",
+        "stage 1 | .  F0 B0 B0 F1 B1 B1 F2 B2 B2",
+    ]
+    assert found[5].startswith("makespan 12 slots, bubble 25.0% (slots: F 1, R 1, B 2")
+    assert [line.split() for line in found[-2:]] == [["0", "2", "2", "9"], ["1", "1", "1", "9"]]
+
+
+def test_json_is_one_line_with_every_action() -> None:
+    asked = ("gpipe", "--num-stages", 4, "--num-microbatches", 8, "--json")
+    status, out, _ = call("schedule", *asked)
+    (line,) = out.splitlines()
+    found = json.loads(line)
+    assert status == 0
+    assert (found["schedule"], found["remat"]) == ("gpipe", "always")
+    assert found["makespan_slots"] == (8 + 3) * 4 - 3  # K - 1 recomputations fill waits
+    assert found["bubble"] == pytest.approx(1 - 8 * 4 / found["makespan_slots"])
+    assert [stage["in_flight"] for stage in found["stages"]] == [8] * 4
+    assert [stage["live_activations"] for stage in found["stages"]] == [1] * 4
+    assert found["stages"][3]["actions"][:9] == [f"3F{m}" for m in range(8)] + ["3R7"]
+
+
+def test_a_file_comes_back_as_the_same_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "gpipe.csv"
+    asked = ("gpipe", "--num-stages", 3, "--num-microbatches", 4, "--remat", "except_last")
+    _, drawn, _ = call("schedule", *asked, "--csv", path)
+    assert path.read_text().splitlines()[2] == "2F0,2F1,2F2,2F3,2B3,2R2,2B2,2R1,2B1,2R0,2B0"
+    path.write_text("\ufeff" + path.read_text(), encoding="utf-8")  # as a spreadsheet saves it
+    assert call("schedule", "--from", path) == (0, drawn, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "no schedule; give one of naive, gpipe, 1f1b, or --from FILE"),
+        (
+            "zigzag --num-stages 2 --num-microbatches 2",
+            "unknown schedule 'zigzag'; known: naive, gpipe, 1f1b",
+        ),
+        ("gpipe --num-stages 2", "gpipe needs --num-stages K and --num-microbatches M"),
+        ("gpipe --num-stages 0 --num-microbatches 2", "num_stages is 0"),
+        ("gpipe --num-stages 2 --num-microbatches -1", "num_microbatches is -1"),
+        ("gpipe --num-stages 2 --num-microbatches 2 --remat some", "invalid choice: 'some'"),
+        (
+            "gpipe --num-stages 99999 --num-microbatches 99999",
+            "more than 500000 actions; give smaller numbers",
+        ),
+        ("gpipe --num-stages 2 --num-microbatches 2 --csv {tmp}/no/file.csv", "in a folder that exists"),
+        ("gpipe --num-stages 2 --from {tmp}/swapped.csv", "says it all; leave NAME, --num-stages out"),
+        ("--from {tmp}/missing.csv", "missing.csv: No such file or directory; give a file that --csv wrote"),
+        ("--from {tmp}/picture.csv", "is no text"),
+        ("--from {tmp}/empty.csv", "the text holds no actions; write one line per stage"),
+        ("--from {tmp}/prose.csv", "'stage 0' is not an action"),
+        ("--from {tmp}/huge.csv", "the text is no table"),
+        ("--from {tmp}/swapped.csv", "swapped.csv: stage 1 sends 1B1 to stage 0, which waits for 1B0 first"),
+        ("--from {tmp}/swapped.csv --remat always", "with remat='always' it needs F R B"),
+    ],
+)
+def test_what_is_no_schedule_is_one_line_with_the_remedy(
+    tmp_path: Path, arguments: str, message: str
+) -> None:
+    (tmp_path / "swapped.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B1,1B0\n")
+    (tmp_path / "picture.csv").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "empty.csv").write_text("\n")
+    (tmp_path / "prose.csv").write_text("stage 0\n")
+    (tmp_path / "huge.csv").write_text("0" * 200_000)
+    status, out, err = call("schedule", *arguments.format(tmp=tmp_path).split())
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+def test_a_schedule_is_drawn_where_torch_is_missing() -> None:
+    asked = ("schedule", "naive", "--num-stages", 2, "--num-microbatches", 1)
+    status, out, _ = finish(start(*asked, code=NO_TORCH))
+    assert status == 0
+    assert "stage 1 | .  F0 B0 B0" in out

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -100,6 +100,12 @@ class Engine(Protocol):
         where it is not known.
         """
         ...
+
+
+def clear(layers: Iterable[nn.Module]) -> None:
+    """Removes all gradients: a step adds to those that are there."""
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
 
 
 EngineFactory = Callable[[Setup], Engine]

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import (
+    by_turn,
     devices,
     joined,
     link_of,
     measure,
-    per_round,
     results,
 )
 from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE, grid, replay_errors
 from gpipe_bench.experiments.measuring.timed_actions import take_apart
-from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
+from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.report.gantt import gantt_plot
 from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
@@ -60,7 +60,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.measuring.step_timing import Configuration
+    from gpipe_bench.experiments.measuring.configuration import Configuration
 
     subject = V1_SUBJECTS[str(case.key["model"])]
     size = subject.sizes[options.profile]
@@ -69,14 +69,14 @@ def run(case: Case, options: RunOptions) -> Outcome:
         Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k == real > 1)
         for k in (STAGES[:1] if options.profile == "smoke" else STAGES)
     )
-    task, facts = timing_task(subject, plan, ROUNDS[options.profile], options)
-    found = measure(task)
+    job, facts = timing_job(subject, plan, ROUNDS[options.profile], options)
+    found = measure(job)
     quantities, details = results(
         [(each, (NUM_MICROBATCHES, TIMED_MICROBATCHES)) for each in plan], found, options.device
     )
     link = link_of(found, options.device)
     for index, configuration in enumerate(plan):
-        rounds = per_round([each.steps[index] for each in found])
+        rounds = by_turn([each.steps[index] for each in found])
         if not rounds:
             continue
         name = f"K={configuration.num_stages} M={NUM_MICROBATCHES}"

@@ -2,8 +2,8 @@
 difference.
 
 Throughput is compared within a round, in which all configurations took turns there and back. Such rounds are
-long and few, so each direction gives a ratio of its own: a machine that drifts moves the two apart, the median
-lies between them, and the interval says how far they are from each other.
+long and few, so each direction gives a ratio of its own: a machine that drifts moves the two apart, the
+median lies between them, and the interval says how far they are from each other.
 """
 
 from __future__ import annotations

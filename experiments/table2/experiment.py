@@ -36,10 +36,11 @@ SMOKE_STAGES = (2, 4)
 SMOKE_MICROBATCHES = (1, 4)
 ROUNDS = {
     "smoke": {"fixed": 1, "fitted": 1},
-    "short": {"fixed": 2, "fitted": 3},
-    "full": {"fixed": 4, "fitted": 4},
+    "short": {"fixed": 1, "fitted": 2},
+    "full": {"fixed": 2, "fitted": 2},
 }
-ESTIMATE_S = {"smoke": (7.0, 7.0), "short": (95.0, 60.0), "full": (150.0, 150.0)}
+"""There and back: every configuration takes two turns in a round, and each is a sample."""
+ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (95.0, 75.0), "full": (150.0, 150.0)}
 BATCHES = ("fixed", "fitted")
 FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 STAGES = (2, 4, 8)
 NUM_MICROBATCHES = 32
 TIMED_MICROBATCHES = 8  # that really run; the step is laid out with 32
-ROUNDS = {"smoke": 1, "short": 4, "full": 6}
+ROUNDS = {"smoke": 1, "short": 2, "full": 3}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 7.0, "short": 40.0, "full": 90.0}
-LINK_ROUNDS = {"smoke": 1, "short": 4, "full": 8}
+LINK_ROUNDS = {"smoke": 1, "short": 2, "full": 4}
 MULTIPLES = {"smoke": (None, 1.0), "short": (None, 8.0, 2.0, 1.0, 0.5, 0.25)}
 SMOKE_LINK = "transformer"
 LINK_ESTIMATE_S = {"smoke": 9.0, "short": 45.0, "full": 80.0}

@@ -50,7 +50,7 @@ SAME_RUN = (
     "v5 names neither model nor M; its 3.2 % of load imbalance are v1's for ResNet-101 on two partitions."
 )
 STAGES = (2, 4, 8)
-ROUNDS = {"smoke": 1, "short": 2, "full": 4}
+ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 10.0, "short": 55.0, "full": 100.0}
 COLORS = ("#3182bd", "#fdd49e", "#636363", "#bdbdbd", "#9ecae1", "#e6550d", "#f0f0f0")
 
@@ -76,13 +76,13 @@ def run(case: Case, options: RunOptions) -> Outcome:
     )
     link = link_of(found, options.device)
     for index, configuration in enumerate(plan):
-        rounds = by_turn([each.steps[index] for each in found])
-        if not rounds:
+        turns = by_turn([each.steps[index] for each in found])
+        if not turns:
             continue
         name = f"K={configuration.num_stages} M={NUM_MICROBATCHES}"
-        rounds = [replace(timed, num_microbatches=NUM_MICROBATCHES) for timed in rounds]
-        shares = [take_apart(timed, link).shares for timed in rounds]
-        whole = take_apart(joined(rounds), link)
+        turns = [replace(timed, num_microbatches=NUM_MICROBATCHES) for timed in turns]
+        shares = [take_apart(timed, link).shares for timed in turns]
+        whole = take_apart(joined(turns), link)
         details["cells"][name]["shares"] = {part: float(share) for part, share in whole.shares.items()}
         details["cells"][name]["exact sum"] = str(sum(whole.shares.values()))
         details["cells"][name]["timeline"] = whole.timeline.to_data()

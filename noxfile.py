@@ -2,7 +2,7 @@
 
 nox -s table1                       reproduce Table 1 (installs once, then runs)
 nox -s table1 -- --profile smoke    arguments after -- go to the command
-nox -s tests -- -k partition        ... or to pytest
+nox -s tests -- -k partition        ... or to pytest, which then runs in one process
 nox -s table1 -- --here             use this interpreter and what it has installed (a GPU container)
 nox --no-venv -s table1             the same
 """
@@ -52,6 +52,12 @@ def run_python(session: nox.Session, *command: str, **environment: str) -> None:
     session.run(python, *command, *arguments, external=True, env={**threads, **environment})
 
 
+def usable_cores() -> int:
+    """Cores that this process may use, at most eight: each process of the tests holds a torch of its own."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 8)
+
+
 def experiment_session(name: str) -> None:
     @nox.session(name=name, venv_backend="none", tags=["paper"], default=False)
     def run(session: nox.Session) -> None:
@@ -72,8 +78,19 @@ def report(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", tags=["ci"])
 def tests(session: nox.Session) -> None:
-    """The test suite."""
-    run_python(session, "-m", "pytest")
+    """The test suite: files side by side, then those that need the machine to themselves."""
+    if prepare(session)[1]:
+        run_python(session, "-m", "pytest")
+        return
+    side_by_side = ("--numprocesses", str(usable_cores()), "--dist", "loadfile")
+    run_python(session, "-m", "pytest", *side_by_side, "-m", "not alone")
+    run_python(session, "-m", "pytest", "-m", "alone")
+
+
+@nox.session(venv_backend="none", tags=["ci"], default=False)
+def mutants(session: nox.Session) -> None:
+    """Deliberate mistakes, planted one at a time: the tests must notice each."""
+    run_python(session, "tests/mutants.py")
 
 
 @nox.session(venv_backend="none", tags=["ci"])

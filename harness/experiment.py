@@ -11,13 +11,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar, Status, identity, label
 from gpipe_bench.harness.shown import KeptTimeline, PaperTable, Plot
-
-if TYPE_CHECKING:
-    from gpipe_bench.harness.judging.compare import Comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,36 +74,6 @@ class Outcome:
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ours:
-    """Our number for one cell of the paper, and all that its verdict needs to know.
-
-    `gap` is a declared model gap relative to the paper's value (0.01 is 1 %) and needs `gap_reason`. A
-    non-empty `not_comparable` says why the two numbers can't be held against each other. `note` explains
-    a difference that remains. `status` and `reason` are those of the record, for a cell without a number.
-    """
-
-    table: str
-    row: str
-    column: str
-    quantity: Quantity | None = None
-    gap: float = 0.0
-    gap_reason: str = ""
-    not_comparable: str = ""
-    note: str = ""
-    status: Status = "done"
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        cell = f"cell {self.table} / {self.row} / {self.column}"
-        if not (math.isfinite(self.gap) and self.gap >= 0):
-            raise ValueError(f"{cell}: gap is {self.gap}; it is a share of the paper's value, such as 0.01")
-        if self.gap and not self.gap_reason:
-            raise ValueError(
-                f"{cell}: a gap of {self.gap:g} is declared without gap_reason; say why it is there"
-            )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One table or figure of the paper, and all that anybody else knows of it.
@@ -140,7 +109,7 @@ class Experiment:
     profiles: Mapping[str, str]
     cases: Callable[[RunOptions], list[Case]]
     run: Callable[[Case, RunOptions], Outcome]
-    cells: Callable[[Sequence[Record]], list[Ours]]
+    cells: Callable[[Sequence[Record]], list[Entry]]
     tables: Callable[[Sequence[Record], list[Comparison]], str] | None = None
     figures: Callable[[Sequence[Record]], list[Plot]] | None = None
     timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None

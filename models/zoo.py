@@ -5,7 +5,7 @@ Built on the meta device, so a model of five billion parameters takes no memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,24 +47,6 @@ def rows() -> Iterator[dict[str, Any]]:
             model = MODELS[name](**keywords)
         parameters = count_parameters(model)
         yield {"model": name, "configuration": keywords, "layers": len(model), "parameters": parameters}
-
-
-def text(found: Iterable[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    from tabulate import tabulate
-
-    lines = [
-        [
-            row["model"],
-            " ".join(f"{key}={value}" for key, value in row["configuration"].items()),
-            row["layers"],
-            f"{row['parameters']:,}",
-        ]
-        for row in found
-    ]
-    align = ("left", "left", "right", "right")
-    headers = ["model", "configuration", "layers", "parameters"]
-    return str(tabulate(lines, headers, colalign=align, disable_numparse=True))
 
 
 def layer_parameters(model: nn.Sequential) -> list[int]:

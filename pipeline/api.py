@@ -13,8 +13,8 @@ checkpoints are interchangeable with it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,19 +55,27 @@ class Pipeline(nn.Module):
 
     Args:
         layers: the model, an `nn.Sequential` or any sequence of modules; each maps a tensor or a tuple of
-        tensors to the same. num_stages: K, the number of stages. num_microbatches: M, the micro-batches a
-        mini-batch is split into; they may be uneven, but not empty. schedule: "gpipe", "1f1b" or "naive", or
-        a `Schedule` of one's own. remat: which micro-batches are recomputed: "always", "except_last" or
-        "never". Ignored with a `Schedule`. cost: what the stages are balanced by: "parameters" (the default),
-        "auto" (estimated from `example`), or a number
-            per layer.
+            tensors to the same.
+        num_stages: K, the number of stages.
+        num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty.
+        schedule: "gpipe", "1f1b" or "naive", or a `Schedule` of one's own.
+        remat: which micro-batches are recomputed: "always", "except_last" or "never". A `Schedule` says it
+            itself.
+        cost: what the stages are balanced by: "parameters" (the default), "auto" (estimated from `example`),
+            or a number per layer.
         example: for `cost="auto"`: a micro-batch, also on the meta device.
         devices: where the stages live: one device for all, or one per stage. Default: where the layers are.
-        seed: of the random streams of the layers (see `rng`).
+        seed: of the random streams of the layers (see `stage.rng`).
         replica_group: process group of the data-parallel replicas of a stage, for batch normalization's
-        averages. transport: another in-process transport, such as `InProcess(copy=True)`.
+            averages.
+        group: process group of the pipeline, whose rank k runs stage k; without one, all stages live in this
+            process.
+        timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
+        share_memory: whether ranks on one host exchange CPU tensors through memory that both map.
+        transport: another in-process transport, such as `InProcess(copy=True)`.
 
-    `ValueError` names an argument that does not fit and what would.
+    `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
+    and pickled between two steps: the copy trains like the original and apart from it.
     """
 
     def __init__(
@@ -102,20 +110,14 @@ class Pipeline(nn.Module):
         else:
             refuse_split_ties(modules, self._partition, range(num_stages), "process")
         self._replicas = Replicas(replica_group, timeout_s) if replica_group is not None else None
-        self._stages: dict[int, Stage] = {}
         for index in local:
             span, device = self._partition[index], self._devices[index]
             for name, layer in named[span.start : span.stop]:
                 self._modules[name] = layer if devices is None else layer.to(device)
-            self._stages[index] = Stage(
-                index,
-                modules[span.start : span.stop],
-                span.start,
-                device=device,
-                is_last=index == num_stages - 1,
-                seed=seed,
-                gather=None if self._replicas is None else self._replicas.gather,
-            )
+        self.seed = seed
+        self.group = group
+        self._layer_names = tuple(name for name, _ in named)
+        self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
         self._transport: Transport = transport or InProcess(self._devices)
         if group is not None:
@@ -123,8 +125,27 @@ class Pipeline(nn.Module):
                 group, self._schedule, self._devices[local[0]], timeout_s=timeout_s, share_memory=share_memory
             )
             self._transport = self._ranks
-            names = tuple(name for name, _ in named)
-            check_equal(self.gather((names, self._partition, self._schedule, seed)))
+            check_equal(self.gather((self._layer_names, self._partition, self._schedule, seed)))
+        self._prepare()
+        self.num_steps = 0  # training steps taken, which number the random streams
+        self._num_forwards = 0
+
+    def _make_stages(self, local: Iterable[int]) -> dict[int, Stage]:
+        """The stages of this process, of the layers that are its submodules."""
+        return {
+            index: Stage(
+                index,
+                [self._modules[self._layer_names[i]] for i in self._partition[index]],  # type: ignore[misc]
+                self._partition[index].start,
+                device=self._devices[index],
+                is_last=index == self._schedule.num_stages - 1,
+                seed=self.seed,
+                gather=None if self._replicas is None else self._replicas.gather,
+            )
+            for index in local
+        }
+
+    def _prepare(self) -> None:
         self._programs = {
             training: engine.prepare(self._schedule, self._stages, training=training)
             for training in (True, False)
@@ -133,10 +154,22 @@ class Pipeline(nn.Module):
             training: Clock([step.action for step in program], self._devices)
             for training, program in self._programs.items()
         }
-        self.seed = seed
-        self.group = group
-        self.num_steps = 0  # training steps taken, which number the random streams
-        self._num_forwards = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy` and `pickle`: everything but what is made of the rest again."""
+        if self.group is not None or self._replicas is not None:
+            raise TypeError(
+                "a pipeline over several processes cannot be copied or pickled, because its connections "
+                "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
+                "every rank and load its state_dict"
+            )
+        made = ("_stages", "_programs", "_clocks")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(dict(state))
+        self._stages = self._make_stages(range(self._schedule.num_stages))
+        self._prepare()
 
     @property
     def schedule(self) -> Schedule:

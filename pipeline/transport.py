@@ -80,7 +80,7 @@ class InProcess:
         self._devices = list(devices) if devices is not None else None
         self._moves = copy or len(set(self._devices or ())) > 1
         self._copy = copy
-        self._observe_transfer = observe_transfer or (lambda stage: nullcontext())
+        self._observe_transfer = observe_transfer or _unobserved
         self._activations: dict[tuple[int, int], Message] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
 
@@ -125,3 +125,7 @@ class InProcess:
             if self._devices is not None and tensor.device != self._devices[receiver]:
                 return tensor.to(self._devices[receiver], non_blocking=True)
             return tensor.clone() if self._copy else tensor
+
+
+def _unobserved(stage: int) -> AbstractContextManager[object]:
+    return nullcontext()

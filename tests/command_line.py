@@ -1,13 +1,24 @@
-"""Commands as another process sees them, with the fake experiment registered; for several test files."""
+"""Commands with the fake experiment registered; for several test files.
+
+`call` runs one in this process, which costs no interpreter; `start` in a process of its own, for what is
+about processes: signals, closed or full streams, terminals, encodings, imports that must not happen.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
+import tempfile
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
+
+from gpipe_bench.experiments.commands.cli import main
+from gpipe_bench.experiments.registry import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 # Background jobs of a shell ignore interrupts, and so would their children.
@@ -22,6 +33,18 @@ sys.exit(main())
 """
 NO_TORCH = (
     "import sys\nfor name in ('torch', 'pandas', 'matplotlib', 'scipy'): sys.modules[name] = None\n" + START
+)
+
+
+# Runs several commands with "then" between them; the status is that of the first that fails.
+SEVERAL = START.replace(
+    "sys.exit(main())",
+    """
+commands = [[]]
+for word in sys.argv[1:]:
+    commands.append([]) if word == "then" else commands[-1].append(word)
+sys.exit(next(filter(None, map(main, commands)), 0))
+""",
 )
 
 
@@ -40,11 +63,43 @@ def start(*arguments, code=START, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )  # fmt: skip
 
 
-def call(*arguments, **variables):
-    """Exit status, standard output and standard error of one command."""
-    process = start(*arguments, **variables)
+def finish(process):
+    """Exit status, standard output and standard error of a process."""
     out, err = process.communicate(timeout=60)
     return process.returncode, (out or b"").decode(), (err or b"").decode()
+
+
+def call(*arguments, **variables):
+    """Exit status, standard output and standard error of one command, run in this process."""
+    with ExitStack() as stack:
+        out, err = (stack.enter_context(redirected(stream)) for stream in ("stdout", "stderr"))
+        stack.enter_context(mock.patch.dict(os.environ, surroundings(**variables), clear=True))
+        stack.enter_context(mock.patch.dict(EXPERIMENTS, fake="fake_experiment"))
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as error:
+            status = error.code or 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return status, *((os.pread(file, os.fstat(file).st_size, 0)).decode() for file in (out, err))
+
+
+@contextmanager
+def redirected(name):
+    """Sends a standard stream and its descriptor to a temporary file, of which it yields the descriptor."""
+    stream, number = getattr(sys, name), {"stdout": 1, "stderr": 2}[name]
+    stream.flush()
+    kept = os.dup(number)
+    with tempfile.TemporaryFile() as file, open(number, "w", encoding="utf-8", closefd=False) as own:
+        os.dup2(file.fileno(), number)
+        setattr(sys, name, own)
+        try:
+            yield file.fileno()
+        finally:
+            own.flush()
+            setattr(sys, name, stream)
+            os.dup2(kept, number)
+            os.close(kept)
 
 
 def run_fake(results, *arguments, **variables):
@@ -53,6 +108,13 @@ def run_fake(results, *arguments, **variables):
 
 def lines(text):
     return [json.loads(line) for line in text.splitlines()]
+
+
+def free_port():
+    """A port of this host that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 class Gate:

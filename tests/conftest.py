@@ -1,21 +1,53 @@
-"""Shared test set-up: pinned threads, the GPU marker, and where the fake experiment of a test leaves things.
+"""Shared test set-up: pinned threads, the GPU marker, where the fake experiment of a test leaves things, and
+launches that do not import torch again.
 
 Two cores run the whole suite, so every test uses one compute thread; a test that needs more says so itself.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig
 
 from gpipe_bench.harness.records.store import Store
+from gpipe_bench.pipeline.ranks import launch
 
 torch.set_num_threads(1)
 # torch looks up the name behind every connection that it accepts; a lost request costs five seconds each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+PRELOADED = [
+    "torch.distributed.tensor", "torch.distributed.launcher.api", "torch.distributed.checkpoint",
+    "hypothesis", "sklearn.datasets", "gpipe_bench.pipeline.ranks.launch", "gpipe_bench.models",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forking() -> Iterator[None]:
+    """Launched processes are forked from one that has imported torch, which takes them two seconds
+    otherwise. Where starting them is what is tested, `spawning` undoes it.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "LaunchConfig", _forking)
+        yield
+
+
+def _forking(**options: object) -> LaunchConfig:
+    return LaunchConfig(**{**options, "start_method": "forkserver"})
+
+
+@pytest.fixture
+def spawning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches start their processes as they do for users."""
+    monkeypatch.setattr(launch, "LaunchConfig", LaunchConfig)
 
 
 @pytest.fixture

@@ -18,7 +18,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
+import alias_cases
 import torch
+from random_schedules import BOTH_LOOK_AWAY, HELD_UP, LATE_WEIGHTS
+from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients
 from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -34,39 +37,15 @@ from gpipe_bench.pipeline.ranks.connection import Connection
 from gpipe_bench.pipeline.ranks.failure import Lookout
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
-EXACT = {"rtol": 1e-12, "atol": 1e-14}
-TIMEOUT_S = 20.0
 PATIENCE_S = 900.0
 """A time-out that nothing here reaches, however slow the machine: who waits for it has not been told."""
 AMOEBANET = {
-    "num_layers": 3, "num_filters": 16, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,
+    "num_layers": 3, "num_filters": 8, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,
 }  # fmt: skip
 TRANSFORMER = {
     "num_layers": 6, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "vocab_size": 50, "seq_len": 6,
     "dropout": 0.2,
 }  # fmt: skip
-
-
-class Ranks:
-    """A process group that runs one pipeline, and this process's place in it."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None, **options: object) -> None:
-        self.group, self.options = group or dist.group.WORLD, options
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
-
-    def pipeline(
-        self, layers: nn.Sequential | list[nn.Module], num_microbatches: int = 4, **options
-    ) -> Pipeline:
-        options = {"cost": [1] * len(layers), "timeout_s": TIMEOUT_S, **self.options, **options}
-        return Pipeline(
-            layers, num_stages=self.size, num_microbatches=num_microbatches, group=self.group, **options
-        )
-
-    def own(self, batch: object, target: Tensor) -> tuple[object, Tensor]:
-        """The batch on the first rank, the target on the last; elsewhere data that must not be used."""
-        wrong = (torch.full((1, 1), float("nan")), torch.zeros(1))
-        return batch if self.is_first else wrong, target if self.is_last else torch.full((1,), float("nan"))
 
 
 def halves() -> Ranks:
@@ -82,27 +61,16 @@ def shared_folder() -> Path:
     return Path(folder[0])
 
 
-def assert_own_gradients(pipeline: Pipeline, wanted: dict[str, Tensor | None], **tolerance: float) -> None:
-    for name, parameter in pipeline.named_parameters():
-        if wanted[name] is None:
-            assert parameter.grad is None, name
-        elif tolerance:
-            torch.testing.assert_close(
-                parameter.grad, wanted[name], **tolerance, msg=lambda t, n=name: f"{n}: {t}"
-            )
-        else:
-            assert torch.equal(parameter.grad, wanted[name]), name
-
-
-def transparency(ranks: Ranks | None = None) -> None:
+def transparency(ranks: Ranks | None = None, numbers: tuple[int, ...] = (1, 3, 8)) -> None:
     ranks = ranks or Ranks()
-    for schedule, remat, num_microbatches in itertools.product(SCHEDULES, REMAT_MODES, (1, 3, 8)):
+    for num_microbatches in numbers:
         batch, target = everything_batch(num_microbatches + 3)
         plain = plain_step(seeded(everything), batch, target, cross_entropy, num_microbatches)
-        pipeline = ranks.pipeline(seeded(everything), num_microbatches, schedule=schedule, remat=remat)
-        loss = pipeline.step(*ranks.own(batch, target), cross_entropy)
-        torch.testing.assert_close(loss, plain.loss, **EXACT)
-        assert_own_gradients(pipeline, plain.gradients, **EXACT)
+        for schedule, remat in itertools.product(SCHEDULES, REMAT_MODES):
+            pipeline = ranks.pipeline(seeded(everything), num_microbatches, schedule=schedule, remat=remat)
+            loss = pipeline.step(*ranks.own(batch, target), cross_entropy)
+            torch.testing.assert_close(loss, plain.loss, **EXACT)
+            assert_own_gradients(pipeline, plain.gradients, **EXACT)
 
 
 def mini_batches_of_changing_shapes(ranks: Ranks | None = None) -> None:
@@ -141,14 +109,14 @@ def evaluation() -> None:
 def train(
     name: str, options: dict, make: Callable[[nn.Sequential], Pipeline], ranks: Ranks | None
 ) -> Pipeline:
-    """Five RMSProp steps with dropout, drop path and batch normalization."""
+    """Three RMSProp steps with dropout, drop path and batch normalization."""
     torch.manual_seed(0)
     model = models.MODELS[name](**options)
     set_drop_path(model, 0.7)
     pipeline = make(model)
     optimizer = torch.optim.RMSprop(pipeline.parameters(), lr=1e-3, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
-    for _ in range(5):
+    for _ in range(3):
         batch, target = models.example_batch(name, 7, generator=generator, **options)
         if ranks is not None:
             batch, target = ranks.own(batch, target)
@@ -505,7 +473,7 @@ def messages_that_take_memory() -> None:
         ):
             for share_memory in (True, False):
                 mini_batches_of_changing_shapes(Ranks(share_memory=share_memory))
-            transparency()
+            transparency(numbers=(8,))  # more micro-batches than buffers
 
 
 def gradient_bytes_of(case: Callable[[], None]) -> set[int]:
@@ -540,6 +508,39 @@ def through_memory_and_the_network() -> None:
         mini_batches_of_changing_shapes(ranks)
         for action in ("0F3", "1R1", "2B2"):
             fails_everywhere(action, ZeroDivisionError("broken"), "ZeroDivisionError: broken", ranks)
+
+
+def schedules_that_need_more_buffers() -> None:
+    """Valid schedules in which a stage keeps what it receives longer than usual."""
+    batch, target = mlp_batch(11)
+    for schedule, share_memory in itertools.product((LATE_WEIGHTS, HELD_UP), (True, False)):
+        pair = halves()
+        pair.options["share_memory"] = share_memory
+        plain = plain_step(seeded(mlp), batch, target, mse_loss, schedule.num_microbatches)
+        with (
+            mock.patch.object(agreement, "SMALL_BYTES", 0),
+            mock.patch.object(sending, "SMALL_BYTES", 0),
+        ):
+            pipeline = pair.pipeline(seeded(mlp), schedule.num_microbatches, schedule=schedule)
+            for _ in range(3):
+                pipeline.num_steps = 0
+                pipeline.zero_grad()
+                pipeline.step(*pair.own(batch, target), mse_loss)
+        assert_own_gradients(pipeline, plain.gradients, **EXACT)
+
+
+def memory_between_networks() -> None:
+    """Ranks 1 and 2 share memory; each waits for the network while it has something for the other."""
+    ranks = Ranks(share_memory=True)
+    batch, target = mlp_batch(6)  # micro-batches 2 and 3 are smaller, of a size that is new
+    plain = plain_step(seeded(mlp), batch, target, mse_loss, 4)
+    with mock.patch.object(introduction, "machine_id", return_value=f"machine {(ranks.rank + 1) // 2}"):
+        pipeline = ranks.pipeline(seeded(mlp), 4, schedule=BOTH_LOOK_AWAY)
+        for _ in range(3):
+            pipeline.num_steps = 0
+            pipeline.zero_grad()
+            pipeline.step(*ranks.own(batch, target), mse_loss)
+    assert_own_gradients(pipeline, plain.gradients, **EXACT)
 
 
 def a_failure_that_only_the_blackboard_tells() -> None:
@@ -693,6 +694,9 @@ CASES: dict[str, Callable[[], None]] = {
         a_failure_that_is_noticed_after_the_last_receive,
         a_replica_that_fails,
         a_rank_that_cannot_write,
+        schedules_that_need_more_buffers,
+        memory_between_networks,
+        *alias_cases.CASES,
     )
 }
 

@@ -12,7 +12,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe_bench.harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Quantity, Record
 from gpipe_bench.harness.shown import Plot
 
@@ -79,14 +80,15 @@ def steps(log: Path) -> list[int]:
     return [int(step) for step in log.read_text().split()]
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     """One cell per record."""
     return [
-        Ours(
+        Entry(
             table=TABLE,
             row="parameters",
             column=COLUMNS[int(record.case["step"] or 0)],
             quantity=record.quantity("parameters"),
+            record=record,
             status=record.status,
             reason=record.reason,
         )

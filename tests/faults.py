@@ -137,7 +137,7 @@ class World:
             when, status = self._ended.get(rank, (None, None))
             error = self._folder / f"error {rank}"
             record = json.loads(error.read_text()) if error.exists() else {"error": "", "named": [None, ""]}
-            errors.append(record["error"])
+            errors.append(record["error"].replace(f"{self._folder}/", ""))
             if when is None:
                 wrong.append(f"rank {rank} did not end: " + self._output(rank))
             elif status == 0:

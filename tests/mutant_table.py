@@ -4,7 +4,7 @@ A test suite that is green on right code shows little; these show that it turns 
 is a mistake that a pipeline engine really makes somewhere: wrong order, a lost or doubled gradient, other
 random numbers in the recomputation, statistics counted twice, a cost left out of a model. Each is one
 replacement of a text that occurs exactly once in its file, and names the smallest selection of tests that has
-to fail. A `required` one is planted whenever the test suite runs, the others by `python tests/mutants.py`.
+to fail. `nox -s mutants` plants them all, and so does continuous integration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class Mutant:
     new: str
     why: str
     tests: tuple[str, ...]
-    required: bool = False
 
 
 # One node each for all selections that several mutants share.
@@ -44,11 +43,10 @@ GRADIENTS = (
     Mutant(
         name="outputs in reverse order",
         file="pipeline/stage/stage.py",
-        old="            self.outputs[m] = output\n",
-        new="            self.outputs[-1 - m] = output\n",
+        old="            self.outputs[m] = unflatten(tensors, structure)\n",
+        new="            self.outputs[-1 - m] = unflatten(tensors, structure)\n",
         why="the micro-batches' outputs must be merged in the order of the examples",
         tests=("tests/test_transparency.py::test_forward_alone_equals_the_plain_model[3-3]",),
-        required=True,
     ),
     Mutant(
         name="one accumulation dropped",
@@ -63,7 +61,6 @@ GRADIENTS = (
 """,
         why="one micro-batch's gradient of one tensor of each stage is lost, and nothing else",
         tests=TRANSPARENT,
-        required=True,
     ),
     Mutant(
         name="one gradient scaled by 1.01",
@@ -76,7 +73,6 @@ GRADIENTS = (
 """,
         why="a comparison that is loose, or of sums over parameters, lets this through",
         tests=TRANSPARENT,
-        required=True,
     ),
     Mutant(
         name="input gradient scaled by 1.01",
@@ -93,7 +89,6 @@ GRADIENTS = (
         new="for t in tensors]), structure, needs_grad if m != 1 else (False,) * len(tensors))\n",
         why="a boundary input that is no leaf cuts earlier stages off, without any error",
         tests=TRANSPARENT,
-        required=True,
     ),
     Mutant(
         name="accumulation over steps dropped",
@@ -114,7 +109,6 @@ GRADIENTS = (
         new="        key = (1 / len(self._shares), metadata.dtype)\n",
         why="with micro-batches of unequal size the mean of means is not the mean",
         tests=("tests/test_transparency.py::test_micro_batches_make_the_mean_over_the_mini_batch",),
-        required=True,
     ),
     Mutant(
         name="reported loss not weighted by its share",
@@ -141,6 +135,38 @@ GRADIENTS = (
         tests=("tests/test_engine.py::test_a_split_backward_computes_the_same",),
     ),
     Mutant(
+        name="first gradients left in shared memory",
+        file="pipeline/stage/stage.py",
+        old="                self._without_grad = separate(self._without_grad, (*seeds, *exits))\n",
+        new="                pass\n",
+        why="a parameter's sum would also be the gradient that goes out, or another parameter's sum",
+        tests=("tests/test_aliases.py::test_no_parameters_gradient_is_another_tensors_memory[2-gpipe]",),
+    ),
+    Mutant(
+        name="shared memory given out while something lives in it",
+        file="pipeline/ranks/neighbour.py",
+        old="            if not self._holders[buffer.data_ptr()].others:\n",
+        new="            if True:\n",
+        why="a message would overwrite what was made of an earlier one",
+        tests=("tests/test_neighbour.py::test_shared_memory_is_given_out_again_when_nothing_lives_in_it",),
+    ),
+    Mutant(
+        name="recomputation moves the buffers on",
+        file="pipeline/stage/stage.py",
+        old="        with self._buffers.as_saved(state.buffers), torch.enable_grad():\n",
+        new="        with torch.enable_grad():\n",
+        why="a recomputation must see what the forward saw, and leave what it left",
+        tests=("tests/test_buffers.py::test_a_recomputation_sees_what_the_forward_saw[InPlace-always]",),
+    ),
+    Mutant(
+        name="the first forward's buffers not copied",
+        file="pipeline/stage/buffers.py",
+        old="        kept = [*self._changing, *self._still] if self._learning else self._changing\n",
+        new="        kept = list(self._changing)\n",
+        why="that a buffer changes is known only after it has changed",
+        tests=("tests/test_buffers.py::test_a_recomputation_sees_what_the_forward_saw[Large-always]",),
+    ),
+    Mutant(
         name="overwritten input recomputed",
         file="pipeline/stage/stage.py",
         old="        if state.versions != tuple([tensor._version for tensor in state.inputs]):\n",
@@ -164,7 +190,7 @@ GRADIENTS = (
         old="            if not self._autocast:\n                run(",
         new="            if True:\n                run(",
         why="the context that chose the precisions must not choose those of the backward",
-        tests=("tests/test_mutation_gaps.py::test_autocast_is_over_when_the_backward_runs",),
+        tests=("tests/test_engine.py::test_autocast_is_over_when_the_backward_runs",),
     ),
 )
 
@@ -176,7 +202,6 @@ RANDOMNESS = (
         new="                    generators.seed(mix(key))\n",
         why="all micro-batches would drop the same units",
         tests=MASKS,
-        required=True,
     ),
     Mutant(
         name="recomputation not seeded",
@@ -185,7 +210,6 @@ RANDOMNESS = (
         new="                    if recording:\n                        generators.seed(mix(key ^ m))\n",
         why="the recomputation draws what the generator happens to hold",
         tests=MASKS,
-        required=True,
     ),
     Mutant(
         name="recomputation with another stream",
@@ -241,7 +265,7 @@ RANDOMNESS = (
         old="_FORWARD_ONLY = 1 << 62",
         new="_FORWARD_ONLY = 0",
         why="a forward in training mode is another sample of the masks, not the one trained with",
-        tests=("tests/test_mutation_gaps.py::test_forwards_draw_from_streams_of_their_own",),
+        tests=("tests/test_rng.py::test_forwards_draw_from_streams_of_their_own",),
     ),
     Mutant(
         name="a continued run repeats its first masks",
@@ -249,7 +273,7 @@ RANDOMNESS = (
         old='    pipeline.num_steps = int(state["num_steps"])\n',
         new="",
         why="the number of steps keys the random streams, so it belongs to a checkpoint",
-        tests=("tests/test_mutation_gaps.py::test_a_saved_run_continues_with_another_number_of_stages",),
+        tests=("tests/test_bitwise.py::test_a_saved_run_continues_with_another_number_of_stages",),
     ),
 )
 
@@ -269,7 +293,6 @@ STATISTICS = (
         new="unflatten(state.enter(), state.structure), recording=True)",
         why="every micro-batch would count twice, or once where it keeps its activations",
         tests=AVERAGES,
-        required=True,
     ),
     Mutant(
         name="averages see what a layer recomputes itself",
@@ -277,7 +300,7 @@ STATISTICS = (
         old="            self.statistics.redirect(recording=False)\n",
         new="            self.statistics.redirect(recording=True)\n",
         why="a layer that checkpoints its own parts runs them once more inside the backward",
-        tests=("tests/test_mutation_gaps.py::test_averages_do_not_see_what_a_layer_recomputes_itself",),
+        tests=("tests/test_batchnorm.py::test_averages_do_not_see_what_a_layer_recomputes_itself",),
     ),
     Mutant(
         name="biased variance",
@@ -301,7 +324,7 @@ STATISTICS = (
         old="        self.statistics.forget()\n",
         new="",
         why="half a mini-batch would be counted with the next one",
-        tests=("tests/test_mutation_gaps.py::test_a_failed_step_leaves_no_statistics_for_the_next",),
+        tests=("tests/test_batchnorm.py::test_a_failed_step_leaves_no_statistics_for_the_next",),
     ),
 )
 
@@ -355,7 +378,7 @@ BOUNDARIES = (
         old="        return tensor.detach()\n",
         new="        return tensor.view_as(tensor)\n",
         why="masks follow the memory layout, so bits would depend on the cuts",
-        tests=("tests/test_mutation_gaps.py::test_strides_of_single_examples_survive_a_boundary",),
+        tests=("tests/test_engine.py::test_strides_of_single_examples_survive_a_boundary",),
     ),
     Mutant(
         name="copies charged to their sender",
@@ -418,7 +441,6 @@ SCHEDULES = (
         new="microbatch != num_microbatches - 2)",
         why="the micro-batch that keeps its activations is the one whose backward comes first",
         tests=ROWS,
-        required=True,
     ),
     Mutant(
         name="drain in the order of the forwards",
@@ -444,7 +466,6 @@ SCHEDULES = (
         new="            pass\n",
         why="the validator would accept what no engine can run",
         tests=REFUSED,
-        required=True,
     ),
     Mutant(
         name="recomputation does not wait for its forward",
@@ -452,7 +473,7 @@ SCHEDULES = (
         old="            needs[action].append(Action(stage, Kind.F, microbatch))\n",
         new="            pass\n",
         why="there is nothing to recompute before the inputs have come",
-        tests=("tests/test_mutation_gaps.py::test_a_recomputation_needs_its_forward",),
+        tests=("tests/test_schedule.py::test_a_recomputation_needs_its_forward",),
     ),
     Mutant(
         name="the last boundary's gradients forgotten",
@@ -478,7 +499,7 @@ SCHEDULES = (
         "            if stage < schedule.num_stages - 1:\n"
         "                needs[action].append(Action(stage + 1, Kind.B, microbatch))\n",
         why="GPipe recomputes while it waits; only the gradient's own action needs it",
-        tests=("tests/test_mutation_gaps.py::test_a_recomputation_needs_nothing_but_its_forward",),
+        tests=("tests/test_schedule.py::test_a_recomputation_needs_nothing_but_its_forward",),
     ),
     Mutant(
         name="serial recomputation in the replay",
@@ -494,7 +515,7 @@ SCHEDULES = (
         old="            stage = waiting[-1]\n",
         new="            stage = waiting[0]\n",
         why="with all stages in one process the last that can go on holds the most",
-        tests=("tests/test_mutation_gaps.py::test_one_worker_holds_one_recomputed_micro_batch_at_a_time",),
+        tests=("tests/test_schedule.py::test_one_worker_holds_one_recomputed_micro_batch_at_a_time",),
     ),
 )
 

@@ -6,26 +6,26 @@
 
 The packages and the tests are copied to a temporary folder, where the selected tests must pass first. Each
 mutant then gets a copy of its own, with one text replaced, and the tests that must notice it run there in a
-process of their own. Failing tests are the aim: exit status 0 says that every mutant was killed, 1 that one
-survived or could not be judged (its tests hung or broke in another way than by failing), 2 that the table
-does not fit the code: a text to replace that is no longer there, or stands there twice, is an error and not
-a mutant less.
+process of their own, forked from one that has imported torch and pytest already. Failing tests are the aim:
+exit status 0 says that every mutant was killed, 1 that one survived or could not be judged (its tests hung or
+broke in another way than by failing), 2 that the table does not fit the code: a text to replace that is no
+longer there, or stands there twice, is an error and not a mutant less.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,14 @@ from mutant_table import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("gpipe_bench", "pipeline", "models", "harness", "experiments", "tests", "pyproject.toml")
 TIMEOUT_S = 120.0  # of the tests of one mutant, which take seconds
+PRELOADED = (
+    "torch",
+    "torch.distributed.tensor",
+    "torch.utils.flop_counter",
+    "hypothesis",
+    "msgspec",
+    "pytest",
+)
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that no test was judged
 
 
@@ -122,34 +130,45 @@ def judge(mutant: Mutant, copy: Path) -> Outcome:
 
 def run_tests(folder: Path, nodes: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
     """Exit status (None: still running after `timeout_s`) and output of pytest in a copy of the code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    log = folder.with_suffix(".log")
+    process = context.Process(target=_pytest, args=(folder, log, list(nodes)))
+    process.start()
+    process.join(timeout_s)
+    hangs = process.exitcode is None
+    process.kill()
+    # The process leads a group of its own, so that what a test has started ends with it.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    output = log.read_text(errors="replace") if log.exists() else ""
+    if hangs:
+        return None, f"{output}\nno result after {timeout_s:g} s"
+    return process.exitcode, output
+
+
+def _pytest(folder: Path, log: Path, nodes: list[str]) -> None:
+    """Runs pytest in a copy of the code, in a process that has imported nothing of this project."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(folder)
+    here = str(Path(__file__).parent)
+    sys.path[:] = [str(folder), *(path for path in sys.path if path not in ("", here, str(ROOT)))]
+    paths = (str(folder), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    import pytest
+
     # Without plugins, and so without their options in pyproject.toml: importing them is a third of the time.
     options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-o", "addopts=-ra --strict-markers"]
-    command = [sys.executable, "-m", "pytest", *options]
-    paths = (str(folder), os.environ.get("PYTHONPATH", ""))
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
-    environment.pop("PYTEST_ADDOPTS", None)
-    process = subprocess.Popen(
-        [*command, *nodes],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # so that processes that a test has started can be ended with it
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        return None, f"{output}\nno result after {timeout_s:g} s"
-    return process.returncode, output
+    status = pytest.main([*options, *nodes])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def judge_all(mutants: Sequence[Mutant], jobs: int = 2, root: Path | None = None) -> Iterator[Outcome]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record, Scalar
@@ -24,6 +26,25 @@ def record(step: Scalar = 1, **changes: Any) -> Record:
         "duration_s": 0.5,
     }
     return Record(**{**fields, **changes})
+
+
+def of_first_schema(*names: str, **changes: Any) -> bytes:
+    """A line as the first version wrote it: quantities without a key, whose names say everything.
+
+    The value of each is its place, counted from 1, and a half.
+    """
+    quantities = [
+        {"name": name, "value": place + 0.5, "unit": "ms", "provenance": "replayed", "low": None,
+         "high": None, "samples": [place + 0.5], "higher_is_better": None, "note": ""}
+        for place, name in enumerate(names, start=1)
+    ]  # fmt: skip
+    fields: dict[str, Any] = {
+        "schema": 1, "experiment": "fake", "profile": "short", "case": {"step": 1}, "status": "done",
+        "reason": "", "quantities": quantities, "details": {}, "environment": {}, "command": "run fake",
+        "started_at": "2026-01-01T00:00:00+00:00", "duration_s": 0.5, "revision": 1, "options": {},
+    }  # fmt: skip
+    body = json.dumps({**fields, **changes}, separators=(",", ":")).encode()
+    return body[:-1] + b',"digest":"' + hashlib.sha256(body).hexdigest()[:16].encode() + b'"}'
 
 
 def quantity(value: float | int | None = 1.5, **changes: Any) -> Quantity:

@@ -6,13 +6,16 @@ import copy
 
 import pytest
 import torch
+from tiny_models import mlp_batch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as run_again_in_the_backward
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.microbatch import split
 
+mse_loss = nn.functional.mse_loss
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
 
 
@@ -261,3 +264,45 @@ def test_modules_that_would_be_wrong_are_refused(module: nn.Module, complaint: s
     with pytest.raises(ValueError, match=complaint):
         Statistics([nn.Sequential(module)])
     Statistics([nn.InstanceNorm2d(3), nn.BatchNorm2d(3, track_running_stats=False)])
+
+
+class Checkpointed(nn.Sequential):
+    """A layer that recomputes itself inside the backward, as models with checkpoints of their own do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_again_in_the_backward(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("remat", REMAT_MODES)
+def test_averages_do_not_see_what_a_layer_recomputes_itself(remat: str) -> None:
+    buffers = []
+    for kind in (nn.Sequential, Checkpointed):
+        torch.manual_seed(0)
+        # The recomputation stops at the last tensor that is needed, so something has to follow the norm.
+        layers = [kind(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()).double() for _ in range(2)]
+        pipeline = Pipeline(layers, num_stages=2, num_microbatches=2, remat=remat)
+        pipeline.step(*mlp_batch(7), mse_loss)
+        buffers.append(dict(pipeline.named_buffers()))
+    assert len(buffers[0]) == 6
+    for name, buffer in buffers[0].items():
+        assert torch.equal(buffers[1][name], buffer), name
+
+
+def test_a_failed_step_leaves_no_statistics_for_the_next() -> None:
+    batch, target = mlp_batch(8)
+
+    def broken(output: Tensor, target: Tensor) -> Tensor:
+        raise RuntimeError("broken loss")
+
+    buffers = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6).double(), nn.BatchNorm1d(6).double()]
+        pipeline = Pipeline(layers, num_stages=2, num_microbatches=2)
+        if fails:
+            with pytest.raises(RuntimeError, match="broken loss"):
+                pipeline.step(batch + 1, target, broken)
+        pipeline.step(batch, target, mse_loss)
+        buffers.append(dict(pipeline.named_buffers()))
+    for name, buffer in buffers[0].items():
+        assert torch.equal(buffers[1][name], buffer), name

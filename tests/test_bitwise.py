@@ -8,6 +8,7 @@ shows up in all weights after that.
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipe_bench import models
 from gpipe_bench.models.amoebanet.modules import set_drop_path
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.transport import InProcess
 
 AMOEBANET = {
@@ -27,6 +28,7 @@ TRANSFORMER = {
     "dropout": 0.2,
 }  # fmt: skip
 NUM_STEPS = 5
+cross_entropy = nn.functional.cross_entropy
 
 
 def train(
@@ -110,3 +112,30 @@ def test_clipping_by_the_total_norm_does_not_depend_on_the_number_of_stages() ->
     assert_same_bits(gradients[1], gradients[0])
     clipped = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients[0].values()]))
     torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=1e-3, atol=0.0)
+
+
+def trained(pipeline: Pipeline, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, Tensor]:
+    for step in steps:
+        pipeline.step(*everything_batch(7, torch.float32, seed=step), cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+    return pipeline.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it should be: one process
+def test_a_saved_run_continues_with_another_number_of_stages(tmp_path: Path) -> None:
+    """With dropout and batch normalization, bit for bit as if it had never stopped."""
+
+    def make(num_stages: int, seed: int = 0) -> tuple[Pipeline, torch.optim.Optimizer]:
+        model = seeded(everything, torch.float32, seed)
+        pipeline = Pipeline(model, num_stages=num_stages, num_microbatches=4, cost=[1] * 12)
+        return pipeline, torch.optim.RMSprop(pipeline.parameters(), lr=1e-3, momentum=0.9)
+
+    wanted = trained(*make(1), range(3))
+    before, after = make(2), make(4, seed=9)
+    trained(*before, range(2))
+    checkpoint.save(tmp_path, *before)
+    checkpoint.load(tmp_path, *after)
+    found = trained(*after, range(2, 3))
+    assert found.keys() == wanted.keys()
+    assert not [name for name in wanted if not torch.equal(found[name], wanted[name])]

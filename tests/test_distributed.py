@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import distributed_cases
 import psutil
 import pytest
 import torch
+from command_line import free_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gpipe_bench.pipeline.ranks.launch import launch
@@ -43,16 +43,10 @@ def test_stages_on_gpus_of_their_own() -> None:
         assert max(differences) < 1e-10
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_process_ends_all_others(tmp_path: Path, victim: int) -> None:
     """Also when it held the store: long before the time-out, with one error that names action and rank."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     port = free_port()
     processes = [
         context.Process(target=distributed_cases.kill_one, args=(str(tmp_path), rank, 4, port, victim))
@@ -78,6 +72,7 @@ def test_a_killed_process_ends_all_others(tmp_path: Path, victim: int) -> None:
             assert message.endswith("the process that held the store disappeared")
 
 
+@pytest.mark.usefixtures("spawning")
 def test_the_launcher_ends_with_the_first_error() -> None:
     with pytest.raises(ChildFailedError, match=r"action 1B0 on rank 1 failed: ZeroDivisionError: broken"):
         launch(distributed_cases.raise_one, 2, "gpipe")

@@ -372,3 +372,74 @@ def test_stages_on_devices_of_their_own() -> None:
     pipeline.step(*mlp_batch(8), mse_loss)
     for name, parameter in pipeline.named_parameters():
         torch.testing.assert_close(parameter.grad.cpu(), plain.gradients[name], rtol=1e-10, atol=1e-12)
+
+
+class Watcher(torch.autograd.Function):
+    """The identity; its backward notes whether autocast is on."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, seen: list[bool]) -> Tensor:
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.seen.append(torch.is_autocast_enabled("cpu"))
+        return gradient, None
+
+
+class Watched(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.seen: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Watcher.apply(super().forward(x), self.seen)
+
+
+@pytest.mark.parametrize("remat", REMAT_MODES)
+def test_autocast_is_over_when_the_backward_runs(remat: str) -> None:
+    """Torch's rule: the context around the forward chooses the precisions, the backward repeats them."""
+    layers = [Watched(), Watched()]
+    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2, remat=remat)
+    batch, _ = mlp_batch(4, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipeline.step(batch, None, lambda output, target: output.float().square().mean())
+    assert [layer.seen for layer in layers] == [[False, False]] * 2
+
+
+class Strides(nn.Module):
+    """A convolution that notes the strides of what comes in with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.seen: set[tuple[int, ...]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.seen.add(x.stride())
+        return self.conv(x)
+
+
+class ChannelsLast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("remat", REMAT_MODES)
+def test_strides_of_single_examples_survive_a_boundary(remat: str) -> None:
+    """Dimensions of length 1 have strides too, and kernels choose layouts by them."""
+    seen = []
+    for num_stages in (1, 2):
+        torch.manual_seed(0)
+        last = Strides()
+        layers = [nn.Sequential(nn.Conv2d(2, 4, 1), ChannelsLast()), last]
+        pipeline = Pipeline(
+            layers, num_stages=num_stages, num_microbatches=2, remat=remat, transport=InProcess(copy=True)
+        )
+        for _ in range(2):
+            pipeline.step(torch.randn(2, 2, 3, 1), None, lambda output, target: output.square().mean())
+        seen.append(last.seen)
+    assert len(seen[0]) == 1
+    assert seen[1] == seen[0]

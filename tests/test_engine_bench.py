@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import call, lines
 from torch import nn
 
 from gpipe_bench.experiments.engines.checks import counting
@@ -247,11 +245,10 @@ def test_a_missed_target_is_shown_as_missed_and_a_skipped_one_with_its_reason() 
 @pytest.mark.slow
 def test_smoke_measures_processes_and_checks_what_they_did(tmp_path: Path) -> None:
     """Two of the smoke profile's cases, over processes; the others run the same code."""
-    command = [sys.executable, "-m", "experiments", "run", "engine", "--profile", "smoke", "--json"]
-    command += ["--only", "part=transformer", "--only", "remat=except_last", "--results", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (found,) = [json.loads(line) for line in done.stdout.splitlines()]
+    command = ["run", "engine", "--profile", "smoke", "--json", "--results", tmp_path]
+    status, out, err = call(*command, "--only", "part=transformer", "--only", "remat=except_last")
+    assert status == 0, err
+    (found,) = lines(out)
     numbers = {quantity["name"]: quantity for quantity in found["quantities"]}
     rounds = found["details"]["rounds"]
     assert len(numbers["step of ours"]["samples"]) == 2 * rounds

@@ -18,7 +18,7 @@ CHOSEN = (
     "stop rank 0 of 2, gloo, 0F",
     "stop rank 2 of 3, shared memory, 2B",
     "stop rank 0 of 3, shared memory, before saving",
-    "kill rank 1 of 3, shared memory, before construction",
+    "kill rank 1 of 3, gloo, before construction",
     "raise rank 0 of 2, shared memory, 0I",
     "memory rank 1 of 2, gloo, 1W",
 )

@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from torch.distributed.launcher.api import elastic_launch
 
 from gpipe_bench.experiments import first_run
+from gpipe_bench.pipeline.ranks import launch
 
-ROOT = Path(__file__).parents[1]
 
-
-def test_the_loss_falls_over_two_processes() -> None:
-    command = [sys.executable, "-m", "gpipe_bench.experiments.first_run", "--steps", "15"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert process.returncode == 0, process.stdout + process.stderr
-    first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", process.stdout)[0])
+def test_the_loss_falls_over_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert first_run.main(["--steps", "15"]) == 0
+    first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", capsys.readouterr().out)[0])
     assert last < first / 2
 
 
-def test_two_agents_of_torchrun_form_one_pipeline() -> None:
-    """As on two hosts, here both on this one: docs/running.md."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-        "--rdzv-id", "t", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
-    ]  # fmt: skip
-    agents = [
-        subprocess.Popen(
-            [*command, "--node-rank", str(rank), "-m", "gpipe_bench.experiments.first_run", "--steps", "15"],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        outputs = [agent.communicate(timeout=300)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    reports = [line for output in outputs for line in output.splitlines() if "2 processes" in line]
-    assert len(reports) == 1, "one process reports the loss"
+def test_processes_of_torchrun_form_one_pipeline() -> None:
+    """What torchrun does on one host: one of them reports the loss, which can't halve in two steps."""
+    config = launch.LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="t", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+    )  # fmt: skip
+    assert elastic_launch(config, first_run.main)(["--steps", "2"]) == {0: 1, 1: 0}
 
 
 def test_digits_are_all_there_in_the_range_of_the_reference() -> None:

@@ -9,7 +9,7 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import quantity, record
+from records import of_first_schema, quantity, record
 
 from gpipe_bench.harness.records.codec import decode, encode
 from gpipe_bench.harness.records.record import SCHEMA
@@ -56,6 +56,8 @@ def test_what_is_not_plain_data_is_refused_by_name(details):
         ({"low": 2.0, "high": 3.0}, "outside its interval"),
         ({"low": -math.inf, "high": 3.0}, "low is -inf"),
         ({"provenance": "guessed"}, "'guessed' is none of"),
+        ({"key": {"K": [2]}}, r"key K=\[2\] is list"),
+        ({"key": {"rate": math.inf}}, "key rate=inf is not finite"),
     ],
 )
 def test_a_quantity_that_nothing_can_judge_is_refused(changes, message):
@@ -63,11 +65,13 @@ def test_a_quantity_that_nothing_can_judge_is_refused(changes, message):
         quantity(**changes)
 
 
-def test_a_record_without_a_result_says_why_and_names_are_unique():
+def test_a_record_without_a_result_says_why_and_quantities_are_told_apart():
     with pytest.raises(ValueError, match="needs a reason"):
         record(status="failed")
     with pytest.raises(ValueError, match="'time' is given twice"):
         record(quantities=(quantity(), quantity()))
+    with pytest.raises(ValueError, match="'time K=2' is given twice"):
+        record(quantities=(quantity(key={"K": 2}), quantity(key={"K": 4}), quantity(7, key={"K": 2})))
 
 
 def test_identity_tells_cases_apart_and_nothing_else():
@@ -84,9 +88,15 @@ def test_identity_tells_cases_apart_and_nothing_else():
     assert len({one.identity, *(other.identity for other in others)}) == 1 + len(others)
 
 
-def test_a_quantity_is_found_by_name():
+def test_a_quantity_is_found_by_its_name_and_whole_key():
     assert record().quantity("time") == quantity()
     assert record().quantity("space") is None
+    several = [quantity(n, key={"K": n, "link": "PCIe, same share"}) for n in (2, 4)]
+    found = decode(encode(record(quantities=(quantity(), *several))))
+    assert found.quantity("time", link="PCIe, same share", K=4) == several[1]
+    assert found.quantity("time") == quantity()
+    assert found.quantity("time", K=4) is None
+    assert several[1].label == "time K=4 link=PCIe, same share"
 
 
 def test_lines_say_what_is_wrong_with_them():
@@ -100,6 +110,10 @@ def test_lines_say_what_is_wrong_with_them():
         (b'{"answer":42}', "not a record"),
         (b'{"schema":1,"details":' + b"[" * 100_000, "truncated or edited"),
         (newer, f"newer version: schema {SCHEMA + 1}"),
+        (
+            of_first_schema(),
+            "older version: schema 1, .*run the case again or convert the folder with: python -m",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             decode(broken)

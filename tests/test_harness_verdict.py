@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.harness.experiment import Ours
-from gpipe_bench.harness.judging.paper import PaperCell, parse_printed
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.paper import PaperCell
+from gpipe_bench.harness.judging.printed import parse_printed
 from gpipe_bench.harness.judging.units import show_with_interval
 from gpipe_bench.harness.judging.verdict import VERDICTS, band, judge
 from gpipe_bench.harness.records.record import Quantity
@@ -29,7 +30,7 @@ def ours(value, unit="ratio", low=None, high=None, better=True, **changes):
     quantity = Quantity(
         name="x", value=value, unit=unit, provenance="measured", low=low, high=high, higher_is_better=better
     )
-    return Ours(table="t", row="r", column="c", quantity=quantity, **changes)
+    return Entry(table="t", row="r", column="c", quantity=quantity, **changes)
 
 
 @settings(deadline=None)
@@ -108,7 +109,7 @@ def test_every_verdict_can_be_reached():
         judge(paper("3.5"), ours(4.0)).verdict,
         judge(paper("3.5"), ours(3.0)).verdict,
         judge(paper("3.5"), ours(3.5, not_comparable="other hardware")).verdict,
-        judge(paper("3.5"), Ours(table="t", row="r", column="c")).verdict,
+        judge(paper("3.5"), Entry(table="t", row="r", column="c")).verdict,
     }
     assert reached == set(VERDICTS)
 
@@ -204,7 +205,7 @@ def test_an_erratum_without_a_correction_may_leave_nothing_to_compare():
     ],
 )
 def test_a_case_without_a_number_says_what_became_of_it(status, reason, verdict, words):
-    judgement = judge(paper(), Ours(table="t", row="r", column="c", status=status, reason=reason))
+    judgement = judge(paper(), Entry(table="t", row="r", column="c", status=status, reason=reason))
     assert (judgement.verdict, judgement.reason) == (verdict, words)
 
 

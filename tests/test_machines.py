@@ -10,11 +10,14 @@ from records import quantity, record
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.commands.compare_machines import comparable, machine_folders
-from gpipe_bench.harness.experiment import Experiment, Ours
+from gpipe_bench.experiments.report.show import shown_of
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.machines import side_by_side, side_table
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.machines import side_by_side
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.report.side import side_text
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +64,11 @@ def test_equal_environments_say_so(machines, tmp_path):
     records = {path.name: Store(path).load("fake").records for path in (machines[0], twin)}
     experiment = registry.load("fake")
     side = side_by_side(
-        {name: comparable(experiment, found) for name, found in records.items()},
+        {name: comparable(experiment, shown_of(experiment, found)) for name, found in records.items()},
         {name: [each.environment for each in found] for name, found in records.items()},
     )
     assert side.differences == {}
-    assert "equal in every field" in side_table(side)
+    assert "equal in every field" in side_text(side)
     assert side.rows[0].ratios == (1.0, pytest.approx(1 / 82))
 
 
@@ -133,11 +136,11 @@ def test_an_experiment_without_cells_of_the_paper_compares_its_quantities():
         name="speed", title="", source="", describe="", profiles={}, cases=lambda options: [],
         run=lambda case, options: pytest.fail("never run"), cells=lambda records: [],
     )  # fmt: skip
-    (cell,) = comparable(experiment, [record(1, experiment="speed")])
+    (cell,) = comparable(experiment, shown_of(experiment, [record(1, experiment="speed")]))
     assert (cell.row, cell.column, cell.ours, cell.unit) == ("time", "step=1", 1.5, "s")
 
 
 def test_fewer_than_two_machines_are_refused():
-    cells = compare([Ours(table="t", row="r", column="c", quantity=quantity(1))], [])
+    cells = compare([Entry(table="t", row="r", column="c", quantity=quantity(1))], [])
     with pytest.raises(ValueError, match="at least two machines, got a"):
         side_by_side({"a": cells}, {"a": []})

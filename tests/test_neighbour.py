@@ -98,7 +98,7 @@ def test_messages_of_one_tag_keep_their_order(ends: tuple[Neighbour, Neighbour])
         a.send(0, 0, torch.tensor([float(number)]))
     arrivals += [b.post(0, 0, memory) for memory, _ in buffers[3:]]
     b.flush()
-    a.drain()
+    a.wait_until(lambda: not a.is_busy)
     for arrival in arrivals:
         arrival.wait()
     assert [float(received) for _, received in buffers] == [0, 1, 2, 3, 4, 5]
@@ -130,7 +130,7 @@ def test_both_write_more_than_a_socket_holds(ends: tuple[Neighbour, Neighbour]) 
             end.send(0, number, torch.tensor([float(number)]))
         for arrival in arrivals:
             arrival.wait()
-        end.drain()
+        end.wait_until(lambda: not end.is_busy)
         posted[name] = [tensor for _, tensor in memory]
 
     threads = [threading.Thread(target=exchange, args=(n, e)) for n, e in zip("ab", ends, strict=True)]
@@ -158,6 +158,22 @@ def test_buffers_are_aligned_apart_and_used_again(ends: tuple[Neighbour, Neighbo
     a.send(0, 0, torch.full((5 << 20,), 7, dtype=torch.uint8))
     arrival.wait()
     assert int(buffers[5].sum(dtype=torch.int64)) == 7 * (5 << 20)
+
+
+def test_shared_memory_is_given_out_again_when_nothing_lives_in_it(
+    ends: tuple[Neighbour, Neighbour],
+) -> None:
+    _, end = ends
+    memory = end.empty(64)
+    address, view = memory.data_ptr(), memory[8:16]
+    end.give_back(memory)
+    del memory
+    other = end.empty(64)
+    assert other.data_ptr() != address
+    end.give_back(other)
+    assert end.empty(64).data_ptr() == other.data_ptr()
+    del view
+    assert end.empty(64).data_ptr() == address
 
 
 def test_the_end_of_a_neighbour_is_an_error_not_a_wait(ends: tuple[Neighbour, Neighbour]) -> None:

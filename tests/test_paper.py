@@ -62,6 +62,12 @@ BREAKDOWN = {"computation": 65.6, "recompute": 22.5, "bubble": 4.1, "load imbala
              "weight update": 1.7}  # fmt: skip
 TRANSFER = {"CIFAR-10": 99.0, "CIFAR-100": 91.3, "Stanford Cars": 94.6, "Oxford Pets": 95.9, "Food-101": 93.0,
             "FGVC Aircraft": 92.7, "Birdsnap": 83.6}  # fmt: skip
+CLASSES = {"ImageNet-2012": 1000, "CIFAR-10": 10, "CIFAR-100": 100, "Stanford Cars": 196, "Oxford Pets": 37,
+           "Food-101": 101, "FGVC Aircraft": 100, "Birdsnap": 500}  # fmt: skip
+TRAINING = {"ImageNet-2012": 1_281_167, "CIFAR-10": 50_000, "CIFAR-100": 50_000, "Stanford Cars": 8_144,
+            "Oxford Pets": 3_680, "Food-101": 75_750, "FGVC Aircraft": 6_667, "Birdsnap": 47_386}  # fmt: skip
+PREVIOUS = {"ImageNet-2012": 83.9, "CIFAR-10": 98.5, "CIFAR-100": 89.3, "Stanford Cars": 94.8,
+            "Oxford Pets": 93.8, "Food-101": 90.4, "FGVC Aircraft": 92.9, "Birdsnap": 80.2}  # fmt: skip
 NMT = {"T(6,8192,16)": 400e6, "T(24,8192,16)": 1.3e9, "T(12,16384,32)": 1.3e9, "T(32,16384,32)": 3e9,
        "T(64,16384,32)": 6e9}  # fmt: skip
 
@@ -77,7 +83,10 @@ def test_the_lists_are_the_papers(cells):
 
     assert column("breakdown-v5", "share of the step") == BREAKDOWN
     assert sum(BREAKDOWN.values()) == pytest.approx(100)
-    assert column("transfer", "top-1") == TRANSFER
+    assert column("transfer", "top-1") == {"ImageNet-2012": 84.4, **TRANSFER}
+    assert column("transfer", "top-1 in v1") == TRANSFER
+    assert column("transfer", "classes") == CLASSES
+    assert column("transfer", "training examples") == TRAINING
     assert column("nmt-models", "parameters") == NMT
     assert column("nmt-models", "partitions") == dict(
         zip(
@@ -88,11 +97,30 @@ def test_the_lists_are_the_papers(cells):
     )
 
 
-def test_the_claims_are_the_papers_and_their_corrections_follow_from_its_own_counts(cells):
-    claims = {c.printed: c for c in cells if c.table == "claims"}
-    assert set(claims) == {"25x", "298x", "2.7x", "3.8x", "5.6x"}
-    assert [claims[printed].corrected_value for printed in ("25x", "298x", "2.7x")] == [22.5, 297, 2.785]
-    assert [claims[printed].corrected_value for printed in ("3.8x", "5.6x")] == [None, None]
+CLAIMS = {"25x": ("table1-amoebanet", "pipeline-8", "naive-1"),
+          "298x": ("table1-transformer", "pipeline-128", "naive-1"),
+          "2.7x": ("table1-transformer", "pipeline-1", "naive-1"),
+          "3.8": ("table1-amoebanet", "pipeline-1", "naive-1"),
+          "5.6": ("table1-amoebanet", "pipeline-8", "pipeline-1")}  # fmt: skip
+
+
+def test_the_claims_are_corrected_by_the_papers_printed_counts_and_by_nothing_else(cells, find):
+    """Neither by our counts nor more sharply than the rounding of the printed ones allows."""
+    claims = {c.printed: c for c in cells if c.table == "claims" and c.kind == "claim"}
+    assert claims.keys() == CLAIMS.keys()
+    for printed, (table, over, under) in CLAIMS.items():
+        claim = claims[printed]
+        above, below = find(table, "parameters", over), find(table, "parameters", under)
+        low = (above.value - above.rounding) / (below.value + below.rounding)
+        high = (above.value + above.rounding) / (below.value - below.rounding)
+        quotient = find("claims", f"quotient of the printed counts, {claim.row}", claim.column)
+        for value, error in (
+            (claim.target, claim.target_rounding),
+            (quotient.value, quotient.rounding),
+        ):
+            assert value == pytest.approx(above.value / below.value, rel=1e-3)
+            assert (value - error, value + error) == pytest.approx((low, high), rel=2e-3)
+        assert (quotient.kind, quotient.form) == ("identity", "evaluated")
 
 
 def test_the_peers_numbers_are_a_second_reference(find):
@@ -152,6 +180,7 @@ def test_what_the_paper_contradicts_itself_on_is_not_comparable(cells):
         ("table1-amoebanet", "parameter memory", "naive-1"),
         ("table1-amoebanet", "parameter memory", "pipeline-8"),
         *(("table2-transformer", "M=4", column) for column in STAGES),
+        ("growth", "AmoebaNet of Figure 1", "parameters"),
     }
 
 
@@ -161,7 +190,7 @@ def test_a_row_that_no_flushing_schedule_reaches_is_the_barred_one(cells):
         if (
             c.table in ("table2-transformer", "table2-amoebanet")
             and c.source == "paper"
-            and c.kind == "result"
+            and c.kind in ("result", "identity")
         ):
             stages, micro = int(c.column.removeprefix("K=")), int(c.row.removeprefix("M="))
             if micro == 1:
@@ -194,37 +223,71 @@ def test_rounding_is_half_a_unit_of_what_is_printed_except_for_counts(find):
     assert find("table1-amoebanet", "parameters", "naive-1").rounding == 0.5e6
     assert find("table1-amoebanet", "parameters", "pipeline-4").rounding == 0.005e9
     assert find("table1-transformer", "parameters", "pipeline-32").rounding == 0.05e9
-    assert find("figure3-resnet101", "normalized throughput", "pipeline-1").rounding == 0.005
+    assert find("transfer", "CIFAR-100", "training examples").rounding == 0
+    assert find("amoebanet-b", "ImageNet top-5", "v5").rounding == 0.5
+    assert find("amoebanet-b", "ImageNet top-5", "v1").rounding == pytest.approx(0.05)
     assert find("table1-amoebanet", "num_layers", "naive-1").rounding == 0
     assert find("table2-amoebanet", "M=1", "K=2").rounding == 0
 
 
 HEADER = ",".join(COLUMNS)
-GOOD = "t,r,c,82000000,82M,parameters,,result,TPU,paper,Table 1,,,,,"
+FIELDS = {
+    "table": "t", "row": "r", "column": "c", "value": "82000000", "printed": "82M", "unit": "parameters",
+    "kind": "result", "hardware": "TPU", "source": "paper", "location": "v5 Table 1",
+}  # fmt: skip
+
+
+def line(**changes):
+    fields = {**dict.fromkeys(COLUMNS, ""), **FIELDS, **changes}
+    return ",".join(fields[column] for column in COLUMNS)
+
+
+GOOD = line()
+AGAIN = line(row="again", same_as="t|r|c")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("table,row\n", "the columns must be"),
-        (
-            f"{HEADER}\n{GOOD.replace('82000000', '83000000')}\n",
-            r":2: value 83000000 is not what is printed, '82M'",
-        ),
+        (f"{HEADER}\n{line(value='83000000')}\n", r":2: value 83000000 is not what is printed, '82M'"),
         (f"{HEADER}\n{GOOD}\n{GOOD}\n", ":3: .* stands on line 2 already"),
-        (f"{HEADER}\n{GOOD.replace('paper', 'hearsay')}\n", ":2: source is 'hearsay', allowed: 'paper'"),
-        (f"{HEADER}\n{GOOD.replace('parameters', 'weights')}\n", ":2: unit is 'weights', allowed"),
-        (f"{HEADER}\n{GOOD.replace('82M', 'many')}\n", ":2: printed form 'many'"),
-        (f"{HEADER}\n{GOOD.replace('Table 1,', 'Table 1,around')}\n", ":2: bound is 'around', allowed"),
-        (f"{HEADER}\n{GOOD}extra,more\n", ":2: a row has"),
+        (f"{HEADER}\n{line(source='hearsay')}\n", ":2: source is 'hearsay', allowed: 'paper'"),
+        (f"{HEADER}\n{line(unit='weights')}\n", ":2: unit is 'weights', allowed"),
+        (f"{HEADER}\n{line(printed='many')}\n", ":2: printed form 'many'"),
+        (f"{HEADER}\n{line(bound='around')}\n", ":2: bound is 'around', allowed"),
+        (f"{HEADER}\n{GOOD},extra\n", ":2: a row has"),
         (f"{HEADER}\nt,r\n", ":2: a row has"),
+        (f"{HEADER}\n{line(comparable='no')}\n", ":2: .* not comparable needs the erratum"),
+        (f"{HEADER}\n{line(corrected_value='80M')}\n", ":2: a corrected value needs the erratum"),
         (
-            f"{HEADER}\n{GOOD.replace('Table 1,,,', 'Table 1,,no,')}\n",
-            ":2: .* not comparable needs the erratum",
+            f"{HEADER}\n{line(kind='formula')}\n",
+            ":2: kind is 'formula', allowed: 'result', 'claim', 'identity'",
+        ),
+        (f"{HEADER}\n{line(kind='external')}\n", ":2: kind 'external' with source 'paper'"),
+        (f"{HEADER}\n{line(source='others')}\n", ":2: kind 'result' with source 'others': external are"),
+        (f"{HEADER}\n{line(form='guessed')}\n", ":2: form is 'guessed', allowed"),
+        (f"{HEADER}\n{line(form='evaluated')}\n", ":2: .* evaluated is an identity, not a result"),
+        (f"{HEADER}\n{line(form='read off')}\n", ":2: a number that is read off needs its error"),
+        (f"{HEADER}\n{line(form='derived')}\n", ":2: a number that is derived needs its error"),
+        (f"{HEADER}\n{line(form='read off', error='0')}\n", ":2: error is '0', not a positive number"),
+        (f"{HEADER}\n{line(form='read off', error='little')}\n", ":2: error is 'little', not a positive"),
+        (f"{HEADER}\n{line(error='1e6')}\n", ":2: an error is for numbers read off"),
+        (f"{HEADER}\n{line(form='words', value='one')}\n", ":2: a number in words needs the words"),
+        (f"{HEADER}\n{AGAIN}\n", r":2: same_as .*'t', 'r', 'c'.* is no other number of the paper"),
+        (f"{HEADER}\n{line(same_as='t|r|c')}\n", ":2: same_as .* is no other number"),
+        (f"{HEADER}\n{GOOD}\n{line(row='again', same_as='t/r/c')}\n", ":3: same_as is 't/r/c', not table"),
+        (
+            f"{HEADER}\n{GOOD}\n{AGAIN}\n{line(row='third', same_as='t|again|c')}\n",
+            ":4: same_as .* is itself the same as .*; name that one",
         ),
         (
-            f"{HEADER}\n{GOOD.replace('Table 1,,,', 'Table 1,,,80M')}\n",
-            ":2: a corrected value needs the erratum",
+            f"{HEADER}\n{GOOD}\n{line(row='again', same_as='t|r|c', value='84000000', printed='84M')}\n",
+            ":3: '84M' and '82M' of .* are not one number",
+        ),
+        (
+            f"{HEADER}\n{GOOD}\n{line(row='again', same_as='t|r|c', unit='tokens')}\n",
+            ":3: same_as .* is in parameters, this number in tokens",
         ),
     ],
 )
@@ -233,6 +296,88 @@ def test_a_damaged_file_is_an_error_with_its_place(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         load_paper(path)
+
+
+def test_a_number_that_is_printed_again_counts_once(tmp_path):
+    path = tmp_path / "paper.csv"
+    path.write_text(f"{HEADER}\n{GOOD}\n{AGAIN}\n")
+    first, again = load_paper(path)
+    assert (first.counted, again.counted) == (True, False)
+    assert "judged at t / r / c" in again.unanswered
+
+
+def test_an_error_takes_the_place_of_the_last_digits_rounding(tmp_path):
+    path = tmp_path / "paper.csv"
+    corrected = line(row="again", corrected_value="80M", erratum="so", error="2e6")
+    path.write_text(f"{HEADER}\n{line(form='read off', error='3e6')}\n{corrected}\n")
+    read, given = load_paper(path)
+    assert (read.rounding, read.target_rounding) == (3e6, 3e6)
+    assert (given.rounding, given.target_rounding) == (0.5e6, 2e6)
+
+
+def test_what_is_read_off_a_figure_has_the_readings_error_and_not_its_digits(cells):
+    read = [c for c in cells if c.form == "read off"]
+    assert len(read) == 7
+    assert {(c.table, c.rounding) for c in read} == {("figure3-amoebanet", 0.03), ("figure3-resnet101", 0.03)}
+
+
+def test_the_share_that_the_chart_does_not_label_has_the_error_of_the_five_labels(cells):
+    labels = [c for c in cells if c.table == "breakdown-v5" and c.form == ""]
+    (rest,) = [c for c in cells if c.form == "derived"]
+    assert rest.value == pytest.approx(100 - sum(c.value for c in labels))
+    assert rest.rounding == pytest.approx(sum(c.rounding for c in labels))
+
+
+def test_numbers_that_the_paper_prints_twice_are_marked(cells):
+    again = {c.key: c.same_as for c in cells if c.same_as is not None}
+    figure = "figure3-resnet101"
+    assert again["figure3-amoebanet", "normalized throughput by the text", "pipeline-8"] == (
+        "figure3-amoebanet", "normalized throughput", "pipeline-8")  # fmt: skip
+    assert again[figure, "normalized throughput by the text", "pipeline-1"] == (
+        figure, "normalized throughput", "pipeline-1")  # fmt: skip
+    assert again["breakdown-v1", "load imbalance", "K=2"][:2] == ("breakdown-v5", "load imbalance")
+    assert again["breakdown-v1", "recompute", "K=2 and K=4"][:2] == ("breakdown-v5", "recompute")
+
+
+def test_what_follows_by_arithmetic_is_an_identity(cells):
+    """So that it can be counted apart: it confirms the arithmetic and not the paper's experiments."""
+    for c in cells:
+        if c.source == "paper" and c.table != "growth":
+            counts = c.row in ("parameters", "parameter memory") or c.column == "parameters"
+            normalizer = c.unit == "ratio" and c.printed == "1" and c.exact and c.kind != "setting"
+            if (counts and c.kind != "setting") or normalizer or c.form == "evaluated":
+                assert c.kind == "identity", c.key
+
+
+def test_others_numbers_and_write_ups_are_external(cells):
+    previous = {c.row: c.value for c in cells if (c.table, c.column) == ("transfer", "previous best")}
+    assert previous == PREVIOUS
+    for c in cells:
+        assert (c.kind == "external") == (c.source not in ("paper", "theory"))
+    claims = {(c.row, c.column): c for c in cells if c.source == "write-up"}
+    assert claims["bubble", "K=4, M=8"].value == 27
+    largest = claims["parameters of the largest Transformer", "8 TPUs"]
+    assert largest.value == 83e9
+    assert "128 partitions" in largest.erratum
+    assert claims["micro-batches in flight, 1F1B", "4 GPUs, 8 micro-batches"].value == 4
+    assert claims["extra computation by recomputation", "share of the step without"].value == 25
+
+
+def test_whoever_is_not_run_learns_what_it_would_take(cells):
+    for c in cells:
+        if (
+            c.table in ("claims-text", "transfer", "control-stride", "nmt-batch", "imagenet-models")
+            and c.counted
+        ):
+            assert c.unanswered.startswith("needs "), c.key
+
+
+def test_a_word_stands_for_the_value_that_its_sentence_gives(cells):
+    words = [c for c in cells if c.form == "words"]
+    assert len(words) > 15
+    for c in words:
+        assert c.rounding == 0
+        assert c.kind in ("claim", "external")
 
 
 def test_a_missing_file_is_an_error_with_its_path(tmp_path):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import call
 
 from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.side_by_side.peers import ALWAYS, EXPERIMENT, MODELS, ROUNDS, engines_of, outcome
@@ -165,16 +165,18 @@ def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_smoke_sets_the_documented_engine_beside_the_others(tmp_path: Path) -> None:
+def test_smoke_sets_the_documented_engine_beside_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One case over processes; the others run the same code."""
-    command = [sys.executable, "-m", "experiments", "run", "peers", "--profile", "smoke"]
-    command += ["--only", "where=processes", "--only", "model=transformer", "--results", str(tmp_path)]
-    command += ["--engine", "own_engine_example:FillDrain"]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path)}
-    done = subprocess.run(
-        command, cwd=ROOT / "docs", env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    tiny = {"num_layers": 6, "vocab_size": 8, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8}
+    monkeypatch.setitem(MODELS, "transformer", (MODELS["transformer"][0], tiny, 2, "a tiny Transformer"))
+    monkeypatch.chdir(ROOT / "docs")
+    command = ["run", "peers", "--profile", "smoke", "--engine", "own_engine_example:FillDrain"]
+    command += ["--only", "where=processes", "--only", "model=transformer", "--results", tmp_path]
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # the command adds the folder it runs in
+    status, out, err = call(*command)
+    assert status == 0, err
     (found,) = [json.loads(line) for line in (tmp_path / "peers.jsonl").read_text().splitlines()]
     names = ["ours", "torch-gpipe", "torch-1f1b", ALWAYS, "own_engine_example:FillDrain"]
     assert list(found["details"]["engines"]) == names
@@ -185,4 +187,4 @@ def test_smoke_sets_the_documented_engine_beside_the_others(tmp_path: Path) -> N
         assert [checks[name]["forwards"] for name in names] == [7, 8, 8, 8, 7]
         assert {checks[name]["backwards"] for name in names} == {4}
         assert {checks[name]["examples"] for name in names} == {2}
-    assert "own_engine_example:FillDrain" in lines_of(done.stdout)
+    assert "own_engine_example:FillDrain" in lines_of(out)

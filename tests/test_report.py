@@ -13,6 +13,7 @@ import urllib.parse
 from base64 import b64decode
 from collections import Counter
 from functools import partial
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -27,11 +28,12 @@ from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.commands import report as verb_report
 from gpipe_bench.experiments.report import records as report_records
 from gpipe_bench.experiments.report.figure_files import draw, drawn
-from gpipe_bench.experiments.report.records import Source, answers, folders, sources
+from gpipe_bench.experiments.report.readings import answers, readings
+from gpipe_bench.experiments.report.records import Source, folders, sources
 from gpipe_bench.experiments.report.tables import table_infos
 from gpipe_bench.experiments.report.timelines import charts_of, kept_timelines, timelines
-from gpipe_bench.harness.experiment import Ours
-from gpipe_bench.harness.judging.compare import compare
+from gpipe_bench.harness.judging.compare import compare, compare_entry
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.judging.verdict import VERDICTS
 from gpipe_bench.harness.places import REFERENCE
@@ -139,15 +141,15 @@ def test_totals_are_those_of_the_rows_under_every_tolerance(page):
     for tolerance, counts in ((0.5, page.narrow), (1.0, page.counts), (2.0, page.wide)):
         recount: Counter[str] = Counter()
         for table in page.tables:
-            ours = [row.answer.ours for row in table.rows if row.answer is not None]
+            ours = [row.answer.entry for row in table.rows if row.answer is not None]
             judged = {(c.table, c.row, c.column): c.verdict for c in compare(ours, None, tolerance)}
             for row in table.rows:
                 key = (table.name, row.comparison.row, row.comparison.column)
-                if key in paper and paper[key].kind != "setting":
+                if key in paper and paper[key].counted:
                     recount[judged.get(key, "not run")] += 1
         assert dict(recount) == {verdict: n for verdict, n in counts.by_verdict.items() if n}
-    assert page.counts.total == sum(cell.kind != "setting" for cell in paper.values()), (
-        "each result, claim and formula counts once"
+    assert page.counts.total == sum(cell.counted for cell in paper.values()), (
+        "each result, claim and identity counts once, and a number that is printed twice is one"
     )
 
 
@@ -161,6 +163,15 @@ def test_a_table_that_is_not_run_says_why(page):
     assert "nox -s figure2" in infos["formulas"].missing
     assert "do not report" in infos["claims"].missing
     assert {cell.table for cell in load_paper()} == set(infos)
+
+
+def test_a_write_up_that_contradicts_the_paper_is_shown_with_the_contradiction(page):
+    claim = next(c for c in load_paper() if c.printed == "83 billion")
+    for text in (unescape(html(page)), markdown(page)):
+        assert claim.erratum in text
+    assert all(table != "write-ups" for table, *_ in page.summary.errata), "it is no erratum of the paper"
+    shown = next(table for table in page.tables if table.name == "write-ups")
+    assert (shown.rows, shown.counts.total) == ((), 0), "it is context and counts nowhere"
 
 
 def test_the_page_holds_all_it_needs(page, parsed):
@@ -246,19 +257,59 @@ def put(folder, *records):
 
 def chosen(*places):
     found, problems = sources(FAKE, [(place.name, place) for place in places])
-    return {a.ours.column: a for a in answers(FAKE, found)}, problems
+    return {a.entry.column: a for a in answers(readings(FAKE, found)[0])}, problems
 
 
 def test_own_records_come_first_and_references_fill_in(tmp_path):
     own = put(tmp_path / "own", fake(1, 82_000_000), fake(2, None, status="failed", reason="broke"))
     reference = put(tmp_path / "reference", fake(1, 81_000_000), fake(2, 318_000_000), fake(3, 542_000_000))
     found, _ = chosen(own, reference)
-    assert {column: (a.machine, a.ours.quantity.value) for column, a in found.items()} == {
+    assert {column: (a.machine, a.entry.quantity.value) for column, a in found.items()} == {
         "naive-1": ("own", 82_000_000),
         "pipeline-1": ("reference", 318_000_000),
         "pipeline-2": ("reference", 542_000_000),
     }
     assert found["naive-1"].record == Store(own).load("fake").records[0]
+
+
+def test_a_number_keeps_the_record_it_came_from_though_another_has_the_same(tmp_path, monkeypatch):
+    """Both steps count the same parameters; each row of the page names its own case."""
+    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
+    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
+    own = put(tmp_path / "own", fake(1, 82_000_000), fake(2, 82_000_000))
+    found, _ = chosen(own)
+    assert {column: a.record.case for column, a in found.items()} == {
+        "naive-1": {"step": 1},
+        "pipeline-1": {"step": 2},
+    }
+    page = Parsed(html(verb_report.build(own, figures=False)))
+    for column, step in (("naive-1", 1), ("pipeline-1", 2)):
+        texts = page.rows[f"table1-amoebanet|parameters|{column}"]
+        assert "".join(texts[texts.index("case") + 1 : texts.index("recorded")]) == f"step={step}"
+
+
+def test_a_report_asks_each_experiment_once(tmp_path, monkeypatch):
+    """Judged, laid out and drawn in one pass: cells and text of each group of records are made once."""
+    asked: Counter[str] = Counter()
+
+    def cells(records):
+        asked["cells"] += 1
+        return FAKE.cells(records)
+
+    def tables(records, comparisons):
+        asked["tables"] += 1
+        return "the text"
+
+    monkeypatch.setattr("fake_experiment.EXPERIMENT", dataclasses.replace(FAKE, cells=cells, tables=tables))
+    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
+    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
+    other = put(tmp_path / "references" / "other", fake(1, 41_000_000))
+    own = put(tmp_path / "own", fake(1, 82_000_000), fake(2, 318_000_000))
+    monkeypatch.setattr(verb_report, "folders", lambda results: folders(results, other.parent))
+    page = verb_report.build(own, figures=False)
+    assert page.side is not None
+    assert [experiment.text for experiment in page.experiments] == ["the text"]
+    assert asked == {"cells": 2, "tables": 2}, "once for the own records, once for the other machine's"
 
 
 def test_a_smoke_run_counts_only_where_there_is_nothing_else(tmp_path):
@@ -342,8 +393,10 @@ def test_text_of_records_cannot_become_markup(tmp_path, monkeypatch):
 
 
 def test_two_answers_for_a_cell_are_refused():
-    ours = Ours(table="t", row="r", column="c", quantity=quantity(1))
-    answer = Answer(ours=ours, machine="m", profile="short", command="x")
+    entry = Entry(table="t", row="r", column="c", quantity=quantity(1))
+    answer = Answer(
+        entry=entry, comparison=compare_entry(entry, None), machine="m", profile="short", command="x"
+    )
     with pytest.raises(ValueError, match="two answers"):
         table_views([answer, answer], [], INFO)
     (view,) = table_views([answer], [], INFO)

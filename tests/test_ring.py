@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_schedules import HELD_UP, LATE_WEIGHTS, random_schedule
 from test_schedule import schedules
 
-from gpipe_bench.pipeline.plan.ring import Ring, activation_ring, gradient_ring
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.ring import SENDS_ON_THE_WAY, Ring, activation_ring, gradient_ring
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, gpipe, one_f_one_b, validate
 
 
 def test_gpipe_posts_every_activation_at_once() -> None:
@@ -81,3 +84,74 @@ def test_no_buffer_is_used_twice_at_a_time(schedule: Schedule, data: st.DataObje
                 if following is not None:
                     post(following)
         assert not in_slot
+
+
+def stopped(schedule: Schedule, *, small: bool) -> list[str]:
+    """Where the stages stand when nothing moves any more: [] if the step ends.
+
+    A message goes when its receive is posted. A stage waits for what it needs, and after a send for the
+    oldest one if more are on their way than may be.
+    """
+    stages = range(schedule.num_stages)
+    rings = {(s, False): activation_ring(schedule, s) for s in stages[1:]}
+    rings |= {(s, True): gradient_ring(schedule, s, small=small) for s in stages[:-1]}
+    posted = {key: set(ring.initial) for key, ring in rings.items()}
+    on_the_way: dict[tuple[int, bool], list[int]] = {key: [] for key in rings}
+    sent: dict[tuple[int, bool], set[int]] = {key: set() for key in rings}
+    position, held_up = dict.fromkeys(stages, 0), dict[int, tuple[int, bool]]()
+
+    def advance(s: int) -> bool:
+        if s in held_up:
+            key = held_up[s]
+            if on_the_way[key][0] not in posted[key]:
+                return False
+            on_the_way[key].pop(0)
+            del held_up[s]
+            return True
+        row = schedule.actions[s]
+        if position[s] == len(row):
+            return False
+        kind, m = row[position[s]].kind, row[position[s]].microbatch
+        backward = kind in (Kind.B, Kind.I)
+        key = (s, backward)
+        if (kind is Kind.F or backward) and key in rings and not (m in sent[key] and m in posted[key]):
+            return False
+        position[s] += 1
+        if kind is Kind.W or kind is Kind.B:
+            for key in ((s, False), (s, True)):
+                if key in rings and (following := rings[key].following[m]) is not None:
+                    posted[key].add(following)
+        target = (s - 1 if backward else s + 1, backward)
+        if (kind is Kind.F or backward) and target in rings:
+            sent[target].add(m)
+            on_the_way[target].append(m)
+            if len(on_the_way[target]) > SENDS_ON_THE_WAY:
+                held_up[s] = target
+        return True
+
+    while any(advance(s) for s in stages):
+        pass
+    rows = schedule.actions
+    return [str(rows[s][position[s]]) for s in stages if position[s] < len(rows[s]) or s in held_up]
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_a_stage_that_keeps_its_inputs_longer_than_the_one_before(small: bool) -> None:
+    assert not stopped(LATE_WEIGHTS, small=small)
+    assert activation_ring(LATE_WEIGHTS, 1).num_slots == 4
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_two_senders_that_would_wait_for_each_others_buffers(small: bool) -> None:
+    """Stage 0 is held up by activations without a buffer, and stage 1, which would free one, by gradients."""
+    validate(HELD_UP)
+    assert not stopped(HELD_UP, small=small)
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_no_valid_schedule_stops_for_want_of_a_buffer(small: bool) -> None:
+    generator = random.Random(0)
+    for number in range(200):
+        schedule = random_schedule(generator, generator.randint(2, 5), generator.randint(1, 9))
+        validate(schedule)
+        assert not stopped(schedule, small=small), f"schedule {number}: {schedule}"

@@ -194,3 +194,22 @@ def test_masks_on_a_gpu_do_not_depend_on_the_number_of_stages() -> None:
         pipeline.step(batch, target, nn.functional.mse_loss)
         gradients.append([p.grad for p in pipeline.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_forwards_draw_from_streams_of_their_own() -> None:
+    """In training mode too, a forward is another sample of the masks than the steps are trained with."""
+    batch, _ = mlp_batch(4)
+    outputs: list[Tensor] = []
+
+    def loss_fn(output: Tensor, target: None) -> Tensor:
+        outputs.append(output.detach().clone())
+        return output.square().mean()
+
+    pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=1, remat="never")
+    pipeline.step(batch, None, loss_fn)
+    forwards = [pipeline(batch), pipeline(batch)]
+    samples = [*outputs, *forwards]
+    assert len(samples) == 3
+    for i in range(3):
+        for j in range(i):
+            assert not torch.equal(samples[i], samples[j])

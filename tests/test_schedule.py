@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -222,3 +223,29 @@ def test_sizes_are_checked(make) -> None:
         make(1, 0)
     with pytest.raises(ValueError, match="'last'"):
         make(1, 1, remat="last")
+
+
+def test_a_recomputation_needs_its_forward() -> None:
+    with pytest.raises(ValueError, match="deadlocks: 0R1 waits for 0F1"):
+        validate(from_csv("0R1,0F0,0F1,0B1,0R0,0B0\n", remat="always"))
+
+
+def test_a_recomputation_needs_nothing_but_its_forward() -> None:
+    """It starts before the gradient arrives, on whatever stage."""
+    for action, needs in dependencies(gpipe(3, 4, remat="always")).items():
+        if action.kind is Kind.R:
+            assert needs == (Action(action.stage, Kind.F, action.microbatch),)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_worker_holds_one_recomputed_micro_batch_at_a_time(name: str) -> None:
+    """Between R and its B nothing else is recomputed, whatever other stages could go on with."""
+    for num_stages, num_microbatches in itertools.product(range(1, 6), repeat=2):
+        recomputed: Action | None = None
+        for action in execution_order(SCHEDULES[name](num_stages, num_microbatches, remat="always")):
+            if action.kind is Kind.R:
+                assert recomputed is None, f"{recomputed} is not used up before {action}"
+                recomputed = action
+            elif action.kind is Kind.B:
+                assert recomputed == Action(action.stage, Kind.R, action.microbatch)
+                recomputed = None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import call
 
 from gpipe_bench.experiments.table1.cells import cells
 from gpipe_bench.experiments.table1.experiment import EXPERIMENT
@@ -15,18 +14,13 @@ from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record
 
-ROOT = Path(__file__).parents[1]
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "experiments", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+Smoke = tuple[Path, tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     results = tmp_path_factory.mktemp("results")
-    return results, run("run", "table1", "--profile", "smoke", "--results", results)
+    return results, call("run", "table1", "--profile", "smoke", "--results", results)
 
 
 def record_of(case: Case) -> Record:
@@ -100,31 +94,31 @@ def test_the_split_of_every_stage_adds_up(transformer: list[Record]) -> None:
             assert quantity.value == max(peaks)
 
 
-def test_smoke_prints_the_table_and_draws_it(smoke: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    results, process = smoke
-    assert process.returncode == 0, process.stderr
+def test_smoke_prints_the_table_and_draws_it(smoke: Smoke) -> None:
+    results, (status, out, err) = smoke
+    assert status == 0, err
     for text in ("83.9B", "83.88B", "reproduced", "interchanged", "The largest models that fit", "measured"):
-        assert text in process.stdout
+        assert text in out
     assert (results / "figures" / "table1-transformer.png").stat().st_size > 10_000
     assert (results / "figures" / "table1-amoebanet.svg").exists()
 
 
-def test_a_second_run_reuses_every_record(smoke: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_a_second_run_reuses_every_record(smoke: Smoke) -> None:
     results, _ = smoke
     before = (results / "table1.jsonl").read_bytes()
-    again = run("run", "table1", "--profile", "smoke", "--results", results, "--json")
-    assert again.returncode == 0, again.stderr
+    status, out, err = call("run", "table1", "--profile", "smoke", "--results", results, "--json")
+    assert status == 0, err
     assert (results / "table1.jsonl").read_bytes() == before
-    lines = [json.loads(line) for line in again.stdout.splitlines()]
+    lines = [json.loads(line) for line in out.splitlines()]
     assert len(lines) == len(EXPERIMENT.cases(RunOptions(profile="smoke")))
     assert all(line["status"] == "done" for line in lines)
 
 
-def test_compare_gives_every_cell(smoke: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_compare_gives_every_cell(smoke: Smoke) -> None:
     results, _ = smoke
-    process = run("compare", "table1", "--results", results, "--json")
-    assert process.returncode == 0, process.stderr
-    found = [json.loads(line) for line in process.stdout.splitlines()]
+    status, out, err = call("compare", "table1", "--results", results, "--json")
+    assert status == 0, err
+    found = [json.loads(line) for line in out.splitlines()]
     assert {"table", "row", "column", "paper", "ours", "unit", "provenance", "verdict", "reason"} <= set(
         found[0]
     )
@@ -143,11 +137,10 @@ def test_compare_gives_every_cell(smoke: tuple[Path, subprocess.CompletedProcess
     ],
 )
 def test_bad_selections_are_named(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    process = run("run", "table1", "--results", tmp_path, *arguments)
-    assert process.returncode == 2
-    assert message in process.stderr
-    assert "Traceback" not in process.stderr
-    assert len(process.stderr.splitlines()) == 1
+    status, _, err = call("run", "table1", "--results", tmp_path, *arguments)
+    assert status == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
 
 
 def test_full_on_a_cpu_skips_the_device_with_its_reason() -> None:

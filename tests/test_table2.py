@@ -44,8 +44,8 @@ def found(*each: Steps, copy_bytes_per_s: float = 1e12) -> Found:
     return Found(each, layers_s, 1000, copy_bytes_per_s, {"threads": "1"}, Usage(1.0, 2.0, 1.0, 2))
 
 
-def value(quantities: Any, name: str) -> float:
-    (quantity,) = [each for each in quantities if each.name == name]
+def value(quantities: Any, name: str, **key: Any) -> float:
+    (quantity,) = [each for each in quantities if (each.name, each.key) == (name, key)]
     return float(quantity.value)
 
 
@@ -60,17 +60,19 @@ def test_ratios_and_errors_come_from_the_action_times() -> None:
     )
     quantities, details = results(plan, [one, other], "cpu")
     # 7 slots of 10 ms at M=1, 19 at M=4; the link's latency shows a little.
-    first, second = value(quantities, "step K=2 M=1"), value(quantities, "step K=2 M=4")
+    first, second = value(quantities, "step", K=2, M=1), value(quantities, "step", K=2, M=4)
     assert first == pytest.approx(70, rel=0.01)
     assert second == pytest.approx(190, rel=0.01)
-    assert value(quantities, "normalised throughput K=2 M=4") == pytest.approx(first / second)
-    assert value(quantities, "real step K=2 M=1") == pytest.approx(75)  # the slower process, median of rounds
-    assert value(quantities, "replay error K=2 M=4") == pytest.approx(second / 200 - 1)
-    assert value(quantities, "share of the balanced step K=2 M=4") == pytest.approx(1, rel=0.01)
+    assert value(quantities, "normalised throughput", K=2, M=4) == pytest.approx(first / second)
+    assert value(quantities, "real step", K=2, M=1) == pytest.approx(
+        75
+    )  # the slower process, median of rounds
+    assert value(quantities, "replay error", K=2, M=4) == pytest.approx(second / 200 - 1)
+    assert value(quantities, "share of the balanced step", K=2, M=4) == pytest.approx(1, rel=0.01)
     assert details["cells"]["K=2 M=4"]["counts"] == {"F": 8}
-    by_name = {quantity.name: quantity for quantity in quantities}
-    assert by_name["step K=2 M=4"].provenance == "replayed"
-    assert by_name["real step K=2 M=4"].provenance == "measured"
+    provenances = {quantity.label: quantity.provenance for quantity in quantities}
+    assert provenances["step K=2 M=4"] == "replayed"
+    assert provenances["real step K=2 M=4"] == "measured"
     json.dumps(details)
 
 
@@ -79,8 +81,10 @@ def test_a_step_that_was_run_with_fewer_micro_batches_is_laid_out_with_more() ->
     quantities, details = results(plan, [found(steps(num_microbatches=4, real_s=(0.2, 0.2)))], "cpu")
     assert list(details["cells"]) == ["pipeline-2", "pipeline-2 M=4"]
     assert details["cells"]["pipeline-2"]["batch_size"] == 64
-    assert value(quantities, "step pipeline-2") > value(quantities, "step pipeline-2 M=4")
-    assert [q.name for q in quantities if q.name.startswith("real step")] == ["real step pipeline-2 M=4"]
+    more, ran = ({"configuration": "pipeline-2", "M": count} for count in (8, 4))
+    assert value(quantities, "step", **more) > value(quantities, "step", **ran)
+    assert [quantity.key for quantity in quantities if quantity.name == "real step"] == [ran]
+    assert [facts["key"] for facts in details["cells"].values()] == [more, ran]
 
 
 def test_nothing_is_relative_to_a_base_that_was_not_measured() -> None:
@@ -91,11 +95,13 @@ def test_nothing_is_relative_to_a_base_that_was_not_measured() -> None:
     ]
     answer = found(steps(num_microbatches=1), steps(num_microbatches=4, real_s=(0.2, 0.2)))
     quantities, _ = results(plan, [answer], "cpu")
-    normalised = {quantity.name for quantity in quantities if quantity.name.startswith("normalised")}
+    normalised = {(q.name, q.key["configuration"]) for q in quantities if q.name.startswith("normalised")}
     assert normalised == {
-        f"normalised {kind}throughput {cell}" for kind in ("", "bound ") for cell in ("naive-1", "pipeline-2")
+        (f"normalised {kind}throughput", cell)
+        for kind in ("", "bound ")
+        for cell in ("naive-1", "pipeline-2")
     }
-    assert value(quantities, "real throughput pipeline-2") == pytest.approx(160)
+    assert value(quantities, "real throughput", configuration="pipeline-2", M=4) == pytest.approx(160)
 
 
 def test_an_engine_without_a_timeline_has_real_steps_only() -> None:
@@ -138,9 +144,9 @@ def test_any_engine_runs_through_the_table_unchanged(monkeypatch: pytest.MonkeyP
         assert answers[0].steps[0].partition == answers[1].steps[0].partition
         assert all(each.real_s and min(each.real_s) > 0 for answer in answers for each in answer.steps)
         quantities, details = results([(each, (each.num_microbatches,)) for each in plan], answers, "cpu")
-        names = {quantity.name for quantity in quantities}
-        assert "normalised real throughput K=2 M=4" in names
-        assert ("replay error K=2 M=4" in names) == (engine == "ours")
+        found_here = {quantity.label for quantity in quantities}
+        assert "normalised real throughput K=2 M=4" in found_here
+        assert ("replay error K=2 M=4" in found_here) == (engine == "ours")
         if engine != "ours":
             assert "keeps no timeline" in details["cells"]["K=2 M=4"]["why"]
 
@@ -232,10 +238,10 @@ def test_the_breakdown_adds_up_in_every_record(monkeypatch: pytest.MonkeyPatch, 
     made = breakdown_record(monkeypatch)
     cells = {name: facts for name, facts in made.details["cells"].items() if "shares" in facts}
     assert list(cells) == ["K=2 M=16", "K=4 M=16", "K=8 M=16"]
-    for name, facts in cells.items():
+    for facts in cells.values():
         assert facts["exact sum"] == "1"
         assert sum(facts["shares"].values()) == pytest.approx(1)
-        shown = [made.quantity(f"{part} {name}") for part in facts["shares"]]
+        shown = [made.quantity(table4.SHARE, part=part, **facts["key"]) for part in facts["shares"]]
         assert sum(q.value for q in shown if q is not None and q.value is not None) == pytest.approx(100)
         timeline = Timeline.from_data(facts["timeline"])
         assert sum(1 for _ in timeline.events) == 3 * 16 * facts["num_stages"]

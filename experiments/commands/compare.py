@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -12,9 +14,11 @@ from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.experiments.report.readable import readable
 from gpipe_bench.experiments.report.selection import select_records
-from gpipe_bench.experiments.report.show import comparisons_of, environment_warnings, text_of
-from gpipe_bench.harness.records.store import Store, lines_of
-from gpipe_bench.harness.report.tables import markdown_table
+from gpipe_bench.experiments.report.show import environment_warnings, shown_of
+from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.verdict import NO_RECORD
+from gpipe_bench.harness.records.store import Loaded, Problem, Store, left_out, lines_of
+from gpipe_bench.harness.report.text import markdown_table
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"warning: {line}", file=sys.stderr)
     records = select_records(loaded.records, experiment, arguments.profile)
     if not records:
-        raise ValueError(_nothing(experiment.name, experiment.revision, arguments, loaded.records))
+        raise ValueError(_nothing(experiment.name, arguments, loaded))
     groups = {tuple(sorted(record.options.items(), key=str)): record.options for record in records}
     if len(groups) > 1:  # the latest group; the others are named, never mixed in
         last = records[-1].options
@@ -39,27 +43,45 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         records = [record for record in records if record.options == last]
-    records, left_out = readable(experiment, records)
-    if not records:
-        raise ValueError(f"{left_out[0]}; make records anew with: run {experiment.name} --fresh")
-    for line in left_out:
+    shown, unusable = readable(experiment.name, records, lambda usable: shown_of(experiment, usable))
+    if shown is None:
+        raise ValueError(f"{unusable[0]}; make records anew with: run {experiment.name} --fresh")
+    for line in unusable:
         print(f"warning: {line}", file=sys.stderr)
-    for warning in environment_warnings(records):
+    for warning in environment_warnings(shown.records):
         print(f"warning: {warning}", file=sys.stderr)
-    comparisons = comparisons_of(experiment, records)
+    comparisons = _with_reasons(shown.comparisons, loaded.problems)
     if arguments.json:
         for comparison in comparisons:
             print_line(msgspec.json.encode(comparison))
     elif arguments.markdown:
         print(markdown_table(comparisons))
     else:
-        print(f"profile {records[-1].profile}, {len(records)} records\n")
-        print(text_of(experiment, records, comparisons))
+        print(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
+        print(shown.text)
+    if loaded.problems and not arguments.json:
+        print(f"\n{left_out(loaded.problems, experiment.name)}")
     return exits.DONE
 
 
-def _nothing(name: str, revision: int, arguments: argparse.Namespace, records: tuple) -> str:  # type: ignore[type-arg]
+def _with_reasons(cells: Sequence[Comparison], problems: Sequence[Problem]) -> Sequence[Comparison]:
+    """Where a cell has no record, the lines that can't be read may be the reason."""
+    if not problems:
+        return cells
+    reason = f"{NO_RECORD}, or its line can't be read: {'; '.join(lines_of(problems))}"
+    return [replace(cell, reason=reason) if cell.reason == NO_RECORD else cell for cell in cells]
+
+
+def _nothing(name: str, arguments: argparse.Namespace, loaded: Loaded) -> str:
     wanted = f" of profile {arguments.profile}" if arguments.profile else ""
     profile = f" --profile {arguments.profile}" if arguments.profile else ""
-    older = f" (there are {len(records)} of other profiles or an earlier revision)" if records else ""
-    return f"no records of {name}{wanted} in {arguments.results}{older}; make them with: run {name}{profile}"
+    found = []
+    if loaded.records:
+        found.append(f"there are {len(loaded.records)} of other profiles or an earlier revision")
+    if loaded.problems:
+        lines = "1 line" if len(loaded.problems) == 1 else f"{len(loaded.problems)} lines"
+        found.append(f"{lines} can't be read: {loaded.problems[0]}")
+    besides = f" ({'; '.join(found)})" if found else ""
+    return (
+        f"no records of {name}{wanted} in {arguments.results}{besides}; make them with: run {name}{profile}"
+    )

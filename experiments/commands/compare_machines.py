@@ -18,37 +18,41 @@ from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.registry import suggestion
 from gpipe_bench.experiments.report.readable import readable
 from gpipe_bench.experiments.report.selection import select_records
-from gpipe_bench.experiments.report.show import comparisons_of
-from gpipe_bench.harness.experiment import Experiment, Ours
+from gpipe_bench.experiments.report.show import Shown, shown_of
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison, compare
-from gpipe_bench.harness.judging.machines import SideBySide, side_by_side, side_table
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.machines import SideBySide, side_by_side
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Store, lines_of
+from gpipe_bench.harness.records.store import Problem, Store, left_out, lines_of
+from gpipe_bench.harness.report.side import side_markdown, side_text
 
 LOCAL = "local"
 
 
 def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
     """Exit status of the verb. Raises ValueError for an unknown machine or one without such records."""
+    problems: list[Problem] = []
     found = {
-        name: _records(name, folder, experiment, arguments.profile)
+        name: _shown(name, folder, experiment, arguments.profile, problems)
         for name, folder in machine_folders(arguments.machines, arguments.results).items()
     }
-    profiles = {name: records[-1].profile for name, records in found.items()}
+    profiles = {name: shown.records[-1].profile for name, shown in found.items()}
     if len(set(profiles.values())) > 1:
         each = ", ".join(f"{name} has {profile}" for name, profile in profiles.items())
         print(f"warning: the profiles differ: {each}; choose one with --profile", file=sys.stderr)
     side = side_by_side(
-        {name: comparable(experiment, records) for name, records in found.items()},
-        {name: [record.environment for record in records] for name, records in found.items()},
+        {name: comparable(experiment, shown) for name, shown in found.items()},
+        {name: [record.environment for record in shown.records] for name, shown in found.items()},
     )
     if arguments.json:
         _print_json(side)
     else:
         heading = ", ".join(f"{name} (profile {profiles[name]})" for name in found)
         print(f"{experiment.title}: {heading}\n")
-        print(side_table(side, "github" if arguments.markdown else "simple"))
+        print(side_markdown(side) if arguments.markdown else side_text(side))
+        if problems:
+            print(f"\n{left_out(problems, experiment.name)}")
     return exits.DONE
 
 
@@ -76,22 +80,26 @@ def machine_folders(names: Sequence[str], results: Path, references: Path = REFE
     return found
 
 
-def comparable(experiment: Experiment, records: Sequence[Record]) -> list[Comparison]:
+def comparable(experiment: Experiment, shown: Shown) -> Sequence[Comparison]:
     """The experiment's cells of the paper, or every quantity of its records where it reports no cell."""
-    cells = comparisons_of(experiment, records)
-    if any(cell.ours is not None for cell in cells):
-        return cells
-    quantities: dict[tuple[str, str], Ours] = {}
-    for record in records:
+    if any(cell.ours is not None for cell in shown.comparisons):
+        return shown.comparisons
+    quantities: dict[tuple[str, str], Entry] = {}
+    for record in shown.records:
         for quantity in record.quantities:
-            quantities[quantity.name, record.label] = Ours(
-                table=experiment.name, row=quantity.name, column=record.label, quantity=quantity
-            )
+            quantities[quantity.label, record.label] = Entry(
+                table=experiment.name, row=quantity.label, column=record.label, quantity=quantity,
+                record=record,
+            )  # fmt: skip
     return compare(list(quantities.values()))
 
 
-def _records(name: str, folder: Path, experiment: Experiment, profile: str | None) -> list[Record]:
+def _shown(
+    name: str, folder: Path, experiment: Experiment, profile: str | None, problems: list[Problem]
+) -> Shown:
+    """What the machine's records come to; what can't be read is added to `problems`."""
     loaded = Store(folder).load(experiment.name)
+    problems += loaded.problems
     for line in lines_of(loaded.problems):
         print(f"warning: {line}", file=sys.stderr)
     records = select_records(loaded.records, experiment, profile)
@@ -100,12 +108,12 @@ def _records(name: str, folder: Path, experiment: Experiment, profile: str | Non
         wanted = f" of profile {profile}" if profile else ""
         raise ValueError(f"machine {name!r} has no records of {experiment.name}{wanted}; it has: {there}")
     records = [record for record in records if record.options == records[-1].options]
-    records, left_out = readable(experiment, records)
-    if not records:
-        raise ValueError(f"machine {name!r}: {left_out[0]}")
-    for line in left_out:
+    shown, unusable = readable(experiment.name, records, lambda usable: shown_of(experiment, usable))
+    if shown is None:
+        raise ValueError(f"machine {name!r}: {unusable[0]}")
+    for line in unusable:
         print(f"warning: {name}: {line}", file=sys.stderr)
-    return records
+    return shown
 
 
 def _print_json(side: SideBySide) -> None:

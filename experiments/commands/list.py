@@ -15,6 +15,7 @@ from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.records.store import Store, latest
+from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.running.progress import words
 from gpipe_bench.harness.running.workers import sensible_jobs
 
@@ -22,7 +23,7 @@ from gpipe_bench.harness.running.workers import sensible_jobs
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb."""
     if arguments.models:
-        from gpipe_bench.models.zoo import rows, text
+        from gpipe_bench.models.zoo import rows
     else:
         store = Store(arguments.results)
     found = rows() if arguments.models else (_entry(name, store) for name in EXPERIMENTS)
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         for row in found:
             print_line(msgspec.json.encode(row))
     else:
-        print(text(found) if arguments.models else _text(found))
+        print(_zoo_text(found) if arguments.models else _text(found))
     return exits.DONE
 
 
@@ -86,3 +87,17 @@ def _text(entries: Iterable[dict[str, Any]]) -> str:
         ]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n\nrun one with: python -m experiments run NAME --profile PROFILE"
+
+
+def _zoo_text(found: Iterable[dict[str, Any]]) -> str:
+    lines = [
+        [
+            row["model"],
+            " ".join(f"{key}={value}" for key, value in row["configuration"].items()),
+            row["layers"],
+            f"{row['parameters']:,}",
+        ]
+        for row in found
+    ]
+    columns = ["model", "configuration", "layers", "parameters"]
+    return Grid(columns=columns, lines=lines, right=frozenset({2, 3})).text()

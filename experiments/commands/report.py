@@ -6,29 +6,28 @@ Reads records and draws; needs neither torch nor a device.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.report.figures import Picture, pictures_of
-from gpipe_bench.experiments.report.readable import readable, show_all
-from gpipe_bench.experiments.report.records import Source, answers, folders, load_all, sources
-from gpipe_bench.experiments.report.show import comparisons_of, text_of
+from gpipe_bench.experiments.report.readings import Reading, answers, readings
+from gpipe_bench.experiments.report.records import folders, load_all, sources
 from gpipe_bench.experiments.report.tables import table_infos
-from gpipe_bench.experiments.report.timelines import charts_of
 from gpipe_bench.harness.experiment import Experiment
+from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.machines import SideBySide, side_by_side
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.records.files import write_whole
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import lines_of
-from gpipe_bench.harness.report.page import table_views, totals
+from gpipe_bench.harness.report.page import Answer, table_views, totals
 from gpipe_bench.harness.report.render import ExperimentView, Machine, Page, environment_facts, html, markdown
 from gpipe_bench.harness.report.summary import summary
 
@@ -62,24 +61,22 @@ def build(results: Path, *, figures: bool = True) -> Page:
     experiments, warnings = load_all()
     places = folders(results)
     paper = load_paper()
-    found: dict[str, list[Source]] = {}
+    found: dict[str, list[Reading]] = {}
     for experiment in experiments:
         groups, problems = sources(experiment, places)
-        found[experiment.name], left_out = _usable(experiment, groups)
-        warnings += lines_of(problems) + left_out
-    chosen: dict[tuple[str, str, str], object] = {}
-    given = []
+        found[experiment.name], left_out = readings(experiment, groups)
+        warnings += lines_of(problems) + [f"{_short(group.folder)}: {line}" for group, line in left_out]
+    given: dict[tuple[str, str, str], Answer] = {}
     for experiment in experiments:
-        for answer in answers(experiment, found[experiment.name]):
-            key = (answer.ours.table, answer.ours.row, answer.ours.column)
-            if chosen.setdefault(key, answer) is answer:  # a cell belongs to the first that reports it
-                given.append(answer)
-    profiles = {name: {source.profile for source in groups} for name, groups in found.items()}
-    tables = table_views(given, paper, table_infos(experiments, profiles))
-    shown = {name: _shown(groups) for name, groups in found.items()}
+        for answer in answers(found[experiment.name]):
+            given.setdefault(answer.entry.key, answer)  # an entry belongs to the first that reports it
+    profiles = {name: {each.source.profile for each in several} for name, several in found.items()}
+    tables = table_views(list(given.values()), paper, table_infos(experiments, profiles))
+    shown = {name: _shown(several) for name, several in found.items()}
     pictures: list[Picture] = []
     if figures:
-        pictures, failed = pictures_of([(e, s) for e in experiments for s in shown[e.name][:1]])
+        drawing = [(e, reading.source) for e in experiments for reading in shown[e.name][:1]]
+        pictures, failed = pictures_of(drawing)
         warnings += failed
     narrow, counts, wide = totals(tables)
     return Page(
@@ -110,45 +107,31 @@ def write(path: Path, text: str) -> None:
         ) from error
 
 
-def _usable(experiment: Experiment, groups: Sequence[Source]) -> tuple[list[Source], list[str]]:
-    """The groups without records that can't be shown, and lines about those; they must not cost the page."""
-    usable: list[Source] = []
-    lines: list[str] = []
-    for group in groups:
-
-        def use(experiment: Experiment, records: Sequence[Record], group: Source = group) -> None:
-            show_all(experiment, records)
-            charts_of(experiment, dataclasses.replace(group, records=tuple(records)))
-
-        records, left_out = readable(experiment, group.records, use)
-        lines += [f"{_short(group.folder)}: {line}" for line in left_out]
-        if records:
-            usable.append(dataclasses.replace(group, records=tuple(records)))
-    return usable, lines
-
-
-def _shown(groups: Sequence[Source]) -> list[Source]:
-    """One group for each machine, the one its numbers are taken from."""
-    first: dict[str, Source] = {}
-    for source in groups:
-        first.setdefault(source.machine, source)
+def _shown(several: Sequence[Reading]) -> list[Reading]:
+    """One reading for each machine, the one its numbers are taken from."""
+    first: dict[str, Reading] = {}
+    for reading in several:
+        first.setdefault(reading.source.machine, reading)
     return list(first.values())
 
 
-def _view(experiment: Experiment, groups: Sequence[Source], pictures: Sequence[Picture]) -> ExperimentView:
-    first = groups[0]
-    charts = charts_of(experiment, first)
-    comparisons = comparisons_of(experiment, first.records)
+def _view(experiment: Experiment, several: Sequence[Reading], pictures: Sequence[Picture]) -> ExperimentView:
+    charts = several[0].charts
     return ExperimentView(
         name=experiment.name,
         title=experiment.title,
         source=experiment.source,
         describe=experiment.describe,
         runs=tuple(
-            (source.machine, source.profile, experiment.profiles.get(source.profile, ""), _statuses(source))
-            for source in groups
+            (
+                each.source.machine,
+                each.source.profile,
+                experiment.profiles.get(each.source.profile, ""),
+                _statuses(each.source.records),
+            )
+            for each in several
         ),
-        text=text_of(experiment, first.records, comparisons),
+        text=several[0].shown.text,
         pictures=tuple(
             picture
             for picture in pictures
@@ -159,13 +142,14 @@ def _view(experiment: Experiment, groups: Sequence[Source], pictures: Sequence[P
     )
 
 
-def _statuses(source: Source) -> str:
-    counts = Counter(record.status for record in source.records)
+def _statuses(records: Sequence[Record]) -> str:
+    counts = Counter(record.status for record in records)
     return ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.items())
 
 
-def _machine(name: str, folder: Path, found: dict[str, list[Source]], *, own: bool) -> Machine:
-    records = [r for groups in found.values() for s in groups if s.folder == folder for r in s.records]
+def _machine(name: str, folder: Path, found: dict[str, list[Reading]], *, own: bool) -> Machine:
+    sources = [each.source for several in found.values() for each in several]
+    records = [record for source in sources if source.folder == folder for record in source.records]
     return Machine(
         name=name,
         own=own,
@@ -175,16 +159,17 @@ def _machine(name: str, folder: Path, found: dict[str, list[Source]], *, own: bo
     )
 
 
-def _side(experiments: Sequence[Experiment], shown: dict[str, list[Source]]) -> SideBySide | None:
+def _side(experiments: Sequence[Experiment], shown: dict[str, list[Reading]]) -> SideBySide | None:
     """All experiments that at least two machines have records of, in one table."""
-    compared: dict[str, list] = {}  # type: ignore[type-arg]
-    environments: dict[str, list] = {}  # type: ignore[type-arg]
+    compared: dict[str, list[Comparison]] = {}
+    environments: dict[str, list[Mapping[str, Any]]] = {}
     for experiment in experiments:
         if len(shown[experiment.name]) < 2:
             continue
-        for source in shown[experiment.name]:
-            compared.setdefault(source.machine, []).extend(comparisons_of(experiment, source.records))
-            environments.setdefault(source.machine, []).extend(r.environment for r in source.records)
+        for each in shown[experiment.name]:
+            machine = each.source.machine
+            compared.setdefault(machine, []).extend(each.shown.comparisons)
+            environments.setdefault(machine, []).extend(r.environment for r in each.source.records)
     return side_by_side(compared, environments) if len(compared) > 1 else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from gpipe_bench.experiments.registry import load, suggestion
 from gpipe_bench.experiments.report.figure_files import draw
 from gpipe_bench.experiments.report.readable import readable
 from gpipe_bench.experiments.report.selection import merge, select_records
-from gpipe_bench.experiments.report.show import comparisons_of, text_of
+from gpipe_bench.experiments.report.show import Shown, shown_of
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.records.codec import encode, printable
@@ -59,19 +59,17 @@ def run(arguments: argparse.Namespace) -> int:
             result = go(lambda record, saved: emit(encode(record)))
             if result.signal is not None:
                 return _interrupted(result.signal, result, show)
-            records = _all_records(experiment, options, store, result, show)
-            comparisons = comparisons_of(experiment, records)
-            _figures(experiment, records, store.root / "figures", show)
+            shown = _shown(experiment, options, store, result, show)
+            _figures(experiment, shown, store.root / "figures", show)
     else:
         result = go(lambda record, saved: None if saved else print_line(encode(record)))
         if result.signal is not None:
             return _interrupted(result.signal, result, show)
-        records = _all_records(experiment, options, store, result, show)
-        comparisons = comparisons_of(experiment, records)
-        print(text_of(experiment, records, comparisons), flush=True)
-        for path in _figures(experiment, records, store.root / "figures", show):
+        shown = _shown(experiment, options, store, result, show)
+        print(shown.text, flush=True)
+        for path in _figures(experiment, shown, store.root / "figures", show):
             print(f"figure: {_short(path)}")
-    return _status(result, comparisons, arguments)
+    return _status(result, shown.comparisons, arguments)
 
 
 def _interrupted(number: int, result: RunResult, show: Reporter) -> int:
@@ -82,30 +80,30 @@ def _interrupted(number: int, result: RunResult, show: Reporter) -> int:
     return exits.interrupted(number)
 
 
-def _all_records(
+def _shown(
     experiment: Experiment, options: RunOptions, store: Store, result: RunResult, show: Reporter
-) -> list[Record]:
+) -> Shown:
     """What is on record for these options, also from earlier runs, and what this run could not write."""
     stored = select_records(store.load(experiment.name).records, experiment, options.profile)
     wanted = experiment.relevant(options)
     records = merge([record for record in stored if record.options == wanted], result.records)
-    usable, left_out = readable(experiment, records)
+    shown, left_out = readable(experiment.name, records, lambda usable: shown_of(experiment, usable))
     for line in left_out:
         show.warn(line)
-    return usable or records  # a mistake of the experiment itself shall be seen
+    return shown or shown_of(experiment, records)  # a mistake of the experiment itself shall be seen
 
 
-def _figures(experiment: Experiment, records: list[Record], folder: Path, show: Reporter) -> list[Path]:
-    if experiment.figures is None or not records:
+def _figures(experiment: Experiment, shown: Shown, folder: Path, show: Reporter) -> list[Path]:
+    if experiment.figures is None or not shown.records:
         return []
     try:
-        return draw(experiment, records, folder)
+        return draw(experiment, shown.records, folder)
     except OSError as error:  # the numbers are worth showing without the pictures
         show.warn(f"can't write figures to {folder}: {error.strerror or error}")
         return []
 
 
-def _status(result: RunResult, comparisons: list[Comparison], arguments: argparse.Namespace) -> int:
+def _status(result: RunResult, comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> int:
     results = _short(arguments.results)
     for record in result.failed:
         print(f"failed: {record.label}: {record.reason}", file=sys.stderr)
@@ -167,9 +165,11 @@ def _engine(asked: str | None, experiment: Experiment) -> str | None:
         )
     if asked in experiment.engines:
         return asked
-    from gpipe_bench.experiments.engines.setup import pinned
+    from gpipe_bench.experiments.engines.setup import check_step, pinned
 
-    return pinned(asked)
+    name = pinned(asked)
+    check_step(name)
+    return name
 
 
 def _own_data(arguments: argparse.Namespace, experiment: Experiment) -> dict[str, Any]:

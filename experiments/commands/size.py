@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.table1.paper_models import GIB, HALVES
+from gpipe_bench.harness.report.grid import Grid
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.table1.largest import Placement, Setting
@@ -85,8 +86,6 @@ def _given(setting: Setting, arguments: argparse.Namespace) -> Placement:
 
 
 def _text(setting: Setting, placement: Placement) -> str:
-    from tabulate import tabulate
-
     half = HALVES[setting.half]
     size = f"{placement.num_layers} layers"
     if placement.num_filters:
@@ -105,4 +104,4 @@ def _text(setting: Setting, placement: Placement) -> str:
         f"{setting.cap_bytes / GIB:g} GiB (modelled)\n{setting.precision}, RMSProp with momentum, "
         f"mini-batch {half.batch_size} in {placement.num_microbatches} micro-batches, every one recomputed"
     )
-    return f"{title}\n\n{tabulate(lines, headers, disable_numparse=True)}"
+    return Grid(title=title, columns=headers, lines=lines).text()

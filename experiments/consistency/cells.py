@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.find import of_case
 from gpipe_bench.harness.records.record import Quantity, Record
 
 METRICS = {"images": "held-out accuracy", "text": "held-out perplexity"}
@@ -24,7 +25,7 @@ SCALED = (
 
 
 def select(records: Sequence[Record], part: str, model: str) -> list[Record]:
-    return [r for r in records if r.case.get("part") == part and r.case.get("model") == model]
+    return of_case(records, part=part, model=model)
 
 
 def score_of(record: Record) -> float | None:
@@ -153,7 +154,7 @@ def exact(record: Record) -> str:
     return "identical" if same else "deviates"
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     """The paper's four cells: the trainings on images with their own seeds."""
     found = []
     for num_stages in (1, 2, 4, 8):
@@ -166,7 +167,7 @@ def cells(records: Sequence[Record]) -> list[Ours]:
                 note=f"{len(scores)} run(s) of its own",
             )  # fmt: skip
         found.append(
-            Ours(
+            Entry(
                 table=TABLE,
                 row=ROW,
                 column=f"pipeline-{num_stages}",

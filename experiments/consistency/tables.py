@@ -3,6 +3,7 @@ networks."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.consistency.cells import (
@@ -18,7 +19,8 @@ from gpipe_bench.experiments.consistency.cells import (
 )
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.report.tables import text_table
+from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.report.text import text_table
 
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
 WHY = {
@@ -45,12 +47,8 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
 
 
 def _table(title: str, headers: list[str], lines: list[list[str]], *notes: str) -> str:
-    import textwrap
-
-    from tabulate import tabulate
-
-    body = str(tabulate(lines, headers, disable_numparse=True))
-    return "\n".join([title, "", body, *(textwrap.fill(note, 110) for note in notes if note)])
+    wrapped = [textwrap.fill(note, 110) for note in notes if note]
+    return Grid(title=title, columns=headers, lines=lines, notes=wrapped).text()
 
 
 def show_score(model: str, score: float | None) -> str:

@@ -8,6 +8,7 @@ load torch: the command line checks names with it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import sys
@@ -160,15 +161,54 @@ def resolve(name: str) -> EngineFactory:
     return factory
 
 
+class NoStepError(ValueError):
+    """What a factory returned is no engine. Other than what an engine can't do, no reason to leave it out."""
+
+
 def build(name: str, setup: Setup) -> Engine:
-    """A running engine. ValueError where the name leads nowhere, and for what the engine can't do."""
+    """A running engine. ValueError where the name leads nowhere, and for what the engine can't do;
+    NoStepError where it is none.
+    """
     engine = resolve(name)(setup)
-    if not callable(getattr(engine, "step", None)):
-        raise ValueError(
-            f"engine {name!r} returned {type(engine).__name__}, which has no method step(batch, target, "
-            "loss_fn); return an object that has one"
-        )
+    if not _has_step(engine):
+        raise _no_step(name, f"returned {type(engine).__name__}, which")
     return engine
+
+
+def check_step(name: str) -> None:
+    """NoStepError if the engine can't take a step: it is built from two tiny layers to see.
+
+    One that can't be built from so little, for want of a process group say, is judged by its class, if it is
+    one, and else when it is built for real.
+    """
+    import torch
+    from torch import nn
+
+    factory = resolve(name)
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    setup = Setup(layers, (range(1), range(1, 2)), 2, "never", torch.device("cpu"))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+            engine = factory(setup)
+    except Exception:
+        names = getattr(getattr(factory, "__init__", None), "__code__", None)
+        sets_it = names is not None and "step" in names.co_names
+        if isinstance(factory, type) and not (_has_step(factory) or sets_it):
+            raise _no_step(name, "is a class that") from None
+        return
+    if not _has_step(engine):
+        raise _no_step(name, f"returned {type(engine).__name__}, which")
+
+
+def _has_step(engine: object) -> bool:
+    return callable(getattr(engine, "step", None))
+
+
+def _no_step(name: str, what: str) -> NoStepError:
+    return NoStepError(
+        f"engine {name.partition('@')[0]!r} {what} has no method step(batch, target, loss_fn); "
+        "return an object that has one"
+    )
 
 
 def pinned(name: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.find import of_case
 from gpipe_bench.harness.records.record import Quantity, Record
 
 TABLE = "formulas"
@@ -18,42 +19,39 @@ RULE = (
 
 def of_part(records: Sequence[Record], part: str) -> list[Record]:
     """The finished records of one part, in order; fewer stages first."""
-    found = [r for r in records if r.case.get("part") == part and r.status == "done"]
+    found = of_case(records, "done", part=part)
     return sorted(found, key=lambda r: (str(r.case.get("model", "")), int(str(r.case.get("num_stages", 0)))))
 
 
-def find(records: Sequence[Record], part: str, **key: object) -> Record | None:
-    """The finished record of a part with these values."""
-    return next((r for r in of_part(records, part) if all(r.case.get(k) == v for k, v in key.items())), None)
-
-
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     """A cell for every formula that the paper's text gives and we have a record for."""
     return [*_bubbles(records), *_activations(records), *_rule(records), *_sizes(records)]
 
 
-def _bubbles(records: Sequence[Record]) -> Iterator[Ours]:
+def _bubbles(records: Sequence[Record]) -> Iterator[Entry]:
     for record in of_part(records, "bubble"):
         if record.case["num_stages"] not in (2, 4, 8):
             continue
         for count in (1, 4, 32):
-            yield Ours(
+            yield Entry(
                 table=TABLE,
                 row=f"bubble (K-1)/(M+K-1) at M={count}",
                 column=f"K={record.case['num_stages']}",
-                quantity=record.quantity(f"bubble of gpipe at M={count}"),
+                quantity=record.quantity("bubble", schedule="gpipe", M=count),
+                record=record,
                 note="GPipe without re-materialization, equal stages, a free link.",
             )
 
 
-def _activations(records: Sequence[Record]) -> Iterator[Ours]:
+def _activations(records: Sequence[Record]) -> Iterator[Entry]:
     for record in of_part(records, "formula"):
         layers, count = record.case["num_layers"], record.case["num_microbatches"]
-        yield Ours(
+        yield Entry(
             table=TABLE,
             row=f"activation memory (N + L/K N/M) / N at L={layers}, M={count}",
             column=f"K={record.case['num_stages']}",
             quantity=record.quantity("peak activations / N"),
+            record=record,
             note="Counted over the schedule's actions, where every layer's activations weigh the same.",
         )
 
@@ -63,7 +61,7 @@ def least_multiple(records: Sequence[Record]) -> int | None:
     found = of_part(records, "bubble")
     for ratio in (1, 2, 3, 4, 8):
         quantities = [
-            r.quantity(f"bubble of gpipe at M={ratio * int(str(r.case['num_stages']))}") for r in found
+            r.quantity("bubble", schedule="gpipe", M=ratio * int(str(r.case["num_stages"]))) for r in found
         ]
         values = [q.value for q in quantities if q is not None and q.value is not None]
         if values and len(values) == len(found) and all(value < NEGLIGIBLE for value in values):
@@ -71,21 +69,21 @@ def least_multiple(records: Sequence[Record]) -> int | None:
     return None
 
 
-def _sizes(records: Sequence[Record]) -> Iterator[Ours]:
+def _sizes(records: Sequence[Record]) -> Iterator[Entry]:
     """The parameters of models whose traffic is on record and that no other table counts."""
     for record in of_part(records, "traffic"):
         count = record.quantity("parameters")
         if record.case["model"] == "amoebanet-b":
-            yield Ours(table="amoebanet-b", row="parameters", column="v5", quantity=count)
+            yield Entry(table="amoebanet-b", row="parameters", column="v5", quantity=count, record=record)
         elif record.case["model"] == "transformer-seq2seq":
             name = str(record.case["size"]).replace(", ", ",")
-            yield Ours(table="nmt-models", row=name, column="parameters", quantity=count)
+            yield Entry(table="nmt-models", row=name, column="parameters", quantity=count, record=record)
 
 
-def _rule(records: Sequence[Record]) -> Iterator[Ours]:
+def _rule(records: Sequence[Record]) -> Iterator[Entry]:
     ratio = least_multiple(records)
     if ratio is not None:
-        yield Ours(
+        yield Entry(
             table=TABLE,
             row="micro-batches per stage for a negligible bubble",
             column="M / K",

@@ -20,7 +20,7 @@ from gpipe_bench.experiments.figure2.figures import figures, timelines
 from gpipe_bench.experiments.figure2.schedules import UNIT, VARIANTS, graphs_alive, peak_activations
 from gpipe_bench.experiments.figure2.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.records.record import Quantity, Scalar
 from gpipe_bench.harness.shown import PaperTable
 from gpipe_bench.pipeline.plan.schedule import gpipe
 
@@ -110,7 +110,7 @@ def _run_bubble(key: dict[str, Any]) -> Outcome:
             fractions[f"{name} M={count}"] = {"closed form": str(closed), "replay": str(replayed)}
             quantities.append(
                 Quantity(
-                    name=f"bubble of {name} at M={count}", value=float(replayed), unit="ratio",
+                    name="bubble", key={"schedule": name, "M": count}, value=float(replayed), unit="ratio",
                     provenance="replayed", higher_is_better=False,
                 )
             )  # fmt: skip
@@ -137,7 +137,7 @@ def _run_memory(key: dict[str, Any]) -> Outcome:
             "formula": found.formula,
             "kept without re-materialization": found.kept,
         }
-        quantities += [_modelled_bytes(f"{what} at M={count}", size) for what, size in sizes.items()]
+        quantities += [_modelled_bytes(what, size, M=count) for what, size in sizes.items()]
         details[f"M={count}"] = {
             "boundary": found.boundary, "activations": found.activations, "transients": found.transients,
             "formula_boundary": found.formula_boundary, "formula_activations": found.formula_activations,
@@ -163,12 +163,12 @@ def _run_traffic(key: dict[str, Any]) -> Outcome:
             continue  # the smallest Transformer has five layers
         sent = traffic(found, num_stages)
         quantities += [
-            _modelled_bytes(f"pipeline, busiest device, K={num_stages}", sent.pipeline_busiest * batch_size),
-            _modelled_bytes(f"pipeline, all devices, K={num_stages}", sent.pipeline_total * batch_size),
-            _modelled_bytes(f"data parallelism, each device, K={num_stages}", sent.data_parallel_each),
-            _modelled_bytes(f"data parallelism, all devices, K={num_stages}", sent.data_parallel_total),
+            _modelled_bytes("pipeline, busiest device", sent.pipeline_busiest * batch_size, K=num_stages),
+            _modelled_bytes("pipeline, all devices", sent.pipeline_total * batch_size, K=num_stages),
+            _modelled_bytes("data parallelism, each device", sent.data_parallel_each, K=num_stages),
+            _modelled_bytes("data parallelism, all devices", sent.data_parallel_total, K=num_stages),
             Quantity(
-                name=f"break-even mini-batch, K={num_stages}",
+                name="break-even mini-batch", key={"K": num_stages},
                 value=sent.data_parallel_each / sent.pipeline_busiest, unit="examples", provenance="modelled",
                 note="the pipeline's busiest device sends less below it",
             ),
@@ -203,8 +203,10 @@ def _number(name: str, value: float, provenance: Any, note: str = "") -> Quantit
     return Quantity(name=name, value=value, unit="number", provenance=provenance, note=note)
 
 
-def _modelled_bytes(name: str, value: int) -> Quantity:
-    return Quantity(name=name, value=value, unit="bytes", provenance="modelled", higher_is_better=False)
+def _modelled_bytes(name: str, value: int, **key: Scalar) -> Quantity:
+    return Quantity(
+        name=name, key=key, value=value, unit="bytes", provenance="modelled", higher_is_better=False
+    )
 
 
 PAPER_TABLES = {

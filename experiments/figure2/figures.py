@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.figure2.cells import find, of_part
+from gpipe_bench.experiments.figure2.cells import of_part
 from gpipe_bench.experiments.figure2.schedules import UNIT, VARIANTS
 from gpipe_bench.experiments.figure2.text import GIB, SHOWN_MICROBATCHES, value
 from gpipe_bench.experiments.report.gantt import legend, paint
 from gpipe_bench.experiments.report.style import paper_style
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.find import find
+from gpipe_bench.harness.records.record import Record, Scalar
 from gpipe_bench.harness.shown import KeptTimeline, Plot
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -96,7 +97,8 @@ def _charts(records: Sequence[Record], num_microbatches: int) -> Figure:
     from matplotlib.figure import Figure
 
     found = {
-        name: find(records, "chart", schedule=name, num_microbatches=num_microbatches) for name in VARIANTS
+        name: find(records, "done", part="chart", schedule=name, num_microbatches=num_microbatches)
+        for name in VARIANTS
     }
     drawn = {name: record for name, record in found.items() if record is not None}
     timelines = {name: Timeline.from_data(record.details["timeline"]) for name, record in drawn.items()}
@@ -130,9 +132,9 @@ def _charts(records: Sequence[Record], num_microbatches: int) -> Figure:
     return figure
 
 
-def _known(record: Record, name: str) -> float:
+def _known(record: Record, name: str, **key: Scalar) -> float:
     """A number that every finished record of its part has."""
-    number = value(record, name)
+    number = value(record, name, **key)
     assert number is not None
     return number
 
@@ -154,15 +156,15 @@ def _bubbles(records: Sequence[Record]) -> Figure:
             closed = [float(VARIANTS[name].closed_form(num_stages, count)) for count in grid]
             axes.plot(grid, closed, line, color=color, linewidth=1.1)
             counts = record.details["num_microbatches"]
-            replayed = [_known(record, f"bubble of {name} at M={count}") for count in counts]
+            replayed = [_known(record, "bubble", schedule=name, M=count) for count in counts]
             axes.plot(
                 counts, replayed, mark, color=color, markersize=4.5, markeredgecolor="white",
                 label=f"K = {num_stages}" if name == "gpipe" else None,
             )  # fmt: skip
         at = 4 * num_stages
         axes.plot(
-            [at], [_known(record, f"bubble of gpipe at M={at}")], "o", markersize=10, markerfacecolor="none",
-            markeredgecolor=color, label="M = 4K" if record is found[-1] else None,
+            [at], [_known(record, "bubble", schedule="gpipe", M=at)], "o", markersize=10,
+            markerfacecolor="none", markeredgecolor=color, label="M = 4K" if record is found[-1] else None,
         )  # fmt: skip
     axes.plot([], [], "ko-", markersize=4.5, label="no re-materialization")
     axes.plot([], [], "k^--", markersize=4.5, label="recomputing early")
@@ -225,7 +227,7 @@ def _draw_memory(axes: Axes, records: Sequence[Record]) -> None:
                 label=label if place == 0 else None,
             )  # fmt: skip
             bases[place, shift] = base + height
-    kept = value(records[0], f"kept without re-materialization at M={count}")
+    kept = value(records[0], "kept without re-materialization", M=count)
     details = records[0].details
     against = "" if kept is None else f"; O(N L): {kept / GIB:.0f} GiB"
     axes.set_title(f"{details['title']}\nN = {details['batch_size']}, M = {count}{against}", fontsize=8.5)
@@ -244,8 +246,8 @@ def _traffic(records: Sequence[Record]) -> Figure:
     )
     rows = []
     for record in of_part(records, "traffic"):
-        ours = value(record, f"pipeline, busiest device, K={num_stages}")
-        theirs = value(record, f"data parallelism, each device, K={num_stages}")
+        ours = value(record, "pipeline, busiest device", K=num_stages)
+        theirs = value(record, "data parallelism, each device", K=num_stages)
         size = value(record, "mini-batch")
         if ours is not None and theirs is not None and size is not None:
             rows.append(

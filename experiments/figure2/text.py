@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
-from gpipe_bench.experiments.figure2.cells import find, of_part
+from gpipe_bench.experiments.figure2.cells import of_part
 from gpipe_bench.experiments.figure2.schedules import VARIANTS
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.report.tables import text_table
+from gpipe_bench.harness.records.find import find
+from gpipe_bench.harness.records.record import Record, Scalar
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.text import text_table
 
 GIB = 2**30
 SHOWN_STAGES = 4
@@ -25,15 +26,8 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _grid(lines: list[list[Any]], headers: list[str]) -> str:
-    from tabulate import tabulate
-
-    align = ["left"] + ["right"] * (len(headers) - 1)
-    return str(tabulate(lines, headers, colalign=align, disable_numparse=True))
-
-
-def value(record: Record | None, name: str) -> float | None:
-    quantity = record.quantity(name) if record is not None else None
+def value(record: Record | None, name: str, **key: Scalar) -> float | None:
+    quantity = record.quantity(name, **key) if record is not None else None
     return quantity.value if quantity is not None else None
 
 
@@ -54,7 +48,7 @@ def _steps(records: Sequence[Record]) -> str:
     for name, variant in VARIANTS.items():
         line = [variant.title]
         for count in counts:
-            record = find(records, "chart", schedule=name, num_microbatches=count)
+            record = find(records, "done", part="chart", schedule=name, num_microbatches=count)
             step, alive = value(record, "step"), value(record, "graphs alive on the first stage")
             line += ["-" if step is None else f"{step:g}", _percent(value(record, "bubble"))]
             line.append("-" if alive is None else f"{alive:g}")
@@ -63,12 +57,12 @@ def _steps(records: Sequence[Record]) -> str:
         f"The schedules drawn, K = {SHOWN_STAGES} (replayed): step in forwards of one micro-batch on one "
         "stage,\nidle share of the device time, most micro-batches whose graph the first stage keeps"
     )
-    return f"{title}\n\n{_grid(lines, headers)}"
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
 def _fractions(records: Sequence[Record]) -> str:
     """Closed form and replay as fractions for one K, and whether all others agree."""
-    record = find(records, "bubble", num_stages=SHOWN_STAGES)
+    record = find(records, "done", part="bubble", num_stages=SHOWN_STAGES)
     if record is None:
         return ""
     lines = []
@@ -89,7 +83,7 @@ def _fractions(records: Sequence[Record]) -> str:
         f"Over K = {stages}, replay and closed form are equal in {total - differing:g} of {total} fractions"
     )
     headers = ["schedule", "closed form", *(f"M={count}" for count in SHOWN_MICROBATCHES)]
-    return f"{title}\n\n{_grid(lines, headers)}"
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
 def _rule(records: Sequence[Record]) -> str:
@@ -101,13 +95,14 @@ def _rule(records: Sequence[Record]) -> str:
     for name in ("gpipe", "gpipe-early"):
         for ratio in (1, 2, 3, 4, 8):
             bubbles = [
-                value(record, f"bubble of {name} at M={ratio * int(str(record.case['num_stages']))}")
+                value(record, "bubble", schedule=name, M=ratio * int(str(record.case["num_stages"])))
                 for record in found
             ]
             title = VARIANTS[name].title if ratio == 1 else ""
             lines.append([title, f"M = {ratio}K" if ratio > 1 else "M = K", *map(_percent, bubbles)])
     headers = ["schedule", "micro-batches", *(f"K={record.case['num_stages']}" for record in found)]
-    return f"The rule M >= 4K: bubble left (replayed)\n\n{_grid(lines, headers)}"
+    title = "The rule M >= 4K: bubble left (replayed)"
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
 def _memory(records: Sequence[Record]) -> str:
@@ -117,10 +112,10 @@ def _memory(records: Sequence[Record]) -> str:
     for record in found:
         layers, stages = record.details["num_layers"], int(str(record.case["num_stages"]))
         for count in record.details["num_microbatches"]:
-            kept = value(record, f"kept without re-materialization at M={count}")
+            kept = value(record, "kept without re-materialization", M=count)
             formula, peak = (
-                value(record, f"formula at M={count}"),
-                value(record, f"peak activations at M={count}"),
+                value(record, "formula", M=count),
+                value(record, "peak activations", M=count),
             )
             if not kept or formula is None or peak is None:
                 continue
@@ -146,7 +141,7 @@ def _memory(records: Sequence[Record]) -> str:
         "model", "K", "M", "formula", "own bytes", "memory model", "GiB: own", "memory model", "transients",
         "O(N L)",
     ]  # fmt: skip
-    return f"{title}\n\n{_grid(lines, headers)}"
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
 def _gib(num_bytes: float) -> str:
@@ -171,9 +166,9 @@ def _traffic(records: Sequence[Record]) -> str:
             f"{size:g}",
         ]
         for count in (few, many):
-            ours = value(record, f"pipeline, busiest device, K={count}")
-            theirs = value(record, f"data parallelism, each device, K={count}")
-            even = value(record, f"break-even mini-batch, K={count}")
+            ours = value(record, "pipeline, busiest device", K=count)
+            theirs = value(record, "data parallelism, each device", K=count)
+            even = value(record, "break-even mini-batch", K=count)
             if ours is None or theirs is None or even is None:
                 line += ["-"] * 3
             else:
@@ -188,7 +183,7 @@ def _traffic(records: Sequence[Record]) -> str:
         "  data par.  ring all-reduce, 2 (K-1)/K of the gradient bytes, whatever N\n"
         "  even at N  the mini-batch up to which the pipeline sends less"
     )
-    return f"{title}\n\n{_grid(lines, headers)}"
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
 def _gb(num_bytes: float) -> str:

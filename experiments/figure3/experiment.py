@@ -23,7 +23,6 @@ from gpipe_bench.experiments.measuring.step_text import (
     GAP,
     GAP_REASON,
     SMOKE,
-    grid,
     interval,
     percent,
     published,
@@ -32,10 +31,12 @@ from gpipe_bench.experiments.measuring.step_text import (
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.harness.experiment import Case, Ours, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.report.tables import text_table
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.text import text_table
 from gpipe_bench.harness.shown import PaperTable, Plot
 
 if TYPE_CHECKING:
@@ -104,26 +105,27 @@ def laid_out_with(configuration: Configuration) -> tuple[int, ...]:
     return NUM_MICROBATCHES, configuration.num_microbatches
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     return [cell for record in records if record.status == "done" for cell in _cells(record)]
 
 
-def _cells(record: Record) -> Iterator[Ours]:
+def _cells(record: Record) -> Iterator[Entry]:
     name = str(record.case["model"])
     scale = record.details["scale"]
     note = (f"A scaled model ({scale}), M = {NUM_MICROBATCHES}; " if scale else "") + (
         "the paper's batch and M are not stated"
     )
     printed = {(cell.row, cell.column) for cell in published(TABLES[name]).values()}
-    for label in record.details["cells"]:
-        quantity = record.quantity(f"normalised throughput {label}")
+    for label, facts in record.details["cells"].items():
+        quantity = record.quantity("normalised throughput", **facts["key"])
         for row in ("normalized throughput", "normalized throughput by the text"):
             if quantity is not None and (row, label) in printed:
-                yield Ours(
+                yield Entry(
                     table=TABLES[name],
                     row=row,
                     column=label,
                     quantity=quantity,
+                    record=record,
                     note=note,
                     not_comparable=SMOKE if record.profile == "smoke" else "",
                     gap=GAP,
@@ -143,16 +145,16 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         for label, facts in record.details["cells"].items():
             row = "normalized throughput"
             paper, peer = known.get(("paper", row, label)), known.get(("torchgpipe", row, label))
-            measured = record.quantity(f"normalised real throughput {label}")
+            measured = record.quantity("normalised real throughput", **facts["key"])
             lines.append(
                 [
                     label,
                     "-" if paper is None else paper.printed,
                     "-" if peer is None else peer.printed,
-                    interval(record.quantity(f"normalised throughput {label}"), facts["why"]),
+                    interval(record.quantity("normalised throughput", **facts["key"]), facts["why"]),
                     "-" if measured is None else interval(measured),
-                    interval(record.quantity(f"normalised bound throughput {label}")),
-                    percent(record.quantity(f"share of the balanced step {label}")),
+                    interval(record.quantity("normalised bound throughput", **facts["key"])),
+                    percent(record.quantity("share of the balanced step", **facts["key"])),
                     verdicts.get((table, row, label), "-"),
                 ]
             )
@@ -173,7 +175,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
             "of bound",
             "verdict",
         ]
-        parts.append(f"{title}\n\n{grid(lines, headers)}")
+        parts.append(Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text())
     parts.append(replay_errors(records))
     if comparisons:
         parts.append(text_table(comparisons))
@@ -206,9 +208,9 @@ def _bars(done: Sequence[Record]) -> Figure:
     for axes, record in zip(figure.subplots(1, len(done), squeeze=False)[0], done, strict=True):
         known = published(TABLES[str(record.case["model"])])
         rows: list[tuple[str, str, float | None]] = []
-        for label in record.details["cells"]:
-            if " " in label:
-                continue
+        for label, facts in record.details["cells"].items():
+            if facts["num_microbatches"] == TIMED_MICROBATCHES:
+                continue  # laid out only to be held against the real step
             values = {
                 "paper (TPU)": known.get(("paper", "normalized throughput", label)),
                 "torchgpipe (P40)": known.get(("torchgpipe", "normalized throughput", label)),
@@ -219,7 +221,7 @@ def _bars(done: Sequence[Record]) -> Figure:
                 ("ours, measured", "real throughput"),
                 ("bound", "bound throughput"),
             ):
-                quantity = record.quantity(f"normalised {what} {label}")
+                quantity = record.quantity(f"normalised {what}", **facts["key"])
                 if quantity is not None:
                     rows.append((label, who, quantity.value))
         frame = pandas.DataFrame(rows, columns=["", "who", "throughput"])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gpipe_bench.experiments.guard.run import Finding
 from gpipe_bench.harness.guard.judge import THRESHOLD, Change, Judgement, verdict_of
+from gpipe_bench.harness.report.grid import Grid
 
 HEADERS = (
     "benchmark", "verdict", "base", "head", "head against base", "base against itself", "processor time",
@@ -22,10 +23,8 @@ five. Processor time can't see waiting and decides nothing."""
 
 def table(findings: Sequence[Finding]) -> str:
     """All runs, in columns."""
-    from tabulate import tabulate
-
     rows = [_row(finding.benchmark, run) for finding in findings for run in finding.runs]
-    return f"{tabulate(rows, HEADERS, disable_numparse=True)}\n\n{LEGEND}"
+    return f"{Grid(columns=HEADERS, lines=rows).text()}\n\n{LEGEND}"
 
 
 def _row(benchmark: str, run: Judgement) -> list[str]:

@@ -29,6 +29,7 @@ from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.run import guard
 from gpipe_bench.harness.guard.tree import base_tree
 from gpipe_bench.harness.places import PUBLISHED, ROOT
+from gpipe_bench.harness.report.markers import between
 from gpipe_bench.harness.running.stopping import stopping
 
 RECORDS = PUBLISHED / "guard" / "trials.jsonl"
@@ -144,11 +145,7 @@ def rate(hits: int, trials: int) -> str:
 
 def rewritten(text: str, records: Sequence[Mapping[str, Any]]) -> str:
     """The page with its summary made anew. Raises ValueError without the markers."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{DOCS.name} has lost its markers: it needs {BEGIN.strip()!r} and {END!r}")
-    return f"{before}{BEGIN}\n```text\n{summary(records)}\n```\n\n{END}{after}"
+    return between(text, BEGIN, END, f"\n```text\n{summary(records)}\n```\n\n", DOCS.name)
 
 
 def _median(records: Sequence[Mapping[str, Any]], name: str) -> float:

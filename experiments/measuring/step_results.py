@@ -8,7 +8,7 @@ median lies between them, and the interval says how far they are from each other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from gpipe_bench.experiments.measuring.processes import run_processes
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, balanced, lay_out
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.environment import usable_cores
-from gpipe_bench.harness.records.record import Provenance, Quantity
+from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
 from gpipe_bench.harness.timing.usage import used_by_others
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 
@@ -30,6 +30,9 @@ SHARED_MEMORY_LATENCY_S = (
     40e-6  # of a message between two processes; `run engine` measures it with its engine
 )
 MOST_DRAWN = 300  # actions of a timeline that is kept in the record
+
+Throughputs = list[tuple[Mapping[str, Scalar], list[float]]]
+"""Examples per second of each round, by the key of the cell."""
 
 
 def devices(device: str) -> int:
@@ -57,20 +60,21 @@ def results(
     first; a real step is held against the one with as many as really ran.
     """
     link = link_of(found, device)
-    throughput: dict[str, list[float]] = {}  # examples per second, by configuration and turn
-    bound: dict[str, list[float]] = {}
-    real: dict[str, list[float]] = {}
+    throughput: Throughputs = []  # examples per second, by configuration and turn
+    bound: Throughputs = []
+    real: Throughputs = []
     quantities: list[Quantity] = []
     details: dict[str, Any] = {}
     for index, (configuration, counts) in enumerate(plan):
         steps = [each.steps[index] for each in found]
         timed_turns = by_turn(steps)
         for count in counts:
-            name = _name(configuration, count, counts)
+            name, key = _name(configuration, count, counts), _key(configuration, count)
             examples = count * configuration.microbatch_size
             if configuration.num_microbatches == count:
                 examples = configuration.batch_size
             facts: dict[str, Any] = {
+                "key": key,
                 "num_stages": configuration.num_stages,
                 "num_microbatches": count,
                 "batch_size": examples,
@@ -80,8 +84,8 @@ def results(
             if timed_turns:
                 laid_out = [lay_out(timed, link, num_microbatches=count).makespan_s for timed in timed_turns]
                 even = [balanced(timed, count).makespan_s for timed in timed_turns]
-                throughput[name] = [examples / step_s for step_s in laid_out]
-                bound[name] = [examples / step_s for step_s in even]
+                throughput.append((key, [examples / step_s for step_s in laid_out]))
+                bound.append((key, [examples / step_s for step_s in even]))
                 timed = joined(timed_turns)
                 step = lay_out(timed, link, num_microbatches=count)
                 facts |= {
@@ -91,30 +95,35 @@ def results(
                 }
                 shares = [bound_s / step_s for bound_s, step_s in zip(even, laid_out, strict=True)]
                 quantities += [
-                    _replayed(f"step {name}", [1e3 * step_s for step_s in laid_out], "ms", False),
-                    _replayed(f"share of the balanced step {name}", shares, "ratio", True),
+                    _replayed("step", key, [1e3 * step_s for step_s in laid_out], "ms", False),
+                    _replayed("share of the balanced step", key, shares, "ratio", True),
                 ]
             if steps[0].real_s and count == configuration.num_microbatches:
                 real_s = [max(samples) for samples in zip(*(each.real_s for each in steps), strict=True)]
-                real[name] = [configuration.batch_size / step_s for step_s in real_s]
+                real.append((key, [configuration.batch_size / step_s for step_s in real_s]))
                 quantities.append(
-                    from_samples(f"real step {name}", [1e3 * s for s in real_s], "ms", higher_is_better=False)
+                    from_samples(
+                        "real step", [1e3 * s for s in real_s], "ms", key=key, higher_is_better=False
+                    )
                 )
                 if timed_turns:
                     error = [laid / ran - 1 for laid, ran in zip(laid_out, real_s, strict=True)]
                     quantities.append(
                         from_samples(
-                            f"replay error {name}", error, "ratio",
+                            "replay error", error, "ratio", key=key,
                             note="replayed step / measured step - 1, turn by turn",
                         )
                     )  # fmt: skip
                 timelines = [each.real_timeline for each in steps if each.real_timeline is not None]
                 facts["real_busy_share"] = busy_share(timelines)
             details[name] = facts
-    first = next(iter(details))
-    quantities += normalised("throughput", throughput, throughput.get(first), "replayed")
-    quantities += normalised("bound throughput", bound, throughput.get(first), "replayed")
-    quantities += normalised("real throughput", real, real.get(first), "measured")
+    first = next(iter(details.values()))["key"]
+    laid_out_base, real_base = (
+        next((samples for key, samples in each if key == first), None) for each in (throughput, real)
+    )
+    quantities += normalised("throughput", throughput, laid_out_base, "replayed")
+    quantities += normalised("bound throughput", bound, laid_out_base, "replayed")
+    quantities += normalised("real throughput", real, real_base, "measured")
     shared = {
         "cells": details,
         "link": {"name": link.name, "source": link.source, "latency_s": link.latency_s,
@@ -128,7 +137,15 @@ def results(
     return quantities, shared
 
 
+def _key(configuration: Configuration, count: int) -> dict[str, Scalar]:
+    """What tells a cell's numbers apart from those of the others."""
+    if configuration.label:
+        return {"configuration": configuration.label, "M": count}
+    return {"K": configuration.num_stages, "M": count}
+
+
 def _name(configuration: Configuration, count: int, counts: Sequence[int]) -> str:
+    """The cell for people."""
     if not configuration.label:
         return f"K={configuration.num_stages} M={count}"
     return configuration.label if count == counts[0] else f"{configuration.label} M={count}"
@@ -171,23 +188,32 @@ def busy_share(timelines: Sequence[Any]) -> list[float]:
 
 
 def normalised(
-    name: str, throughput: dict[str, list[float]], base: Sequence[float] | None, provenance: Provenance
+    name: str, throughput: Throughputs, base: Sequence[float] | None, provenance: Provenance
 ) -> list[Quantity]:
     """Examples per second, and relative to the base, turn by turn, where it has such a throughput."""
     found = []
-    for cell, samples in throughput.items():
+    for key, samples in throughput:
         found.append(
-            from_samples(f"{name} {cell}", samples, "samples/s", provenance=provenance, higher_is_better=True)
+            from_samples(name, samples, "samples/s", key=key, provenance=provenance, higher_is_better=True)
         )
         if base is not None:
             ratios = [ours / theirs for ours, theirs in zip(samples, base, strict=True)]
             found.append(
                 from_samples(
-                    f"normalised {name} {cell}", ratios, "ratio", provenance=provenance, higher_is_better=True
+                    f"normalised {name}",
+                    ratios,
+                    "ratio",
+                    key=key,
+                    provenance=provenance,
+                    higher_is_better=True,
                 )
             )
     return found
 
 
-def _replayed(name: str, samples: Sequence[float], unit: str, higher_is_better: bool) -> Quantity:
-    return from_samples(name, samples, unit, provenance="replayed", higher_is_better=higher_is_better)
+def _replayed(
+    name: str, key: Mapping[str, Scalar], samples: Sequence[float], unit: str, higher_is_better: bool
+) -> Quantity:
+    return from_samples(
+        name, samples, unit, key=key, provenance="replayed", higher_is_better=higher_is_better
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.records.record import Quantity, Record
+from gpipe_bench.harness.report.grid import Grid, numbers
 
 GAP = 0.1
 GAP_REASON = (
@@ -17,18 +18,11 @@ GAP_REASON = (
 SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."
 
 
-def grid(lines: list[list[Any]], headers: list[str]) -> str:
-    from tabulate import tabulate
-
-    align = ["left"] + ["right"] * (len(headers) - 1)
-    return str(tabulate(lines, headers, colalign=align, disable_numparse=True))
-
-
 def published(table: str) -> dict[tuple[str, str, str], PaperCell]:
     return {
         (cell.source, cell.row, cell.column): cell
         for cell in load_paper()
-        if cell.table == table and cell.kind in ("result", "claim")
+        if cell.table == table and cell.kind != "setting"
     }
 
 
@@ -48,9 +42,10 @@ def percent(quantity: Quantity | None) -> str:
 def replay_errors(records: Sequence[Record]) -> str:
     """How far the laid-out steps are from the same steps run on as many devices."""
     lines, errors = [], []
-    for record, name in _cells(records):
-        error, ran = record.quantity(f"replay error {name}"), record.quantity(f"real step {name}")
-        laid_out = record.quantity(f"step {name}")
+    for record, name, facts in _cells(records):
+        error, ran, laid_out = (
+            record.quantity(what, **facts["key"]) for what in ("replay error", "real step", "step")
+        )
         if error is None or error.value is None or ran is None or laid_out is None:
             continue
         assert ran.value is not None
@@ -60,7 +55,7 @@ def replay_errors(records: Sequence[Record]) -> str:
             [
                 record.details["title"], name, f"{laid_out.value:.1f}", f"{ran.value:.1f}",
                 f"{100 * error.value:+.1f} %",
-                f"{100 * record.details['cells'][name].get('spread', 0.0):.0f} %",
+                f"{100 * facts.get('spread', 0.0):.0f} %",
             ]
         )  # fmt: skip
     if not lines:
@@ -70,11 +65,11 @@ def replay_errors(records: Sequence[Record]) -> str:
         "cells\n  spread: interquartile range of an action's samples, median over stages and kinds"
     )
     headers = ["", "cell", "replayed (ms)", "measured (ms)", "error", "spread"]
-    return f"{title}\n\n{grid(lines, headers)}"
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
-def _cells(records: Sequence[Record]) -> Iterator[tuple[Record, str]]:
+def _cells(records: Sequence[Record]) -> Iterator[tuple[Record, str, dict[str, Any]]]:
     for record in records:
         if record.status == "done" and "cells" in record.details:
-            for name in record.details["cells"]:
-                yield record, name
+            for name, facts in record.details["cells"].items():
+                yield record, name, facts

@@ -8,10 +8,11 @@ it has stumbled over all of them together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from gpipe_bench.experiments.report.show import comparisons_of, text_of
-from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.records.record import Record
+
+T = TypeVar("T")
 
 UNREADABLE = (
     ValueError,
@@ -27,50 +28,39 @@ UNREADABLE = (
 MOST_LINES = 5
 
 
-def show_all(experiment: Experiment, records: Sequence[Record]) -> None:
-    """Makes all that `compare` shows of the records, or raises what the experiment stumbles over."""
-    text_of(experiment, records, comparisons_of(experiment, records))
-
-
 def readable(
-    experiment: Experiment,
-    records: Sequence[Record],
-    use: Callable[[Experiment, Sequence[Record]], object] = show_all,
-) -> tuple[list[Record], list[str]]:
-    """The records that `use` can make something of, and lines about what it can't.
+    name: str, records: Sequence[Record], show: Callable[[Sequence[Record]], T]
+) -> tuple[T | None, list[str]]:
+    """What `show` makes of the records that it can make something of, and lines about the others.
 
-    None of them where it stumbles over all: the mistake may then be the experiment's own.
+    None where it stumbles over all: the mistake may then be the experiment's own. `name` is the experiment's.
     """
-    error = _stumbles(experiment, records, use)
+    shown, error = _tried(show, records)
     if error is None:
-        return list(records), []
+        return shown, []
     kept: list[Record] = []
     lines: list[str] = []
     for record in records:
-        alone = _stumbles(experiment, [record], use)
+        _, alone = _tried(show, [record])
         if alone is None:
             kept.append(record)
         else:
-            lines.append(
-                f"{experiment.name} can't read its record of {record.label} ({_cause(alone)}); left out"
-            )
-    if not kept or _stumbles(experiment, kept, use) is not None:
-        return [], [f"{experiment.name} can't be shown: {_cause(error)}"]
+            lines.append(f"{name} can't read its record of {record.label} ({_cause(alone)}); left out")
+    shown, rest = _tried(show, kept)
+    if not kept or rest is not None:
+        return None, [f"{name} can't be shown: {_cause(error)}"]
     if len(lines) > MOST_LINES:
-        lines[MOST_LINES:] = [f"{experiment.name}: {len(lines) - MOST_LINES} more records are left out"]
-    return kept, lines
+        lines[MOST_LINES:] = [f"{name}: {len(lines) - MOST_LINES} more records are left out"]
+    return shown, lines
 
 
-def _stumbles(
-    experiment: Experiment,
-    records: Sequence[Record],
-    use: Callable[[Experiment, Sequence[Record]], object],
-) -> Exception | None:
+def _tried(
+    show: Callable[[Sequence[Record]], T], records: Sequence[Record]
+) -> tuple[T | None, Exception | None]:
     try:
-        use(experiment, records)
+        return show(records), None
     except UNREADABLE as error:
-        return error
-    return None
+        return None, error
 
 
 def _cause(error: Exception) -> str:

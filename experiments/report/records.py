@@ -8,16 +8,15 @@ the path works, comes last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.harness.experiment import Experiment, Ours
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import Problem, Store, latest
-from gpipe_bench.harness.report.page import Answer
 
 _PROFILES = ("full", "short", "smoke")
 
@@ -82,43 +81,6 @@ def _order(source: Source, experiment: Experiment) -> tuple[object, ...]:
     return (
         source.profile == "smoke", not usual, not source.own, profile, -len(source.records), source.machine,
     )  # fmt: skip
-
-
-def answers(experiment: Experiment, found: Sequence[Source]) -> list[Answer]:
-    """One answer for each cell that any of the sources reports, from the first that has a number."""
-    chosen: dict[tuple[str, str, str], Answer] = {}
-    for source in found:
-        for ours in experiment.cells(source.records):
-            key = (ours.table, ours.row, ours.column)
-            answer = _answer(ours, source)
-            if key not in chosen or (answer.answers and not chosen[key].answers):
-                chosen[key] = answer
-    return list(chosen.values())
-
-
-def _answer(ours: Ours, source: Source) -> Answer:
-    record = _record_of(ours, source.records)
-    return Answer(
-        ours=ours,
-        machine=source.machine,
-        profile=source.profile,
-        command=record.command if record is not None else source.command,
-        record=record,
-    )
-
-
-def _record_of(ours: Ours, records: Sequence[Record]) -> Record | None:
-    """The record that holds the number itself; None for a number computed from several."""
-    wanted = ours.quantity
-    if wanted is None or wanted.value is None:
-        return None
-    holding = [
-        record
-        for record in records
-        if any(q.name == wanted.name and q.value == wanted.value and q.unit == wanted.unit
-               for q in record.quantities)
-    ]  # fmt: skip
-    return holding[0] if len(holding) == 1 else None
 
 
 def load_all() -> tuple[list[Experiment], list[str]]:

@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.side_by_side.engine_text import tables, void_by
-from gpipe_bench.harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
 from gpipe_bench.harness.timing.rounds import Times, against_itself, differences, ratios, slowest
@@ -241,7 +242,7 @@ def without_gpu() -> Iterator[None]:
             os.environ[name] = before
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     """None: the paper measured no engine but its own."""
     return []
 

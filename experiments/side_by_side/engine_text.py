@@ -8,6 +8,7 @@ from typing import NamedTuple
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+from gpipe_bench.harness.report.grid import Grid
 
 
 class Target(NamedTuple):
@@ -94,8 +95,6 @@ def verdict(target: Target, quantity: Quantity) -> str:
 
 
 def _targets(records: Sequence[Record]) -> str:
-    from tabulate import tabulate
-
     lines = []
     for target in TARGETS:
         record = next((r for r in records if target.case.items() <= r.case.items()), None)
@@ -112,8 +111,12 @@ def _targets(records: Sequence[Record]) -> str:
         void = void_by(record.quantity("control"))
         said = f"void: {void}" if void else verdict(target, quantity)
         lines.append([target.what, bound, measured(quantity), said])
-    table = tabulate(lines, ["", "target", "median [95 % interval]", "holds?"], disable_numparse=True)
-    return f"The engine's own cost, side by side (measured)\n\n{table}{_note(table)}"
+    table = Grid(
+        title="The engine's own cost, side by side (measured)",
+        columns=["", "target", "median [95 % interval]", "holds?"],
+        lines=lines,
+    ).text()
+    return f"{table}{_note(table)}"
 
 
 def _note(table: str) -> str:
@@ -127,14 +130,12 @@ def _note(table: str) -> str:
 
 
 def _everything(records: Sequence[Record]) -> str:
-    from tabulate import tabulate
-
     lines = [
-        [record.label if number == 0 else "", quantity.name, measured(quantity)]
+        [record.label if number == 0 else "", quantity.label, measured(quantity)]
         for record in records
         for number, quantity in enumerate(record.quantities)
     ]
-    return str(tabulate(lines, ["case", "quantity", "median [95 % interval]"], disable_numparse=True))
+    return Grid(columns=["case", "quantity", "median [95 % interval]"], lines=lines).text()
 
 
 def measured(quantity: Quantity) -> str:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.side_by_side.engine import conditions_of, void_of, without_gpu
 from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.experiments.side_by_side.peers_text import SAME_SCHEDULE, tables
-from gpipe_bench.harness.experiment import Case, Experiment, Ours, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
 from gpipe_bench.harness.timing.rounds import ratios, slowest
@@ -154,7 +155,7 @@ def outcome(job: PeersJob, found: Sequence[PeersResult]) -> Outcome:
     return Outcome(tuple(quantities), details)
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     """None: the paper set no engines side by side."""
     return []
 

@@ -9,6 +9,7 @@ from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.records.record import Record, Scalar
+from gpipe_bench.harness.report.grid import Grid
 
 # (where, remat, M) -> ours must be so many times as fast as the peers.
 TARGETS: dict[tuple[str, str, int], float] = {
@@ -38,8 +39,6 @@ def _heading(records: Sequence[Record]) -> str:
 
 
 def _block(record: Record) -> str:
-    from tabulate import tabulate
-
     title = title_of(record.case)
     if record.status != "done":
         return f"{title}: {record.status}: {record.reason}"
@@ -60,7 +59,7 @@ def _block(record: Record) -> str:
             line[3:] = [f">= {target:.2f}", "void" if void else verdict(wanted, ratio)]
         lines.append(line)
     headings = ["engine", "ms per step [95 %]", "our speed / its [95 %]", "target", "holds?"]
-    table = tabulate(lines, headings, disable_numparse=True)
+    table = Grid(columns=headings, lines=lines).text()
     return f"{title}\n{table}\n{_conditions(record)}"
 
 

@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.checks import reference, verify
 from gpipe_bench.experiments.engines.known import Ours
-from gpipe_bench.experiments.engines.setup import Engine, Setup, build
+from gpipe_bench.experiments.engines.setup import Engine, NoStepError, Setup, build
 from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
 from gpipe_bench.experiments.measuring.turns import measure
 from gpipe_bench.experiments.side_by_side.engine_work import mean_actions_s
@@ -70,16 +70,12 @@ def work(job: PeersJob) -> PeersResult:
     refused: dict[str, str] = {}
     for name, (engine, remat) in job.engines.items():
         setup = Setup(layers, spans, job.num_microbatches, remat, torch.device("cpu"), group)
-        try:
-            engines[name], reason = build(engine, setup), ""
-        except ValueError as error:
-            reason = str(error)
+        found, reason = built(engine, setup)
         reason = _first_of_all(reason)
-        if reason:
+        if reason or found is None:
             refused[name] = reason
-            engines.pop(name, None)
         else:
-            setups[name] = setup
+            engines[name], setups[name] = found, setup
 
     expected = reference(setups["ours"], batch, target, loss)
 
@@ -99,6 +95,16 @@ def work(job: PeersJob) -> PeersResult:
     actions_s = mean_actions_s(ours.pipeline)
     checked()  # still right after all rounds
     return PeersResult(checks, refused, spans, actions_s, conditions(), *measured)
+
+
+def built(name: str, setup: Setup) -> tuple[Engine | None, str]:
+    """The engine, or why it can't run this. NoStepError where it is none."""
+    try:
+        return build(name, setup), ""
+    except NoStepError:
+        raise
+    except ValueError as error:
+        return None, str(error)
 
 
 def _first_of_all(reason: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES
-from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Quantity, Record, Status
 
 CONTENT = {
@@ -53,13 +55,8 @@ _CLAIMS = (
 """Row, half, the two columns whose parameters are divided, and the declared gap."""
 
 
-def find(records: Sequence[Record], **key: object) -> Record | None:
-    """The record whose case has these values."""
-    return next((r for r in records if all(r.case.get(k) == v for k, v in key.items())), None)
-
-
-def cells(records: Sequence[Record]) -> list[Ours]:
-    found: list[Ours] = []
+def cells(records: Sequence[Record]) -> list[Entry]:
+    found: list[Entry] = []
     for half in HALVES:
         for column in COLUMNS[half]:
             key = {"half": half, "column": column.name, "attention": JUDGED_ATTENTION[half]}
@@ -71,13 +68,14 @@ def cells(records: Sequence[Record]) -> list[Ours]:
     return found + [_claim(records, *claim) for claim in _CLAIMS]
 
 
-def _cell(half: str, column: str, row: str, record: Record | None) -> Ours:
+def _cell(half: str, column: str, row: str, record: Record | None) -> Entry:
     gap, reason = GAPS.get((half, row), (0.0, ""))
-    return Ours(
+    return Entry(
         table=HALVES[half].table,
         row=row,
         column=column,
         quantity=record.quantity(row) if record is not None else None,
+        record=record,
         gap=gap,
         gap_reason=reason,
         note=CONTENT[half] if row == "peak activation memory" else "",
@@ -86,17 +84,18 @@ def _cell(half: str, column: str, row: str, record: Record | None) -> Ours:
     )
 
 
-def _largest(half: str, column: str, record: Record | None) -> Ours:
+def _largest(half: str, column: str, record: Record | None) -> Entry:
     quantity = record.quantity("parameters") if record is not None else None
     status: Status = "done" if record is None else record.status
     reason = "" if record is None else record.reason
     if quantity is not None and quantity.value is None:
         status, reason = "out_of_memory", f"{quantity.note}; {SMALLER}"
-    return Ours(
+    return Entry(
         table=HALVES[half].table,
         row="maximum parameters",
         column=column,
         quantity=None if quantity is None or quantity.value is None else _higher(quantity),
+        record=record,
         note=SMALLER if column.startswith("naive") else LARGER,
         status=status,
         reason=reason,
@@ -104,13 +103,10 @@ def _largest(half: str, column: str, record: Record | None) -> Ours:
 
 
 def _higher(quantity: Quantity) -> Quantity:
-    return Quantity(
-        name=quantity.name, value=quantity.value, unit=quantity.unit, provenance=quantity.provenance,
-        higher_is_better=True,
-    )  # fmt: skip
+    return replace(quantity, higher_is_better=True)
 
 
-def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str, gap: float) -> Ours:
+def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str, gap: float) -> Entry:
     counts = []
     for column in (over, under):
         record = find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
@@ -119,7 +115,7 @@ def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str
     ratio = Quantity(
         name=row, value=counts[0] / counts[1] if all(counts) else None, unit="ratio", provenance="modelled"
     )
-    return Ours(
+    return Entry(
         table="claims",
         row=row,
         column=f"{over} / {under}",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION, cells, find
+from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION, cells
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES
 from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.units import show
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.report.table import ours_text, paper_text, verdict_text
 
 
 def table(records: Sequence[Record]) -> str:
     """Both halves of Table 1 as markdown: paper, ours, verdict."""
-    comparisons = {(c.table, c.row, c.column): c for c in compare(cells(records))}
+    comparisons = {c.key: c for c in compare(cells(records))}
     return "\n\n".join(_half(half, records, comparisons) for half in HALVES)
 
 
@@ -25,29 +27,15 @@ def _half(half: str, records: Sequence[Record], comparisons: dict[tuple[str, str
     ]
     for row in ("parameters", "parameter memory", "peak activation memory"):
         found = [comparisons[data.table, row, column.name] for column in columns]
-        lines.append(f"| {row}: paper | {' | '.join(_printed(cell) for cell in found)} |")
-        lines.append(f"| ours (modelled) | {' | '.join(_ours(cell) for cell in found)} |")
-        lines.append(f"| verdict | {' | '.join(_verdict(cell) for cell in found)} |")
+        lines.append(f"| {row}: paper | {' | '.join(paper_text(cell) for cell in found)} |")
+        lines.append(f"| ours (modelled) | {' | '.join(ours_text(cell, '-') for cell in found)} |")
+        lines.append(f"| verdict | {' | '.join(verdict_text(cell, ', x') for cell in found)} |")
     key = {"half": half, "attention": JUDGED_ATTENTION[half], "precision": "float32"}
     largest = [find(records, part="largest", column=column.name, **key) for column in columns]
     lines.append(f"| **largest that fits here** | {' | '.join(map(_largest, largest))} |")
     found = [comparisons[data.table, "maximum parameters", column.name] for column in columns]
-    lines.append(f"| against the paper's model | {' | '.join(_verdict(cell) for cell in found)} |")
+    lines.append(f"| against the paper's model | {' | '.join(verdict_text(cell, ', x') for cell in found)} |")
     return "\n".join(lines)
-
-
-def _printed(cell: Comparison) -> str:
-    return cell.printed if cell.corrected is None else f"{cell.printed} (means {cell.corrected_printed})"
-
-
-def _ours(cell: Comparison) -> str:
-    return "-" if cell.ours is None else show(cell.ours, cell.unit)
-
-
-def _verdict(cell: Comparison) -> str:
-    if cell.verdict in ("deviates", "exceeds") and cell.ratio is not None:
-        return f"{cell.verdict}, x{cell.ratio:.3g}"
-    return cell.verdict
 
 
 def _largest(record: Record | None) -> str:

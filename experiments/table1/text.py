@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from gpipe_bench.experiments.table1.cells import find
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, GIB, HALVES, Column
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.report.tables import text_table
+from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.report.text import text_table
 
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 
@@ -32,10 +33,8 @@ def _heading(half: str, attention: str) -> str:
     return f"{data.model}{note}, mini-batch {data.batch_size}, {data.cap_gib} GiB per accelerator"
 
 
-def _grid(lines: list[list[str]], columns: Sequence[Column]) -> str:
-    from tabulate import tabulate
-
-    return str(tabulate(lines, ["", *(column.name for column in columns)], disable_numparse=True))
+def _columns(columns: Iterable[Column]) -> list[str]:
+    return ["", *(column.name for column in columns)]
 
 
 def _gib(num_bytes: float) -> str:
@@ -83,7 +82,7 @@ def _memory_table(records: Sequence[Record], half: str, attention: str) -> str:
         f"The paper's models here: {_heading(half, attention)} (modelled)\n"
         "Sums over the accelerators, at the moment each is fullest; float32, RMSProp with momentum"
     )
-    return f"{title}\n\n{_grid(lines, list(found))}"
+    return Grid(title=title, columns=_columns(found), lines=lines).text()
 
 
 def _largest_table(records: Sequence[Record], half: str, attention: str) -> str:
@@ -143,7 +142,7 @@ def _largest_table(records: Sequence[Record], half: str, attention: str) -> str:
         and (parameters := record.quantity("parameters")) is not None
         and parameters.value is None
     ]
-    return "\n".join([title, "", _grid(lines, columns), *notes])
+    return Grid(title=title, columns=_columns(columns), lines=lines, notes=notes).text()
 
 
 def _size(num_layers: int, num_filters: int) -> str:
@@ -178,8 +177,6 @@ def _peak(record: Record | None) -> str:
 
 def _verification(records: Sequence[Record]) -> str:
     """How well the model meets real steps."""
-    from tabulate import tabulate
-
     found = [r for r in records if r.case.get("part") == "verify" and r.status == "done"]
     if not found:
         return ""
@@ -201,15 +198,12 @@ def _verification(records: Sequence[Record]) -> str:
                 ]
             )  # fmt: skip
     headers = ["model (scaled down)", "K", "steps", "largest error", "at", "counted (measured)", "modelled"]
-    table = tabulate(lines, headers, disable_numparse=True)
     title = "The memory model against real training steps on this machine, counted storage by storage"
-    return f"{title}\n\n{table}"
+    return Grid(title=title, columns=headers, lines=lines).text()
 
 
 def _devices(records: Sequence[Record]) -> str:
     """Real stages on a GPU, where they ran."""
-    from tabulate import tabulate
-
     found = [r for r in records if r.case.get("part") == "device"]
     lines = []
     for record in found:
@@ -226,4 +220,4 @@ def _devices(records: Sequence[Record]) -> str:
         return ""
     headers = ["model", "column", "distinct stages", "measured peak", "modelled peak", "under the cap"]
     title = "Every distinct stage for real on this GPU, alone, under the paper's cap (fullest one)"
-    return f"{title}\n\n{tabulate(lines, headers, disable_numparse=True)}"
+    return Grid(title=title, columns=headers, lines=lines).text()

@@ -3,53 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE
-from gpipe_bench.harness.experiment import Ours
-from gpipe_bench.harness.records.record import Quantity, Record
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.find import find
+from gpipe_bench.harness.records.record import Record
 
 TABLES = {"amoebanet": "table2-amoebanet", "transformer": "table2-transformer"}
 JUDGED = "fitted"  # the mini-batch as the paper chose it
 
 
-def find(records: Sequence[Record], model: str, batch: str) -> Record | None:
-    """The finished record of a model with that choice of mini-batch."""
-    return next(
-        (
-            r
-            for r in records
-            if r.case.get("model") == model and r.case.get("batch") == batch and r.status == "done"
-        ),
-        None,
+def configurations(record: Record) -> list[tuple[int, int]]:
+    """(K, M) of all that was timed, in the order of the table."""
+    return sorted(
+        (facts["num_stages"], facts["num_microbatches"]) for facts in record.details["cells"].values()
     )
 
 
-def cell_names(record: Record) -> list[tuple[int, int]]:
-    """(K, M) of all cells of a record, in the order of the table."""
-    found = [tuple(int(part[2:]) for part in name.split()) for name in record.details["cells"]]
-    return sorted((k, m) for k, m in found)
+def facts_of(record: Record, num_stages: int, num_microbatches: int) -> dict[str, Any]:
+    """What is known of one configuration beside its numbers."""
+    return next(
+        facts
+        for facts in record.details["cells"].values()
+        if (facts["num_stages"], facts["num_microbatches"]) == (num_stages, num_microbatches)
+    )
 
 
-def best(record: Record, what: str, num_stages: int, num_microbatches: int) -> Quantity | None:
-    """A number of a cell by its name without "real": the replayed one, which all cells have."""
-    return record.quantity(f"{what} K={num_stages} M={num_microbatches}")
-
-
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     """A cell for each (K, M) of each model on record."""
     return [cell for model in TABLES for cell in _of_model(records, model)]
 
 
-def _of_model(records: Sequence[Record], model: str) -> Iterator[Ours]:
-    record = find(records, model, JUDGED)
+def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
+    record = find(records, "done", model=model, batch=JUDGED)
     if record is None:
         return
-    for num_stages, num_microbatches in cell_names(record):
-        yield Ours(
+    for num_stages, num_microbatches in configurations(record):
+        yield Entry(
             table=TABLES[model],
             row=f"M={num_microbatches}",
             column=f"K={num_stages}",
-            quantity=best(record, "normalised throughput", num_stages, num_microbatches),
+            quantity=record.quantity("normalised throughput", K=num_stages, M=num_microbatches),
+            record=record,
             not_comparable=SMOKE if record.profile == "smoke" else "",
             gap=GAP,
             gap_reason=GAP_REASON,

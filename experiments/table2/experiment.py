@@ -110,7 +110,7 @@ PAPER_TABLES = {
     "table2-bound": PaperTable(
         title="Table 2: what theory allows",
         short="Table 2, bound",
-        about="The best any schedule that flushes can do with perfectly balanced stages and a free link.",
+        about="What GPipe's schedule gives with equal stages, F : B : R = 1 : 2 : 1 and a free link.",
     ),
 }
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.report.gantt import gantt_plot
 from gpipe_bench.experiments.report.style import paper_style
-from gpipe_bench.experiments.table2.cells import TABLES, cell_names, find
+from gpipe_bench.experiments.table2.cells import TABLES, configurations, facts_of
 from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.shown import Plot
 
@@ -19,25 +20,22 @@ if TYPE_CHECKING:
 
 def figures(records: Sequence[Record]) -> list[Plot]:
     """All there are records for."""
-    plots = []
-    for batch in ("fixed", "fitted"):
-        found = {model: record for model in TABLES if (record := find(records, model, batch)) is not None}
-        if found:
-            plots.append(
-                Plot(
-                    name=f"table2-throughput-{batch}",
-                    caption=f"Table 2: throughput over the number of micro-batches, {batch} batch",
-                    alt=(
-                        "Lines over M for each K: ours, the bound of balanced stages and the paper's points, "
-                        "relative to K=2, M=1; every number stands in the table above."
-                    ),
-                    draw=partial(_throughput, found, batch),
-                    suffixes=("png",),
-                    style=paper_style,
-                )
-            )
-    found = {model: record for model in TABLES if (record := find(records, model, "fixed")) is not None}
-    if found:
+    plots = [
+        Plot(
+            name=f"table2-throughput-{batch}",
+            caption=f"Table 2: throughput over the number of micro-batches, {batch} batch",
+            alt=(
+                "Lines over M for each K: ours, the bound of balanced stages and the paper's points, "
+                "relative to K=2, M=1; every number stands in the table above."
+            ),
+            draw=partial(_throughput, found, batch),
+            suffixes=("png",),
+            style=paper_style,
+        )
+        for batch in ("fixed", "fitted")
+        if (found := _of_models(records, batch))
+    ]
+    if found := _of_models(records, "fixed"):
         plots.append(
             Plot(
                 name="table2-efficiency",
@@ -55,6 +53,12 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     return plots
 
 
+def _of_models(records: Sequence[Record], batch: str) -> dict[str, Record]:
+    """The finished record of each model that has one with that choice of mini-batch."""
+    found = {model: find(records, "done", model=model, batch=batch) for model in TABLES}
+    return {model: record for model, record in found.items() if record is not None}
+
+
 def _throughput(found: dict[str, Record], batch: str) -> Figure:
     import seaborn
     from matplotlib.figure import Figure
@@ -64,14 +68,14 @@ def _throughput(found: dict[str, Record], batch: str) -> Figure:
     every = figure.subplots(1, len(found), squeeze=False)[0]
     printed = {(c.table, c.row, c.column): c.value for c in load_paper() if c.source == "paper"}
     for axes, (model, record) in zip(every, found.items(), strict=True):
-        stages = sorted({k for k, _ in cell_names(record)})
-        counts = sorted({m for _, m in cell_names(record)})
+        stages = sorted({k for k, _ in configurations(record)})
+        counts = sorted({m for _, m in configurations(record)})
         colors = seaborn.color_palette("viridis", len(stages))
         for color, k in zip(colors, stages, strict=True):
-            ours = [_value(record, f"normalised throughput K={k} M={m}") for m in counts]
-            limit = [_value(record, f"normalised bound throughput K={k} M={m}") for m in counts]
+            ours = [_value(record, "normalised throughput", k, m) for m in counts]
+            limit = [_value(record, "normalised bound throughput", k, m) for m in counts]
             paper = [printed.get((TABLES[model], f"M={m}", f"K={k}")) for m in counts]
-            ran = [_value(record, f"normalised real throughput K={k} M={m}") for m in counts]
+            ran = [_value(record, "normalised real throughput", k, m) for m in counts]
             _line(axes, counts, ours, color=color, marker="o", label=f"K = {k}")
             _line(axes, counts, limit, color=color, linestyle=":", linewidth=1.2)
             _line(axes, counts, paper, color=color, linestyle="none", marker="x", markersize=7)
@@ -106,8 +110,8 @@ def _efficiency(found: dict[str, Record]) -> Figure:
     figure = Figure(figsize=(3.9 * len(found) + 0.4, 3.2), layout="constrained")
     every = figure.subplots(1, len(found), squeeze=False)[0]
     for axes, record in zip(every, found.values(), strict=True):
-        stages = sorted({k for k, _ in cell_names(record)})
-        counts = sorted({m for _, m in cell_names(record)})
+        stages = sorted({k for k, _ in configurations(record)})
+        counts = sorted({m for _, m in configurations(record)})
         shares = [[_busy(record, k, m) for m in counts] for k in stages]
         seaborn.heatmap(
             shares, ax=axes, vmin=0, vmax=100, annot=True, fmt=".0f", cmap="viridis", cbar=False,
@@ -123,7 +127,7 @@ def _efficiency(found: dict[str, Record]) -> Figure:
 def _busy(record: Record, num_stages: int, num_microbatches: int) -> float:
     from gpipe_bench.experiments.measuring.timed_actions import TimedActions, lay_out
 
-    facts = record.details["cells"][f"K={num_stages} M={num_microbatches}"]
+    facts = facts_of(record, num_stages, num_microbatches)
     if "actions" not in facts:
         return float("nan")
     return 100 * (1 - lay_out(TimedActions.from_data(facts["actions"])).bubble)
@@ -133,13 +137,13 @@ def _charts(found: dict[str, Record]) -> list[Plot]:
     """The step of the largest K with four micro-batches, as it is laid out."""
     plots = []
     for model, record in found.items():
-        names = [f"K={k} M={m}" for k, m in cell_names(record) if m == 4]
-        drawn = [name for name in names if record.details["cells"][name].get("timeline")]
+        drawn = [
+            (k, m) for k, m in configurations(record) if m == 4 and facts_of(record, k, m).get("timeline")
+        ]
         if drawn:
-            title = f"{record.details['title']}, {drawn[-1]}"
-            plots.append(
-                gantt_plot(f"table2-step-{model}", title, record.details["cells"][drawn[-1]]["timeline"])
-            )
+            k, m = drawn[-1]
+            title = f"{record.details['title']}, K={k} M={m}"
+            plots.append(gantt_plot(f"table2-step-{model}", title, facts_of(record, k, m)["timeline"]))
     return plots
 
 
@@ -149,6 +153,6 @@ def _line(axes: Any, x: Sequence[float], y: Sequence[float | None], **style: Any
         axes.plot(*zip(*points, strict=True), **style)
 
 
-def _value(record: Record, name: str) -> float | None:
-    quantity = record.quantity(name)
+def _value(record: Record, name: str, num_stages: int, num_microbatches: int) -> float | None:
+    quantity = record.quantity(name, K=num_stages, M=num_microbatches)
     return None if quantity is None else quantity.value

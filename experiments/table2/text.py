@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpipe_bench.experiments.measuring.step_text import grid, interval, percent, published, replay_errors
-from gpipe_bench.experiments.table2.cells import TABLES, cell_names, find
+from gpipe_bench.experiments.measuring.step_text import interval, percent, published, replay_errors
+from gpipe_bench.experiments.table2.cells import TABLES, configurations, facts_of
 from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.report.tables import text_table
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.text import text_table
 from gpipe_bench.pipeline.plan.partition import RULES
 
 TITLES = {
@@ -24,7 +26,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         grid_of(record, model, batch, verdicts)
         for batch in TITLES
         for model in TABLES
-        if (record := find(records, model, batch)) is not None
+        if (record := find(records, "done", model=model, batch=batch)) is not None
     ]
     parts += [replay_errors(records), partition_rules(records)]
     if comparisons:
@@ -37,21 +39,21 @@ def grid_of(record: Record, model: str, batch: str, verdicts: Mapping[tuple[str,
     details = record.details
     known = published(TABLES[model])
     lines = []
-    for num_stages, count in cell_names(record):
+    for num_stages, count in configurations(record):
         name = f"K={num_stages} M={count}"
         paper = known.get(("paper", f"M={count}", f"K={num_stages}"))
         peer = known.get(("torchgpipe", f"M={count}", f"K={num_stages}"))
-        ran = record.quantity(f"normalised real throughput {name}")
-        facts = details["cells"][name]
+        ran = record.quantity("normalised real throughput", K=num_stages, M=count)
+        facts = facts_of(record, num_stages, count)
         lines.append(
             [
                 name,
                 "-" if paper is None else paper.printed + ("" if paper.comparable else " *"),
                 "-" if peer is None else peer.printed,
-                interval(record.quantity(f"normalised throughput {name}"), facts["why"]),
+                interval(record.quantity("normalised throughput", K=num_stages, M=count), facts["why"]),
                 "-" if ran is None else interval(ran),
-                interval(record.quantity(f"normalised bound throughput {name}")),
-                percent(record.quantity(f"share of the balanced step {name}")),
+                interval(record.quantity("normalised bound throughput", K=num_stages, M=count)),
+                percent(record.quantity("share of the balanced step", K=num_stages, M=count)),
                 f"{facts['batch_size']}",
                 verdicts.get((TABLES[model], f"M={count}", f"K={num_stages}"), "-")
                 if batch == "fitted"
@@ -80,11 +82,10 @@ def grid_of(record: Record, model: str, batch: str, verdicts: Mapping[tuple[str,
         "N",
         "verdict",
     ]
-    notes = ""
+    notes = []
     if any(line[1].endswith("*") for line in lines):
-        erratum = next(c.erratum for c in known.values() if not c.comparable)
-        notes = f"\n  * {erratum}"
-    return f"{title}\n\n{grid(lines, headers)}{notes}"
+        notes.append(f"  * {next(c.erratum for c in known.values() if not c.comparable)}")
+    return Grid(title=title, columns=headers, lines=lines, notes=notes, right=numbers(headers)).text()
 
 
 def partition_rules(records: Sequence[Record]) -> str:
@@ -93,13 +94,13 @@ def partition_rules(records: Sequence[Record]) -> str:
 
     lines = []
     for model in TABLES:
-        record = find(records, model, "fixed")
+        record = find(records, "done", model=model, batch="fixed")
         if record is None:
             continue
         size = min(record.details["layers_ms"], key=int)
         seconds = record.details["layers_ms"][size]
-        for num_stages, count in cell_names(record):
-            if count != max(m for _, m in cell_names(record)):
+        for num_stages, count in configurations(record):
+            if count != max(m for _, m in configurations(record)):
                 continue
             shares = bound_shares(seconds, num_stages, count)
             lines.append(
@@ -116,4 +117,5 @@ def partition_rules(records: Sequence[Record]) -> str:
         "layers)\n  bottleneck: ours, exact; variance: the paper's rule; cumulative: the published library's "
         "heuristic"
     )
-    return f"{title}\n\n{grid(lines, ['', 'cell', *RULES])}"
+    headers = ["", "cell", *RULES]
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()

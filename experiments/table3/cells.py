@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpipe_bench.experiments.measuring.step_text import SMOKE
-from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Quantity, Record
 
 TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
@@ -14,39 +15,28 @@ WIDEST = 0.5
 """Of an interval, relative to its value; a wider one would let any number count as reproduced."""
 
 
-def find(records: Sequence[Record], part: str, model: str, *, status: str = "done") -> Record | None:
-    """The record of a part and model with that status."""
-    return next(
-        (
-            r
-            for r in records
-            if r.case.get("part") == part and r.case.get("model") == model and r.status == status
-        ),
-        None,
-    )
-
-
 def stage_counts(record: Record) -> list[int]:
     """The values of K on record."""
-    return [int(name[2:]) for name in record.details["stages"]]
+    return [facts["num_stages"] for facts in record.details["stages"].values()]
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     """A cell for each K of each model whose steps were measured; the modelled ones are shown beside them."""
     return [cell for model in TABLES for cell in _of_model(records, model)]
 
 
-def _of_model(records: Sequence[Record], model: str) -> Iterator[Ours]:
-    record = find(records, "steps", model)
+def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
+    record = find(records, "done", part="steps", model=model)
     if record is None:
         return
     for k in stage_counts(record):
-        quantity = record.quantity(f"normalised throughput over {record.details['judged']} K={k}")
-        yield Ours(
+        quantity = record.quantity("normalised throughput", link=record.details["judged"], K=k)
+        yield Entry(
             table=TABLES[model],
             row="M=32",
             column=f"K={k}",
             quantity=quantity,
+            record=record,
             gap=round(record.details["gap"][f"K={k}"], 3),
             gap_reason=f"how long a message takes beside the computation is modelled: "
             f"{record.details['assumption']}",

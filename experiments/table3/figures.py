@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.measuring.bandwidths import HIDDEN, hidden_from, slowdowns, spread_evenly
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions
 from gpipe_bench.experiments.report.style import paper_style
-from gpipe_bench.experiments.table3.cells import TABLES, find, stage_counts
+from gpipe_bench.experiments.table3.cells import TABLES, stage_counts
+from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.shown import Plot
 from gpipe_bench.pipeline.plan.links import LINKS
@@ -28,12 +29,14 @@ SHOWN_LINKS = {"ethernet-10g": "10G", "pcie3-host": "PCIe 3", "infiniband-hdr": 
 def figures(records: Sequence[Record]) -> list[Plot]:
     """What there are records for."""
     drawings: dict[str, Callable[[], Figure]] = {}
-    found = {model: record for model in TABLES if (record := find(records, "paper size", model)) is not None}
-    if found:
-        drawings["table3-bandwidth"] = partial(_paper_size, list(found.values()))
-    machine = {model: record for model in TABLES if (record := find(records, "steps", model)) is not None}
-    linked = {model: find(records, "link", model) for model in TABLES}
-    if machine or any(linked.values()):
+    found, machine, linked = (
+        {model: find(records, "done", part=part, model=model) for model in TABLES}
+        for part in ("paper size", "steps", "link")
+    )
+    if any(found.values()):
+        known = [record for record in found.values() if record is not None]
+        drawings["table3-bandwidth"] = partial(_paper_size, known)
+    if any(machine.values()) or any(linked.values()):
         drawings["table3-this-machine"] = partial(_this_machine, machine, linked)
     return [
         Plot(
@@ -81,12 +84,12 @@ def _paper_size(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def _this_machine(machine: dict[str, Record], linked: dict[str, Record | None]) -> Figure:
+def _this_machine(machine: dict[str, Record | None], linked: dict[str, Record | None]) -> Figure:
     """The scaled models: replayed for all K, and K = 2 measured over the limited link."""
-    models = [model for model in TABLES if model in machine or linked[model] is not None]
+    models = [model for model in TABLES if machine[model] or linked[model]]
     figure, every = _panels(len(models))
     for axes, model in zip(every, models, strict=True):
-        record, link = machine.get(model), linked[model]
+        record, link = machine[model], linked[model]
         known = record or link
         assert known is not None
         timings = {}
@@ -128,7 +131,7 @@ def _measured(axes: Any, link: Record, swept: Sequence[float]) -> None:
     heights = [point["throughput"] for point in points]
     axes.plot(places, heights, "s", color="black", fillstyle="none", markersize=6, label="measured")
     for place, height, point in zip(places, heights, points, strict=True):
-        error = link.quantity(f"replay error {point['name']}")
+        error = link.quantity("replay error", messages_per_forward=point["multiple"])
         if error is not None and error.value is not None:
             axes.annotate(
                 f"{100 * error.value:+.0f} %",

@@ -15,10 +15,10 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.bandwidths import hidden_from, same_share
-from gpipe_bench.experiments.measuring.step_results import by_turn, joined, normalised
+from gpipe_bench.experiments.measuring.step_results import Throughputs, by_turn, joined, normalised
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, balanced, lay_out
 from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Provenance, Quantity
+from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
 from gpipe_bench.harness.timing.usage import used_by_others
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.schedule import Kind
@@ -50,11 +50,9 @@ def modelled(
     quantities += _bounds(rounds, PCIE, "modelled") + _hidden(rounds, PCIE.latency_s, "modelled")
     for share in SHARES_OF_PEAK:
         at = {k: [paper.actions(k, num_microbatches, share)] for k in stages}
-        found = _normalised_throughput(at, PCIE)
-        quantities += [
-            _number(f"normalised throughput at {share:.0%} of the peak K={k}", values, "modelled")
-            for k, values in found.items()
-        ]
+        for k, values in _normalised_throughput(at, PCIE).items():
+            key: dict[str, Scalar] = {"link": "PCIe", "share_of_peak": share, "K": k}
+            quantities.append(_number("normalised throughput", key, values, "modelled"))
     return quantities, {
         "batch_size": batch_size, "assumption": ASSUMPTION, "num_parameters": paper.num_parameters,
         "judged": "PCIe", "stages": {f"K={k}": _facts(each) for k, each in rounds.items()},
@@ -103,7 +101,7 @@ def over_link(
     turns = [joined([each.timed[number] for each in found]) for number in range(len(found[0].timed))]
     for index, multiple in enumerate(multiples):
         rate = found[0].rates[index]
-        name = "without a limit" if multiple is None else f"at {multiple:g} messages per forward"
+        key = {"messages_per_forward": multiple}
         at = [found[0].measured[number][index] for number in range(len(turns))]
         real_s = [max(each.measured[number][index].step_s for each in found) for number in range(len(turns))]
         links = [Link("measured", each.latency_s, each.bandwidth_bytes_per_s) for each in at]
@@ -111,21 +109,21 @@ def over_link(
         free_s = [lay_out(timed).makespan_s for timed in turns]
         errors = [ours / real - 1 for ours, real in zip(laid_out_s, real_s, strict=True)]
         quantities += [
-            from_samples(f"bandwidth {name}", [each.bandwidth_bytes_per_s / 1e6 for each in at], "MB/s"),
-            from_samples(f"latency {name}", [1e6 * each.latency_s for each in at], "us"),
-            from_samples(f"real step {name}", [1e3 * s for s in real_s], "ms", higher_is_better=False),
+            from_samples("bandwidth", [each.bandwidth_bytes_per_s / 1e6 for each in at], "MB/s", key=key),
+            from_samples("latency", [1e6 * each.latency_s for each in at], "us", key=key),
+            from_samples("real step", [1e3 * s for s in real_s], "ms", key=key, higher_is_better=False),
             from_samples(
-                f"step {name}", [1e3 * s for s in laid_out_s], "ms", provenance="replayed",
+                "step", [1e3 * s for s in laid_out_s], "ms", key=key, provenance="replayed",
                 higher_is_better=False,
             ),
             from_samples(
-                f"replay error {name}", errors, "ratio",
+                "replay error", errors, "ratio", key=key,
                 note="replayed step / measured step - 1, turn by turn",
             ),
         ]  # fmt: skip
         points.append(
             {
-                "name": name, "rate_bytes_per_s": rate, "multiple": multiple,
+                "rate_bytes_per_s": rate, "multiple": multiple,
                 "bandwidth_bytes_per_s": median(each.bandwidth_bytes_per_s for each in at),
                 "throughput": median(free / real for free, real in zip(free_s, real_s, strict=True)),
             }
@@ -159,12 +157,11 @@ def _throughputs(
 ) -> list[Quantity]:
     quantities: list[Quantity] = []
     for name, link in links.items():
-        steps = {
-            f"K={k}": [lay_out(timed, link).makespan_s for timed in several] for k, several in rounds.items()
-        }
-        throughput = {cell: [batch_size / step_s for step_s in each] for cell, each in steps.items()}
-        first = next(iter(throughput.values()))
-        quantities += normalised(f"throughput over {name}", throughput, first, provenance)
+        throughput: Throughputs = [
+            ({"link": name, "K": k}, [batch_size / lay_out(timed, link).makespan_s for timed in several])
+            for k, several in rounds.items()
+        ]
+        quantities += normalised("throughput", throughput, throughput[0][1], provenance)
     return quantities
 
 
@@ -184,8 +181,8 @@ def _bounds(rounds: Rounds, link: Link, provenance: Provenance) -> list[Quantity
         limits = [base / even for base, even in zip(base_s, bound_s, strict=True)]
         reached = [even / step for even, step in zip(bound_s, step_s, strict=True)]
         quantities += [
-            _number(f"normalised bound K={k}", limits, provenance),
-            _number(f"share of the balanced step K={k}", reached, provenance),
+            _number("normalised bound", {"K": k}, limits, provenance),
+            _number("share of the balanced step", {"K": k}, reached, provenance),
         ]
     return quantities
 
@@ -196,7 +193,7 @@ def _hidden(rounds: Rounds, latency_s: float, provenance: Provenance) -> list[Qu
         least = hidden_from(joined(several), latency_s)
         quantities.append(
             Quantity(
-                name=f"hidden from K={k}", value=None if least is None else least / 1e9, unit="GB/s",
+                name="hidden from", key={"K": k}, value=None if least is None else least / 1e9, unit="GB/s",
                 provenance=provenance, higher_is_better=False,
                 note="least bandwidth per direction with a step at most 5 % longer than over a free link",
             )
@@ -207,8 +204,13 @@ def _hidden(rounds: Rounds, latency_s: float, provenance: Provenance) -> list[Qu
 def _facts(several: Sequence[TimedActions]) -> dict[str, Any]:
     timed = joined(several)
     forward_s = [timed.medians_s()[stage, Kind.F] for stage in range(timed.num_stages)]
-    return {"actions": timed.to_data(), "spread": timed.spread(), "mean_forward_ms": 1e3 * mean(forward_s)}
+    return {
+        "num_stages": timed.num_stages, "actions": timed.to_data(), "spread": timed.spread(),
+        "mean_forward_ms": 1e3 * mean(forward_s),
+    }  # fmt: skip
 
 
-def _number(name: str, samples: Sequence[float], provenance: Provenance) -> Quantity:
-    return from_samples(name, samples, "ratio", provenance=provenance, higher_is_better=True)
+def _number(
+    name: str, key: Mapping[str, Scalar], samples: Sequence[float], provenance: Provenance
+) -> Quantity:
+    return from_samples(name, samples, "ratio", key=key, provenance=provenance, higher_is_better=True)

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from gpipe_bench.experiments.measuring.step_text import grid, interval, percent, published
-from gpipe_bench.experiments.table3.cells import TABLES, find, stage_counts
+from gpipe_bench.experiments.measuring.step_text import interval, percent, published
+from gpipe_bench.experiments.table3.cells import TABLES, stage_counts
 from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.records.record import Quantity, Record
-from gpipe_bench.harness.report.tables import text_table
+from gpipe_bench.harness.records.find import find
+from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.text import text_table
 
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
@@ -25,7 +27,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
 
 def _model(records: Sequence[Record], model: str, verdicts: Mapping[tuple[str, str, str], str]) -> str:
     """Paper, ours over PCIe three ways, bound, how fast a link must be, verdict."""
-    steps, paper_size = find(records, "steps", model), find(records, "paper size", model)
+    steps, paper_size = (find(records, "done", part=part, model=model) for part in ("steps", "paper size"))
     known = steps or paper_size
     if known is None:
         return ""
@@ -34,7 +36,7 @@ def _model(records: Sequence[Record], model: str, verdicts: Mapping[tuple[str, s
     for k in stage_counts(known):
         paper = printed.get(("paper", "M=32", f"K={k}"))
         ours = [
-            _cell(steps, f"normalised throughput over {link} K={k}")
+            _cell(steps, "normalised throughput", link=link, K=k)
             for link in ("PCIe, same share", "PCIe", "free link")
         ]
         lines.append(
@@ -42,8 +44,8 @@ def _model(records: Sequence[Record], model: str, verdicts: Mapping[tuple[str, s
                 f"K={k}",
                 "-" if paper is None else paper.printed,
                 *ours,
-                _cell(steps, f"normalised bound K={k}"),
-                percent(steps.quantity(f"share of the balanced step K={k}") if steps else None),
+                _cell(steps, "normalised bound", K=k),
+                percent(steps.quantity("share of the balanced step", K=k) if steps else None),
                 _modelled(paper_size, k),
                 _bandwidth(steps, k),
                 _bandwidth(paper_size, k),
@@ -54,7 +56,8 @@ def _model(records: Sequence[Record], model: str, verdicts: Mapping[tuple[str, s
         "", "paper", "PCIe,\nsame share", "PCIe", "free\nlink", "bound", "of\nbound", "PCIe, P100,\nmodelled",
         "hidden\nfrom", "P100:\nhidden from", "verdict",
     ]  # fmt: skip
-    return f"{_title(known, steps, paper_size)}\n\n{grid(lines, headers)}"
+    title = _title(known, steps, paper_size)
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
 def _title(known: Record, steps: Record | None, paper_size: Record | None) -> str:
@@ -83,19 +86,19 @@ def _title(known: Record, steps: Record | None, paper_size: Record | None) -> st
     return "\n".join(lines)
 
 
-def _cell(record: Record | None, name: str) -> str:
-    return "-" if record is None else interval(record.quantity(name))
+def _cell(record: Record | None, name: str, **key: Scalar) -> str:
+    return "-" if record is None else interval(record.quantity(name, **key))
 
 
 def _modelled(record: Record | None, num_stages: int) -> str:
     """`2.98 (2.60 to 3.10)`, the range over the assumed share of the peak."""
     if record is None:
         return "-"
-    middle = record.quantity(f"normalised throughput over PCIe K={num_stages}")
+    middle = record.quantity("normalised throughput", link="PCIe", K=num_stages)
     around = [
         q.value
         for q in record.quantities
-        if q.name.startswith("normalised throughput at ") and q.name.endswith(f" K={num_stages}")
+        if q.name == "normalised throughput" and "share_of_peak" in q.key and q.key["K"] == num_stages
         if q.value is not None
     ]
     if middle is None or middle.value is None or not around:
@@ -106,7 +109,7 @@ def _modelled(record: Record | None, num_stages: int) -> str:
 
 
 def _bandwidth(record: Record | None, num_stages: int) -> str:
-    quantity = record.quantity(f"hidden from K={num_stages}") if record is not None else None
+    quantity = record.quantity("hidden from", K=num_stages) if record is not None else None
     return "-" if quantity is None or quantity.value is None else f"{quantity.value:.2g}"
 
 
@@ -115,16 +118,16 @@ def _links(records: Sequence[Record]) -> str:
     lines, errors, reasons = [], [], []
     facts: dict[str, Any] = {}
     for model in TABLES:
-        record = find(records, "link", model)
-        skipped = find(records, "link", model, status="skipped")
+        record = find(records, "done", part="link", model=model)
+        skipped = find(records, "skipped", part="link", model=model)
         if record is None:
             if skipped is not None:
                 reasons.append(skipped.reason)
             continue
         facts = record.details
         for point in record.details["points"]:
-            name = point["name"]
-            error = record.quantity(f"replay error {name}")
+            at: dict[str, Scalar] = {"messages_per_forward": point["multiple"]}
+            error = record.quantity("replay error", **at)
             if error is None or error.value is None:
                 continue
             errors.append(abs(error.value))
@@ -133,10 +136,10 @@ def _links(records: Sequence[Record]) -> str:
                 [
                     record.details["title"] if point is record.details["points"][0] else "",
                     "no limit" if rate is None else f"{rate / 1e6:.2f}",
-                    _plain(record.quantity(f"bandwidth {name}"), 2),
-                    _plain(record.quantity(f"latency {name}"), 0),
-                    _plain(record.quantity(f"step {name}"), 0),
-                    _plain(record.quantity(f"real step {name}"), 0),
+                    _plain(record.quantity("bandwidth", **at), 2),
+                    _plain(record.quantity("latency", **at), 0),
+                    _plain(record.quantity("step", **at), 0),
+                    _plain(record.quantity("real step", **at), 0),
                     f"{100 * error.value:+.1f} %",
                 ]
             )
@@ -154,7 +157,7 @@ def _links(records: Sequence[Record]) -> str:
         "", "limit\n(MB/s)", "measured\n(MB/s)", "latency\n(us)", "step (ms),\nreplayed",
         "step (ms),\nmeasured", "error",
     ]  # fmt: skip
-    return f"{title}\n\n{grid(lines, headers)}"
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
 def _plain(quantity: Quantity | None, digits: int) -> str:

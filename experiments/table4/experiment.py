@@ -27,17 +27,19 @@ from gpipe_bench.experiments.measuring.step_results import (
     measure,
     results,
 )
-from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE, grid, replay_errors
+from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE, replay_errors
 from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.report.gantt import gantt_plot
 from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.harness.experiment import Case, Ours, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record
-from gpipe_bench.harness.report.tables import text_table
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.text import text_table
 from gpipe_bench.harness.shown import PaperTable, Plot
 from gpipe_bench.pipeline.plan.breakdown import PARTS
 
@@ -50,6 +52,7 @@ SAME_RUN = (
     "v5 names neither model nor M; its 3.2 % of load imbalance are v1's for ResNet-101 on two partitions."
 )
 STAGES = (2, 4, 8)
+SHARE = "share of the step"
 ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 10.0, "short": 55.0, "full": 100.0}
 COLORS = ("#3182bd", "#fdd49e", "#636363", "#bdbdbd", "#9ecae1", "#e6550d", "#f0f0f0")
@@ -86,20 +89,18 @@ def run(case: Case, options: RunOptions) -> Outcome:
         details["cells"][name]["shares"] = {part: float(share) for part, share in whole.shares.items()}
         details["cells"][name]["exact sum"] = str(sum(whole.shares.values()))
         details["cells"][name]["timeline"] = whole.timeline.to_data()
-        quantities += [
-            from_samples(
-                f"{part} {name}", [100 * float(each[part]) for each in shares], "%", provenance="replayed"
-            )
-            for part in PARTS
-        ]
+        for part in PARTS:
+            key = {"part": part, **details["cells"][name]["key"]}
+            percent = [100 * float(each[part]) for each in shares]
+            quantities.append(from_samples(SHARE, percent, "%", key=key, provenance="replayed"))
     return Outcome(tuple(quantities), {**facts, **details})
 
 
-def cells(records: Sequence[Record]) -> list[Ours]:
+def cells(records: Sequence[Record]) -> list[Entry]:
     return [cell for record in records if record.status == "done" for cell in _cells(record)]
 
 
-def _cells(record: Record) -> Iterator[Ours]:
+def _cells(record: Record) -> Iterator[Entry]:
     """v1 took ResNet-101 apart. v5's pie names no model, but its load imbalance, 3.2 %, is what v1 gives for
     ResNet-101 on two partitions, so it is held against that.
     """
@@ -111,13 +112,14 @@ def _cells(record: Record) -> Iterator[Ours]:
         f"; a scaled model ({scale})." if scale else "."
     )
 
-    def cell(table: str, row: str, column: str, quantity: Quantity | None, more: str = "") -> Iterator[Ours]:
+    def cell(table: str, row: str, column: str, quantity: Quantity | None, more: str = "") -> Iterator[Entry]:
         if quantity is not None:
-            yield Ours(
+            yield Entry(
                 table=table,
                 row=row,
                 column=column,
                 quantity=quantity,
+                record=record,
                 gap=GAP,
                 gap_reason=GAP_REASON,
                 note=f"{note} {more}".strip(),
@@ -136,14 +138,7 @@ def _cells(record: Record) -> Iterator[Ours]:
 
 
 def _share(record: Record, part: str, num_stages: int) -> Quantity | None:
-    return next(
-        (
-            record.quantity(f"{part} {name}")
-            for name, facts in record.details["cells"].items()
-            if facts["num_stages"] == num_stages
-        ),
-        None,
-    )
+    return record.quantity(SHARE, part=part, K=num_stages, M=NUM_MICROBATCHES)
 
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
@@ -158,13 +153,14 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
             for line, part in zip(lines, PARTS, strict=False):
                 line.append(f"{100 * facts['shares'][part]:.1f}")
             lines[len(PARTS)].append(f"{100 * sum(facts['shares'].values()):.1f}")
-            step = record.quantity(f"step {name}")
+            step = record.quantity("step", **facts["key"])
             lines[len(PARTS) + 1].append("-" if step is None else f"{step.value:.0f}")
     scales = "; ".join(f"{r.details['title']}: {r.details['scale']}" for r in done if r.details["scale"])
     title = "Where the device time of a step goes (replayed, exact)" + (
         f"\n  scaled to this machine: {scales}" if scales else ""
     )
-    parts = [f"{title}\n\n{grid(lines, headers)}" if len(headers) > 1 else "", replay_errors(records)]
+    shares = Grid(title=title, columns=headers, lines=lines, right=numbers(headers))
+    parts = [shares.text() if len(headers) > 1 else "", replay_errors(records)]
     if comparisons:
         parts.append(text_table(comparisons))
     return "\n\n".join(part for part in parts if part)

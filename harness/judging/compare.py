@@ -6,14 +6,13 @@ A cell that nobody produced is a row too ("not run"), so leaving numbers out mak
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.judging.units import convert
-from gpipe_bench.harness.judging.verdict import NO_RECORD, VERDICTS, Verdict, judge
+from gpipe_bench.harness.judging.verdict import NO_RECORD, Verdict, judge
 from gpipe_bench.harness.records.record import Quantity
 
 
@@ -50,9 +49,19 @@ class Comparison:
     hardware: str
     location: str
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Table, row and column."""
+        return (self.table, self.row, self.column)
+
+    @property
+    def paper_text(self) -> str:
+        """As printed, with the corrected value where an erratum gives one; empty where nothing is printed."""
+        return self.printed if self.corrected is None else f"{self.printed} (means {self.corrected_printed})"
+
 
 def compare(
-    ours: Sequence[Ours], paper: Sequence[PaperCell] | None = None, tolerance: float = 1.0
+    ours: Sequence[Entry], paper: Sequence[PaperCell] | None = None, tolerance: float = 1.0
 ) -> list[Comparison]:
     """The rows of every table that `ours` touches, in the paper's order, then our other cells.
 
@@ -61,44 +70,31 @@ def compare(
     Raises ValueError where a cell is given twice or its unit can't be converted to the paper's.
     """
     cells = load_paper() if paper is None else list(paper)
-    mine: dict[tuple[str, str, str], Ours] = {}
-    for cell in ours:
-        if (cell.table, cell.row, cell.column) in mine:
-            raise ValueError(f"cell {cell.table} / {cell.row} / {cell.column} is given twice")
-        mine[cell.table, cell.row, cell.column] = cell
-    tables = {cell.table for cell in ours}
+    mine: dict[tuple[str, str, str], Entry] = {}
+    for entry in ours:
+        if entry.key in mine:
+            raise ValueError(f"cell {' / '.join(entry.key)} is given twice")
+        mine[entry.key] = entry
+    tables = {entry.table for entry in ours}
     published = {c.key: c for c in cells if c.source == "paper" and c.table in tables}
     peers = {c.key: c for c in cells if c.source == "torchgpipe" and c.table in tables}
-    keys = dict.fromkeys(
-        [key for key, cell in published.items() if key in mine or cell.kind in ("result", "claim")]
-        + list(mine)
-    )
+    keys = dict.fromkeys([key for key, cell in published.items() if key in mine or cell.counted] + list(mine))
     order = {table: place for place, table in enumerate(dict.fromkeys(key[0] for key in keys))}
     return [
-        _row(
+        compare_entry(
+            mine.get(key) or Entry(table=key[0], row=key[1], column=key[2], reason=published[key].unanswered),
             published.get(key),
             peers.get(key),
-            mine.get(key) or Ours(table=key[0], row=key[1], column=key[2]),
             tolerance,
         )
         for key in sorted(keys, key=lambda key: order[key[0]])
     ]
 
 
-def totals(comparisons: Sequence[Comparison]) -> str:
-    """`7 of 10 reproduced, 2 deviates, 1 not run`."""
-    counts = Counter(comparison.verdict for comparison in comparisons)
-    others = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS[1:] if counts[verdict]]
-    return ", ".join([f"{counts['reproduced']} of {len(comparisons)} reproduced", *others])
-
-
-def numbered_footnotes(comparisons: Sequence[Comparison]) -> dict[str, int]:
-    """Each distinct footnote once, numbered from 1 in order of appearance."""
-    notes = dict.fromkeys(note for comparison in comparisons for note in comparison.footnotes)
-    return {note: number for number, note in enumerate(notes, start=1)}
-
-
-def _row(cell: PaperCell | None, peer: PaperCell | None, ours: Ours, tolerance: float) -> Comparison:
+def compare_entry(
+    ours: Entry, cell: PaperCell | None, peer: PaperCell | None = None, tolerance: float = 1.0
+) -> Comparison:
+    """One entry beside the paper's number and torchgpipe's, where they print one."""
     judgement = judge(cell, ours, tolerance)
     quantity = ours.quantity or Quantity(name=ours.row, value=None, unit="", provenance="measured")
     unit = cell.unit if cell is not None else quantity.unit
@@ -137,7 +133,7 @@ def _finite(edge: float | None) -> float | None:
     return edge if edge is not None and math.isfinite(edge) else None
 
 
-def _footnotes(cell: PaperCell | None, ours: Ours, verdict: Verdict, reason: str) -> tuple[str, ...]:
+def _footnotes(cell: PaperCell | None, ours: Entry, verdict: Verdict, reason: str) -> tuple[str, ...]:
     notes = [] if cell is None else [cell.erratum, cell.note]
     if verdict != "reproduced":
         # The explanation is shared by many cells; the sizes of the differences stand in the table. "Not run"

@@ -7,9 +7,9 @@ timings are skewed and no normal law holds for a handful of them. Raw samples st
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from gpipe_bench.harness.records.record import Provenance, Quantity
+from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
 
 _RESAMPLES = 2000
 _SEED = 1811_06965  # the interval of the same samples must be the same number every time
@@ -46,6 +46,7 @@ def from_samples(
     samples: Sequence[float],
     unit: str,
     *,
+    key: Mapping[str, Scalar] | None = None,
     provenance: Provenance = "measured",
     higher_is_better: bool | None = None,
     note: str = "",
@@ -56,6 +57,7 @@ def from_samples(
     interval = median_interval(samples)
     return Quantity(
         name=name,
+        key=dict(key or {}),
         value=float(statistics.median(samples)),
         unit=unit,
         provenance=provenance,

@@ -36,6 +36,9 @@ UNITS: dict[str, tuple[str, float]] = {
     "runs": ("runs", 1),
     "heads": ("heads", 1),
     "standard deviations": ("standard deviations", 1),
+    "classes": ("classes", 1),
+    "languages": ("languages", 1),
+    "steps": ("steps", 1),
     "BLEU": ("BLEU", 1),
     "nats": ("nats", 1),
     "number": ("number", 1),  # a setting without a unit, such as a learning rate

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from gpipe_bench.harness.experiment import Ours
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import PaperCell
 from gpipe_bench.harness.judging.units import convert, show
 from gpipe_bench.harness.records.record import Quantity
@@ -34,7 +34,7 @@ class Judgement:
     band_high: float | None = None
 
 
-def judge(cell: PaperCell | None, ours: Ours, tolerance: float = 1.0) -> Judgement:
+def judge(cell: PaperCell | None, ours: Entry, tolerance: float = 1.0) -> Judgement:
     """The verdict on one cell. Raises ValueError where the two numbers have units of different kinds.
 
     `tolerance` widens or narrows the whole band, to see what a verdict owes to its width.
@@ -75,7 +75,7 @@ def band(cell: PaperCell, quantity: Quantity, gap: float, tolerance: float = 1.0
     return low, high
 
 
-def _without_number(ours: Ours) -> Judgement:
+def _without_number(ours: Entry) -> Judgement:
     if ours.status == "out_of_memory":
         return Judgement("deviates", f"ran out of memory here: {ours.reason or 'no reason was recorded'}")
     if ours.not_comparable:
@@ -86,7 +86,7 @@ def _without_number(ours: Ours) -> Judgement:
     return Judgement("not run", note or NO_RECORD)
 
 
-def _place(cell: PaperCell, ours: Ours, value: float, low: float, high: float) -> tuple[str, Verdict]:
+def _place(cell: PaperCell, ours: Entry, value: float, low: float, high: float) -> tuple[str, Verdict]:
     quantity = ours.quantity
     assert quantity is not None  # judged only with a number
     slack = _ULP * max(abs(edge) for edge in (low, high, value) if math.isfinite(edge))
@@ -112,7 +112,7 @@ def _place(cell: PaperCell, ours: Ours, value: float, low: float, high: float) -
     return "; ".join(parts), "exceeds" if better else "deviates"
 
 
-def _band_in_words(cell: PaperCell, quantity: Quantity, ours: Ours) -> str:
+def _band_in_words(cell: PaperCell, quantity: Quantity, ours: Entry) -> str:
     words = [
         "an exact number" if cell.exact and not cell.target_rounding else "half a unit of the printed digit"
     ]

@@ -38,6 +38,33 @@ def encode(record: Record) -> bytes:
 def decode(line: bytes) -> Record:
     """The record of a line. Raises ValueError that says what is wrong with the line."""
     line = line.strip()
+    schema = _checked(line)
+    if schema < SCHEMA:
+        raise ValueError(
+            f"made by an older version: schema {schema}, while this one reads {SCHEMA}; run the case again "
+            "or convert the folder with: python -m gpipe_bench.experiments.convert FOLDER"
+        )
+    try:
+        return _record_decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a valid record: {error}") from error
+
+
+def decode_older(line: bytes) -> dict[str, Any] | None:
+    """What an unaltered line of an earlier schema holds, for a converter; None for any other line."""
+    line = line.strip()
+    try:
+        if _checked(line) >= SCHEMA:
+            return None
+    except ValueError:
+        return None
+    found: dict[str, Any] = msgspec.json.decode(line)
+    del found["digest"]
+    return found
+
+
+def _checked(line: bytes) -> int:
+    """The schema of a line that is whole and unaltered. Raises ValueError that says what is wrong with it."""
     try:
         schema = _header_decoder.decode(line).schema
     except msgspec.ValidationError as error:
@@ -51,10 +78,7 @@ def decode(line: bytes) -> Record:
         raise ValueError("its digest is missing, so it was edited or not written by this program")
     if _digest(line[: match.start()] + b"}") != match[1]:
         raise ValueError("its digest does not fit, so it was edited after it was written")
-    try:
-        return _record_decoder.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not a valid record: {error}") from error
+    return schema
 
 
 def printable(text: str) -> str:

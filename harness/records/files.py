@@ -9,13 +9,16 @@ import tempfile
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replaces the file, or leaves the one before as it is. Makes the folder. Raises OSError."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replaces the file, or leaves the one before as it is; text as UTF-8. Makes the folder.
+
+    Raises OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.chmod(name, 0o644)  # a temporary file is its owner's alone
         os.replace(name, path)
     except BaseException:

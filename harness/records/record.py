@@ -7,12 +7,14 @@ judge it later and elsewhere: raw samples, units, provenance, the machine and th
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-SCHEMA = 1
-"""Version of the stored form; a reader refuses newer lines instead of guessing what they mean.
-"""
+SCHEMA = 2
+"""Version of the stored form; a reader refuses other lines instead of guessing what they mean.
+
+In the first version a quantity had no key, and its name said everything."""
 
 Scalar = str | int | float | bool | None
 Provenance = Literal["measured", "replayed", "modelled"]
@@ -31,15 +33,17 @@ A skipped or failed case is tried again by the next run: a device may have appea
 class Quantity:
     """One number with its unit, where it comes from and how sure it is.
 
-    `low` and `high` are the 95 % interval in the same unit, `samples` the raw measurements behind
-    `value`. `value` is None where the case ended without one. `higher_is_better` is None where neither
-    direction is.
+    `name` says in a few words what is counted, `key` of what within the case: {"K": 4, "M": 32}. Readers look
+    a number up by both and never take a name apart. `low` and `high` are the 95 % interval in the same unit,
+    `samples` the raw measurements behind `value`. `value` is None where the case ended without one.
+    `higher_is_better` is None where neither direction is.
 
-    Raises ValueError for values that are not finite, an interval that does not hold the value, or an
-    unknown provenance.
+    Raises ValueError for values that are not finite, an interval that does not hold the value, an unknown
+    provenance, or a key whose values are not plain.
     """
 
     name: str
+    key: Mapping[str, Scalar] = field(default_factory=dict)
     value: float | int | None
     unit: str
     provenance: Provenance
@@ -50,6 +54,14 @@ class Quantity:
     note: str = ""
 
     def __post_init__(self) -> None:
+        for name, part in self.key.items():
+            if not (part is None or type(part) in (str, int, float, bool)):
+                raise ValueError(
+                    f"quantity {self.name!r}: key {name}={part!r} is {type(part).__name__}; use str, int, "
+                    "float, bool or None"
+                )
+            if isinstance(part, float) and not math.isfinite(part):
+                raise ValueError(f"quantity {self.name!r}: key {name}={part} is not finite")
         if self.provenance not in PROVENANCES:
             raise ValueError(
                 f"quantity {self.name!r}: provenance {self.provenance!r} is none of {list(PROVENANCES)}"
@@ -67,6 +79,11 @@ class Quantity:
                 raise ValueError(
                     f"quantity {self.name!r}: {self.value} is outside its interval {self.low} to {self.high}"
                 )
+
+    @property
+    def label(self) -> str:
+        """`step K=4 M=32`: name and key in words, for people."""
+        return f"{self.name} {label(self.key)}" if self.key else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,14 +117,19 @@ class Record:
             raise ValueError(f"schema is {self.schema}, the first one was 1")
         if self.status != "done" and not self.reason:
             raise ValueError(f"a record with status {self.status!r} needs a reason")
-        names = [quantity.name for quantity in self.quantities]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"quantity {name!r} is given twice; names identify quantities within a case")
+        seen: set[tuple[str, frozenset[tuple[str, Scalar]]]] = set()
+        for quantity in self.quantities:
+            known = (quantity.name, frozenset(quantity.key.items()))
+            if known in seen:
+                raise ValueError(
+                    f"quantity {quantity.label!r} is given twice; name and key identify quantities within "
+                    "a case"
+                )
+            seen.add(known)
 
-    def quantity(self, name: str) -> Quantity | None:
-        """The quantity of that name, or None where the case did not produce it."""
-        return next((quantity for quantity in self.quantities if quantity.name == name), None)
+    def quantity(self, name: str, /, **key: Scalar) -> Quantity | None:
+        """The quantity of exactly that name and key, or None where the case did not produce it."""
+        return next((each for each in self.quantities if each.name == name and each.key == key), None)
 
     @property
     def identity(self) -> str:
@@ -133,6 +155,6 @@ def identity(
     return "\x1f".join(parts)
 
 
-def label(case: dict[str, Scalar]) -> str:
+def label(case: Mapping[str, Scalar]) -> str:
     """`K=2 M=4`: the key of a case in words."""
     return " ".join(f"{key}={value}" for key, value in case.items()) or "the only case"

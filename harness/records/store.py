@@ -144,6 +144,17 @@ def lines_of(problems: Iterable[Problem], most: int = 5) -> list[str]:
     return lines
 
 
+def left_out(problems: Iterable[Problem], experiment: str) -> str:
+    """What a comparison must say of the lines that it was made without, and what to do."""
+    return "\n".join(
+        [
+            "left out, and not judged:",
+            *(f"  {line}" for line in lines_of(problems)),
+            f"restore the file from a copy, or make these cases anew with: run {experiment}",
+        ]
+    )
+
+
 def latest(records: Iterable[Record]) -> dict[str, Record]:
     """The last record of each case by its identity. The place in the file decides, never the clock."""
     found: dict[str, Record] = {}

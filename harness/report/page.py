@@ -6,39 +6,41 @@ and a test can hold either against the records.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.experiment import Ours
-from gpipe_bench.harness.judging.compare import Comparison, compare
+from gpipe_bench.harness.judging.compare import Comparison, compare_entry
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import PaperCell
-from gpipe_bench.harness.judging.verdict import VERDICTS, Verdict
+from gpipe_bench.harness.judging.verdict import Verdict, judge
 from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.report.table import Counts, Row, Table, numbered
 
 NARROW, WIDE = 0.5, 2.0
 """Factors on the width of every band under which the verdicts are counted again."""
 
-SETTING = "a setting under which the paper's results were obtained, not a result"
 JUDGED: tuple[Verdict, ...] = ("reproduced", "exceeds", "deviates")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Our number for a cell and where it comes from: machine, profile, and the record if it is one's own."""
+    """Our number for an entry, what was made of it, and where it comes from: machine, profile, command."""
 
-    ours: Ours
+    entry: Entry
+    comparison: Comparison
     machine: str
     profile: str
     command: str
-    record: Record | None = None
+
+    @property
+    def record(self) -> Record | None:
+        """The record that holds the number, None where it is computed from several."""
+        return self.entry.record
 
     @property
     def answers(self) -> bool:
         """Whether it says more than that there is no number."""
-        quantity = self.ours.quantity
-        number = quantity is not None and quantity.value is not None
-        return number or self.ours.status == "out_of_memory"
+        return self.comparison.ours is not None or self.entry.status == "out_of_memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,18 +55,16 @@ class TableInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class PageRow(Row):
     """One published number (or one of ours that the paper doesn't print) and its verdict.
 
     `reason` is the verdict's without what stands in the notes `marks` refer to; `narrow` and `wide` are the
     verdicts under other tolerances. Settings and numbers the paper doesn't print are not `counted`.
     """
 
-    comparison: Comparison
     kind: str
     counted: bool
     reason: str
-    marks: tuple[int, ...]
     narrow: Verdict
     wide: Verdict
     answer: Answer | None
@@ -78,57 +78,19 @@ class Published:
     ours: Comparison | None
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """How many cells have each verdict."""
-
-    by_verdict: Mapping[Verdict, int]
-
-    @classmethod
-    def of(cls, verdicts: Sequence[Verdict]) -> Counts:
-        counted = Counter(verdicts)
-        return cls({verdict: counted[verdict] for verdict in VERDICTS})
-
-    @property
-    def total(self) -> int:
-        return sum(self.by_verdict.values())
-
-    def __getitem__(self, verdict: Verdict) -> int:
-        return self.by_verdict[verdict]
-
-    def __str__(self) -> str:
-        """`7 of 10 reproduced, 2 deviates, 1 not run`."""
-        others = [f"{self[verdict]} {verdict}" for verdict in VERDICTS[1:] if self[verdict]]
-        return ", ".join([f"{self['reproduced']} of {self.total} reproduced", *others])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TableView:
-    """One table of the page. `commands` made its rows, `notes` are numbered from 1."""
+class TableView(Table[PageRow]):
+    """One table of the page. `commands` made its rows; `settings` and `others` stand below them."""
 
-    name: str
     info: TableInfo
     location: str
     hardware: str
-    rows: tuple[Row, ...]
-    settings: tuple[Row, ...]
+    settings: tuple[PageRow, ...]
     others: tuple[Published, ...]
-    notes: tuple[str, ...]
     commands: tuple[tuple[str, str, str], ...]  # command, machine, profile
     counts: Counts
     narrow: Counts
     wide: Counts
-
-    @property
-    def groups(self) -> list[tuple[str, list[Row]]]:
-        """The rows by their label, in order."""
-        labels = dict.fromkeys(row.comparison.row for row in self.rows)
-        return [(label, [row for row in self.rows if row.comparison.row == label]) for label in labels]
-
-    @property
-    def flat(self) -> bool:
-        """Whether each label has one row, so that a heading above every row would only take room."""
-        return len({row.comparison.row for row in self.rows}) == len(self.rows)
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -142,10 +104,10 @@ def table_views(
 
     Raises ValueError where two answers are for one cell.
     """
-    given = {(a.ours.table, a.ours.row, a.ours.column): a for a in answers}
+    given = {answer.entry.key: answer for answer in answers}
     if len(given) != len(answers):
         raise ValueError("two answers are for one cell; choose one before")
-    names = dict.fromkeys([cell.table for cell in paper] + [answer.ours.table for answer in answers])
+    names = dict.fromkeys([cell.table for cell in paper] + [answer.entry.table for answer in answers])
     order = [name for name in infos if name in names] + [name for name in names if name not in infos]
     return tuple(_table(name, given, paper, infos.get(name) or _unknown(name)) for name in order)
 
@@ -172,38 +134,38 @@ def _table(
 ) -> TableView:
     published = {cell.key: cell for cell in paper if cell.table == name and cell.source == "paper"}
     mine = {key: answer for key, answer in given.items() if key[0] == name}
-    ours = [answer.ours for answer in mine.values()]
-    ours += [_absent(cell, info) for key, cell in published.items() if key not in mine]
-    judged = compare(ours, paper)
-    narrow = {_key(c): c.verdict for c in compare(ours, paper, NARROW)}
-    wide = {_key(c): c.verdict for c in compare(ours, paper, WIDE)}
-    by_key = {_key(c): c for c in judged}
-    shown = [by_key[key] for key in [*published, *(key for key in by_key if key not in published)]]
-    notes = tuple(dict.fromkeys(n for c in shown for n in _notes(c)))
+    peers = {cell.key: cell for cell in paper if cell.table == name and cell.source == "torchgpipe"}
+    entries = {key: answer.entry for key, answer in mine.items()}
+    entries |= {key: _absent(cell, info) for key, cell in published.items() if key not in mine}
+    shown = [
+        mine[key].comparison if key in mine else compare_entry(entries[key], published[key], peers.get(key))
+        for key in [*published, *(key for key in mine if key not in published)]
+    ]
+    notes, marks = numbered(map(_notes, shown))
     rows = []
-    for comparison in shown:
-        key = _key(comparison)
+    for comparison, of_row in zip(shown, marks, strict=True):
+        key = comparison.key
         cell = published.get(key)
         rows.append(
-            Row(
+            PageRow(
                 comparison=comparison,
                 kind="ours" if cell is None else cell.kind,
-                counted=cell is not None and cell.kind != "setting",
+                counted=cell is not None and cell.counted,
                 reason=_short_reason(comparison, mine.get(key)),
-                marks=tuple(sorted(notes.index(note) + 1 for note in _notes(comparison))),
-                narrow=narrow[key],
-                wide=wide[key],
+                marks=of_row,
+                narrow=judge(cell, entries[key], NARROW).verdict,
+                wide=judge(cell, entries[key], WIDE).verdict,
                 answer=mine.get(key),
             )
         )
     used = [row.answer for row in rows if row.answer is not None and row.answer.answers]
     counted = [row for row in rows if row.counted]
     others = [cell for cell in paper if cell.table == name and cell.source != "paper"]
-    answered = {_key(row.comparison): row.comparison for row in rows if row.comparison.ours is not None}
-    main = [published[_key(row.comparison)] for row in counted] or others
+    answered = {row.comparison.key: row.comparison for row in rows if row.comparison.ours is not None}
+    main = [published[row.comparison.key] for row in counted] or others
     locations = dict.fromkeys(cell.location for cell in main if cell.location)
     hardware = dict.fromkeys(cell.hardware for cell in published.values() if cell.hardware)
-    is_setting = [row.kind == "setting" and row.comparison.ours is None for row in rows]
+    is_setting = [row.kind != "ours" and not row.counted and row.comparison.ours is None for row in rows]
     return TableView(
         name=name,
         info=info,
@@ -220,9 +182,9 @@ def _table(
     )
 
 
-def _absent(cell: PaperCell, info: TableInfo) -> Ours:
-    reason = SETTING if cell.kind == "setting" else info.missing
-    return Ours(table=cell.table, row=cell.row, column=cell.column, reason=reason)
+def _absent(cell: PaperCell, info: TableInfo) -> Entry:
+    reason = cell.unanswered or info.missing
+    return Entry(table=cell.table, row=cell.row, column=cell.column, reason=reason)
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -231,15 +193,11 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _short_reason(comparison: Comparison, answer: Answer | None) -> str:
-    note = answer.ours.note if answer is not None else ""
+    note = answer.entry.note if answer is not None else ""
     reason = comparison.reason
     if note and note in comparison.footnotes:
         reason = reason.removesuffix(f"; {note}")
-    gap = answer.ours.gap_reason if answer is not None else ""
+    gap = answer.entry.gap_reason if answer is not None else ""
     if gap and any(footnote.endswith(gap) for footnote in comparison.footnotes):
         reason = reason.replace(f": {gap}", "")
     return reason
-
-
-def _key(comparison: Comparison) -> tuple[str, str, str]:
-    return (comparison.table, comparison.row, comparison.column)

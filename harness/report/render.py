@@ -16,18 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.machines import (
-    SideBySide,
-    cell_text,
-    difference_text,
-    side_table,
-    value_text,
-)
-from gpipe_bench.harness.judging.units import show, show_interval
+from gpipe_bench.harness.judging.machines import SideBySide, value_text
 from gpipe_bench.harness.judging.verdict import VERDICTS
 from gpipe_bench.harness.report.chart import Chart
-from gpipe_bench.harness.report.page import Counts, TableView
+from gpipe_bench.harness.report.grid import escaped
+from gpipe_bench.harness.report.page import TableView
+from gpipe_bench.harness.report.side import entry_text, side_markdown
 from gpipe_bench.harness.report.summary import Summary
+from gpipe_bench.harness.report.table import Counts, interval_text, ours_text, paper_text, verdict_text
 
 if TYPE_CHECKING:
     import jinja2
@@ -124,25 +120,6 @@ def markdown(page: Page) -> str:
     return _environment(autoescape=False).get_template("report.md.j2").render(page=page)
 
 
-def ours_text(cell: Comparison) -> str:
-    """`3.819 GB`, or a dash."""
-    return "–" if cell.ours is None else show(cell.ours, cell.unit)
-
-
-def interval_text(cell: Comparison) -> str:
-    """`[3.6, 3.7]`, in the number's unit, or nothing where the number is exact."""
-    if cell.low is None or cell.high is None:
-        return ""
-    return show_interval(cell.low, cell.high, cell.unit)
-
-
-def paper_text(cell: Comparison) -> str:
-    """As printed, with the corrected value where an erratum gives one."""
-    if not cell.printed:
-        return "–"
-    return cell.printed if cell.corrected is None else f"{cell.printed} (means {cell.corrected_printed})"
-
-
 def ratio_text(ratio: float) -> str:
     """`×0.98`, to two digits after the point near one and to two digits elsewhere."""
     return f"×{ratio:.2f}" if 0.1 <= ratio < 10 else f"×{ratio:.2g}"
@@ -191,19 +168,15 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        ours=ours_text, interval=interval_text, paper=paper_text, plot=plot, ratio=ratio_text, cell=cell_text,
-        slug=lambda text: text.replace(" ", "-"), pipes=_pipes, breakable=_breakable, ticks=_ticks,
+        ours=ours_text, interval=interval_text, paper=paper_text, plot=plot, ratio=ratio_text,
+        entry=entry_text, slug=lambda text: text.replace(" ", "-"), pipes=escaped, breakable=_breakable,
+        ticks=_ticks,
     )  # fmt: skip
     environment.globals.update(
-        verdicts=VERDICTS, marks=MARKS, meanings=MEANINGS, show=show, side_table=side_table,
-        difference_text=difference_text,
+        verdicts=VERDICTS, marks=MARKS, meanings=MEANINGS, side_markdown=side_markdown,
+        verdict_text=verdict_text,
     )  # fmt: skip
     return environment
-
-
-def _pipes(text: str) -> str:
-    """Text for a cell of a markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _ticks(text: str) -> Markup:

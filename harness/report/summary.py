@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gpipe_bench.harness.judging.paper import PaperCell
 from gpipe_bench.harness.judging.verdict import Verdict
-from gpipe_bench.harness.report.page import Row, TableView
+from gpipe_bench.harness.report.page import PageRow, TableView
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ def summary(tables: Sequence[TableView], paper: Sequence[PaperCell]) -> Summary:
     found: dict[str, list[Finding]] = {"holds": [], "differs": [], "undecided": []}
     for table in tables:
         sorts: dict[str, list[str]] = {"holds": [], "differs": [], "undecided": []}
-        places: dict[str, list[Row]] = {"holds": [], "differs": [], "undecided": []}
+        places: dict[str, list[PageRow]] = {"holds": [], "differs": [], "undecided": []}
         for label, rows in table.groups:
             counted = [row for row in rows if row.counted]
             for sort, verdicts in _SORTS.items():
@@ -55,7 +55,7 @@ def summary(tables: Sequence[TableView], paper: Sequence[PaperCell]) -> Summary:
                 )  # fmt: skip
     errata: dict[tuple[str, str], list[str]] = {}
     for cell in paper:
-        if cell.erratum:
+        if cell.erratum and cell.kind != "external":
             errata.setdefault((cell.table, cell.erratum), []).append(f"{cell.row}, {cell.column}")
     short = {table.name: table.info.short for table in tables}
     listed = tuple((table, short[table], _places(cells), text) for (table, text), cells in errata.items())
@@ -75,7 +75,7 @@ _SORTS: dict[str, tuple[Verdict, ...]] = {
 _MOST_PHRASES = 3
 
 
-def _phrase(label: str, rows: Sequence[Row], of: int) -> str:
+def _phrase(label: str, rows: Sequence[PageRow], of: int) -> str:
     """`peak activation memory ×0.78 to ×5.5 (5 of 5 deviate)`."""
     counts = Counter(row.comparison.verdict for row in rows)
     if set(counts) == {"reproduced"}:
@@ -84,7 +84,7 @@ def _phrase(label: str, rows: Sequence[Row], of: int) -> str:
     return f"{label}{_span(rows)} ({words})"
 
 
-def _span(rows: Sequence[Row]) -> str:
+def _span(rows: Sequence[PageRow]) -> str:
     ratios = sorted(
         row.comparison.ratio
         for row in rows
@@ -96,7 +96,7 @@ def _span(rows: Sequence[Row]) -> str:
     return f" {low}" if low == high else f" {low} to {high}"
 
 
-def _joined(phrases: Sequence[str], rows: Sequence[Row], of: int) -> str:
+def _joined(phrases: Sequence[str], rows: Sequence[PageRow], of: int) -> str:
     counts = Counter(row.comparison.verdict for row in rows)
     if len(rows) == of and len(counts) == 1 and (len(phrases) > 1 or "not run" in counts):
         (verdict,) = counts

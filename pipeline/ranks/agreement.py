@@ -2,7 +2,7 @@
 
 Nobody declares shapes. The first real micro-batch of each size is preceded by an outline of what it consists
 of, and likewise its gradient; from then on receives of that kind can be posted ahead, each into its buffer of
-the ring.
+the ring. A slot in whose memory something still lives (`holders`) is not overwritten: it gets new memory.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Receiver:
         self._slots: list[tuple[Outline, tuple[Buffer | None, ...]] | None] = [None] * self._small.num_slots
         self._posted: dict[int, tuple[tuple[Buffer | None, ...], list[Work]]] = {}
         self._unposted: deque[int] = deque()  # have a slot, but perhaps no known outline yet
+        self._later: deque[int] = deque()  # have none; without a backward
         self._outlines: dict[int, Outline] = {}
         self._lengths: tuple[int, ...] = ()
         self._training = True
@@ -80,7 +81,8 @@ class Receiver:
         self.num_unposted = len(lengths)
         self._choose_ring()
         # Without a backward nothing is kept, and two receives ahead are enough.
-        self._unposted = deque(self._ring.initial if training else range(min(2, len(lengths))))
+        self._unposted = deque(self._ring.initial if training else self._ring.order[:2])
+        self._later = deque(() if training else self._ring.order[2:])
         self.post()
 
     def _choose_ring(self) -> None:
@@ -121,21 +123,23 @@ class Receiver:
         return self._posted[microbatch][1]
 
     def take(self, microbatch: int) -> tuple[Tensor | None, ...]:
-        """The tensors of a message that has arrived."""
+        """The tensors of a message that has arrived; whoever keeps one keeps its memory."""
         buffers, _ = self._posted.pop(microbatch)
-        tensors = tuple([None if buffer is None else buffer.tensor for buffer in buffers])
+        # `detach` makes a tensor of its own, so that it counts as a holder.
+        tensors = tuple([None if buffer is None else buffer.tensor.detach() for buffer in buffers])
         if self._training:
             return tensors
         # The output may hold on to what comes in, so it gets memory of its own.
         tensors = tuple([None if tensor is None else tensor.clone() for tensor in tensors])
         self._give_back(buffers)
-        if microbatch + 2 < len(self._lengths):
-            self._unposted.append(microbatch + 2)
+        del buffers
+        if self._later:
+            self._unposted.append(self._later.popleft())
             self.post()
         return tensors
 
     def release(self, microbatch: int) -> None:
-        """The slot of a micro-batch is free."""
+        """The stage is done with the slot of a micro-batch."""
         following = self._ring.following[microbatch]
         if following is not None:
             self._unposted.append(following)
@@ -146,13 +150,28 @@ class Receiver:
             return self._make(outline)
         slot = self._ring.slot[microbatch]
         kept = self._slots[slot]
+        if kept is not None and kept[0].forms == outline.forms:
+            buffers = kept[1]
+            if any(buffer is not None and buffer.holders.others for buffer in buffers):
+                buffers = self._without_holders(outline, buffers)
+                self._slots[slot] = (outline, buffers)
+            return buffers
         if kept is not None:
-            if kept[0].forms == outline.forms:
-                return kept[1]
             self._give_back(kept[1])
         buffers = self._make(outline)
         self._slots[slot] = (outline, buffers)
         return buffers
+
+    def _without_holders(
+        self, outline: Outline, buffers: tuple[Buffer | None, ...]
+    ) -> tuple[Buffer | None, ...]:
+        """New buffers in place of those in which something of an earlier message still lives."""
+        found = list(buffers)
+        for position, (buffer, form) in enumerate(zip(buffers, outline.forms, strict=True)):
+            if buffer is not None and form is not None and buffer.holders.others:
+                self._give_back((buffer,))
+                found[position] = self._connection.buffer(form, self._source, self._device)
+        return tuple(found)
 
     def _make(self, outline: Outline) -> tuple[Buffer | None, ...]:
         connection, source, device = self._connection, self._source, self._device

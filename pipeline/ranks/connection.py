@@ -18,6 +18,8 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks.aside import wait_aside
+from gpipe_bench.pipeline.ranks.holders import Holders
 from gpipe_bench.pipeline.ranks.neighbour import Arrival, Departure, Neighbour
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 
@@ -65,6 +67,7 @@ class Buffer(NamedTuple):
     tensor: Tensor
     flat: Tensor
     shared: Tensor | None  # the bytes, where a neighbour writes them
+    holders: Holders  # of the memory: whether something made of an earlier message still lives in it
 
 
 class Connection:
@@ -82,16 +85,18 @@ class Connection:
         neighbour = self._neighbours.get(source)
         if neighbour is None or form.num_bytes == 0:
             tensor = form.empty(device)
-            return Buffer(tensor, flat(tensor), None)
+            elements = flat(tensor)
+            return Buffer(tensor, elements, None, Holders(tensor))
         try:
             shared = neighbour.empty(form.num_bytes)
         except RuntimeError as error:
             raise unreachable(None, source, error) from error
         memory = shared.view(form.dtype)
-        return Buffer(memory.as_strided(form.shape, form.stride), memory, shared)
+        tensor = memory.as_strided(form.shape, form.stride)
+        return Buffer(tensor, memory, shared, Holders(tensor))
 
     def give_back(self, buffer: Buffer, source: int) -> None:
-        """Allows the memory of a buffer from `source` to be used for another."""
+        """Allows the memory of a buffer from `source` to be used for another, once nothing lives in it."""
         if buffer.shared is not None:
             self._neighbours[source].give_back(buffer.shared)
 
@@ -126,16 +131,11 @@ class Connection:
     def wait(self, work: Work, action: Action | None, peer: int) -> None:
         """Waits for a message from or to rank `peer`; `action` is what an error will name."""
         try:
-            # While this process waits for the network, nobody moves its messages to neighbours along.
-            if self._neighbours and not isinstance(work, Arrival | Departure):
-                for rank, neighbour in self._neighbours.items():
-                    try:
-                        neighbour.drain()
-                    except RuntimeError as error:
-                        raise unreachable(None, rank, error) from error
-            work.wait()
-        except PeerError:
-            raise
+            neighbours = self._neighbours.values()
+            if not isinstance(work, Arrival | Departure) and any(each.is_busy for each in neighbours):
+                wait_aside(work, neighbours)
+            else:
+                work.wait()
         except RuntimeError as error:
             raise unreachable(action, peer, error) from error
 

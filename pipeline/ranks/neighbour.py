@@ -22,11 +22,13 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gpipe_bench.pipeline.ranks.holders import Holders
 
 _RECORD = struct.Struct("<BBIIQ")  # kind, channel, tag, segment, offset or size
 _SEGMENT, _POSTED, _DONE = 1, 2, 3
@@ -54,6 +56,7 @@ class Neighbour:
         self._descriptors: deque[int] = deque()
         self._mine: list[_Segment] = []  # memory to receive into
         self._places: dict[int, tuple[int, int]] = {}  # address of a buffer -> segment, offset
+        self._holders: dict[int, Holders] = {}  # address of a buffer -> whether tensors live in it
         self._unused: dict[int, list[Tensor]] = {}  # buffers that were given back, by their length
         self._theirs: list[mmap.mmap] = []  # memory of the other process
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
@@ -69,20 +72,23 @@ class Neighbour:
     # Receiving
 
     def empty(self, num_bytes: int) -> Tensor:
-        """A buffer of bytes to receive into."""
-        if self._unused.get(num_bytes):
-            return self._unused[num_bytes].pop()
+        """A buffer of bytes to receive into, which no other tensor lives in."""
+        unused = self._unused.get(num_bytes, [])
+        for position, buffer in enumerate(unused):
+            if not self._holders[buffer.data_ptr()].others:
+                return unused.pop(position)
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if not self._mine or self._mine[-1].free < size:
             self._mine.append(_Segment(max(size, _SMALLEST_SEGMENT)))
             self._announce(self._mine[-1])
         offset = self._mine[-1].take(size)
-        buffer = self._mine[-1].data[offset : offset + num_bytes]
+        buffer = torch.frombuffer(self._mine[-1].memory, dtype=torch.uint8, count=num_bytes, offset=offset)
         self._places[buffer.data_ptr()] = (len(self._mine) - 1, offset)
+        self._holders[buffer.data_ptr()] = Holders(buffer)
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        """Allows a buffer of `empty` to be used again."""
+        """Allows a buffer of `empty` to be used again, once no other tensor lives in it."""
         self._unused.setdefault(len(buffer), []).append(buffer)
 
     def post(self, channel: int, tag: int, buffer: Tensor) -> Arrival:
@@ -162,10 +168,10 @@ class Neighbour:
                 self._others.remove(other)
                 self._poll.unregister(other._link)
 
-    def drain(self) -> None:
-        """Waits until everything sent is over there."""
-        if self._pending:
-            self.wait_until(lambda: not self._pending)
+    @property
+    def is_busy(self) -> bool:
+        """Whether something sent is still to be handed over."""
+        return bool(self._pending)
 
     def close(self) -> None:
         """Ends the connection; the other process notices."""
@@ -229,6 +235,27 @@ class Neighbour:
         os.close(segment.descriptor)
 
 
+def move_along(neighbours: Collection[Neighbour], until: int) -> None:
+    """Moves the messages of all neighbours along until file descriptor `until` is readable.
+
+    One that is gone is left out; its end is reported when something is wanted of it.
+    """
+    poll = select.poll()
+    poll.register(until, select.POLLIN)
+    present = {neighbour._link.fileno(): neighbour for neighbour in neighbours}
+    for descriptor in present:
+        poll.register(descriptor, select.POLLIN)
+    while True:
+        for descriptor, neighbour in tuple(present.items()):
+            try:
+                neighbour.progress()
+            except RuntimeError:
+                del present[descriptor]
+                poll.unregister(descriptor)
+        if any(descriptor == until for descriptor, _ in poll.poll()):
+            return
+
+
 class Arrival:
     """A message to come."""
 
@@ -266,7 +293,7 @@ class _Segment:
         self.size, self._used = size, 0
         self.descriptor = os.memfd_create("pipeline")
         os.posix_fallocate(self.descriptor, 0, size)  # a lack of memory is an error here, not a signal later
-        self.data = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+        self.memory = mmap.mmap(self.descriptor, size)
 
     @property
     def free(self) -> int:

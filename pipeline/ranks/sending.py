@@ -14,14 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gpipe_bench.pipeline.plan.ring import SENDS_ON_THE_WAY
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.agreement import MOST_TENSORS, SMALL_BYTES, Outline
 from gpipe_bench.pipeline.ranks.connection import Connection, Work, flat
-
-# Sends on the way, per direction, that may be more than `SMALL_BYTES` together. With one, a late receiver
-# would hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its
-# receives already.
-SENDS_ON_THE_WAY = 2
 
 
 class _Sending(NamedTuple):
@@ -45,7 +41,7 @@ class Sender:
         self, tensors: list[Tensor], target: Action, tag: int | None = None, *, bounded: bool = False
     ) -> None:
         """Starts to send flat tensors to the stage of `target`; if `bounded`, waits for earlier ones where
-        these take memory.
+        more than `SENDS_ON_THE_WAY` take more than `SMALL_BYTES` together.
         """
         first = target.microbatch * MOST_TENSORS if tag is None else tag
         works = [

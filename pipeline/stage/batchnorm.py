@@ -172,6 +172,11 @@ class Statistics:
     def __bool__(self) -> bool:
         return bool(self._meters)
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose averages are looked after here."""
+        return tuple([meter.module for meter in self._meters])
+
     def begin(self) -> None:
         """Prepares a step."""
         if all(meter.fits for meter in self._meters):

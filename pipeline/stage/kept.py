@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gpipe_bench.pipeline.stage.buffers import Saved
 from gpipe_bench.pipeline.stage.microbatch import Message, Structure, Tree, flatten
 
 
@@ -41,6 +42,7 @@ class Kept:
     """What stage number `stage` holds of one micro-batch between two of its actions."""
 
     __slots__ = (
+        "buffers",
         "edges",
         "exits",
         "gradients",
@@ -61,6 +63,7 @@ class Kept:
         self.structure: Structure = None
         self.needs_grad: tuple[bool, ...] = ()
         self.versions: tuple[int, ...] = ()  # of the inputs, to notice a layer that overwrites what R needs
+        self.buffers: Saved | None = None  # what the forward saw of the buffers that change, for R
         self.edges: tuple[GradientEdge, ...] = ()  # where the gradients of the outputs enter the graph
         self.exits: list[Tensor | None] = []  # gradients of the inputs, once the backward has run
         self.places: tuple[int, ...] = ()  # which tensors of the outgoing message the edges belong to

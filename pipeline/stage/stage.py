@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
+from gpipe_bench.pipeline.stage.buffers import Buffers
+from gpipe_bench.pipeline.stage.first_gradients import separate
 from gpipe_bench.pipeline.stage.kept import Kept
 from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
@@ -47,11 +49,13 @@ class Stage:
         self.statistics = Statistics(self.layers, gather)
         self.losses: list[Tensor] = []  # weighted loss of each micro-batch, on the last stage
         self.outputs: list[Tree | None] = []  # of each micro-batch, on the last stage, when there is no loss
+        self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
         self._runner = LayerRunner(
             self.layers, first_layer, device=device, seed=seed, statistics=self.statistics
         )
         self._parameters = tuple(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
         self._trainable: tuple[bool, ...] = ()
+        self._without_grad: list[nn.Parameter] = []  # trainable, and no backward has given them one
         self._needs_grad: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # of outputs, by that of the inputs
         self._microbatches: list[Kept] = []
         self._feed: Sequence[Tree] = ()
@@ -82,6 +86,7 @@ class Stage:
             self._microbatches.append(Kept(self.index))
         self._training = training
         self.statistics.begin()
+        self._buffers.begin(loss_fn)
         self._feed, self._shares = feed, shares
         self.losses, self.outputs = [], [None] * (num_microbatches if self.is_last else 0)
         self._check_parameters()
@@ -90,6 +95,7 @@ class Stage:
             self._trainable = trainable
             self._needs_grad.clear()
         self._runner.begin(step, targets, loss_fn)
+        self._without_grad = [p for p in self._parameters if p.requires_grad and p.grad is None]
 
     def _check_parameters(self) -> None:
         """Notices a model that was moved or whose parameters were replaced."""
@@ -105,17 +111,20 @@ class Stage:
             self._parameters = tuple(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
 
     def refresh(self) -> None:
-        """Forgets which outputs need a gradient; the next step finds out."""
+        """Forgets which outputs need a gradient and which buffers change; the next step finds out."""
         self._needs_grad.clear()
+        self._buffers.forget()
 
     def finish(self) -> None:
         """Ends a step: the moving averages of batch normalization move once."""
         self.statistics.commit()
+        self._buffers.end()
         self._release()
 
     def reset(self) -> None:
         """Drops everything the current step holds, after an error."""
         self.statistics.forget()
+        self._buffers.forget()
         self._release()
         self.losses, self.outputs = [], []
 
@@ -144,6 +153,7 @@ class Stage:
         known = self._needs_grad.get(state.needs_grad)
         if not graph:
             state.versions = tuple([tensor._version for tensor in state.inputs])
+            state.buffers = self._buffers.save()
         # Whether the outputs need a gradient only a graph tells, so the first forward of a kind builds one.
         with torch.set_grad_enabled(graph or (known is None and not self.is_last)):
             output = self._runner.run(m, unflatten(state.enter(), state.structure), recording=True)
@@ -152,8 +162,11 @@ class Stage:
                 self.losses.append(loss.detach() * self._shares[m])
                 if graph:
                     state.keep_graph((loss,))
+                self._buffers.look(state.buffers)
                 return None
+        self._buffers.look(state.buffers)
         tensors, structure = flatten(output, self._runner.describe_output(self.index))
+        tensors = self._buffers.apart(tensors)
         needs_grad = known if known is not None else tuple([tensor.requires_grad for tensor in tensors])
         self._needs_grad[state.needs_grad] = needs_grad
         if graph:
@@ -164,10 +177,11 @@ class Stage:
         with torch.no_grad():
             output = self._runner.run(m, unflatten(state.inputs, state.structure), recording=True)
         state.drop()
-        if self.is_last:
-            self.outputs[m] = output
-            return None
         tensors, structure = flatten(output, self._runner.describe_output(self.index))
+        tensors = self._buffers.apart(tensors)
+        if self.is_last:
+            self.outputs[m] = unflatten(tensors, structure)
+            return None
         return Message(tensors, structure, (False,) * len(tensors))
 
     def recompute(self, m: int) -> None:
@@ -179,11 +193,12 @@ class Stage:
                 "recomputed; use the out-of-place form of the operation (inplace=False) in the stage's first "
                 "layer, or remat='never'"
             )
-        with torch.enable_grad():
+        with self._buffers.as_saved(state.buffers), torch.enable_grad():
             output = self._runner.run(m, unflatten(state.enter(), state.structure), recording=False)
             if self.is_last:
                 state.keep_graph((self._runner.loss(m, output),))
                 return
+        state.buffers = None
         tensors, _ = flatten(output, self._runner.describe_output(self.index))
         state.keep_graph(tensors, self._needs_grad[state.needs_grad])
 
@@ -201,6 +216,8 @@ class Stage:
         state.drop()
         if roots:
             self._runner.run_backward(roots, seeds, keep_graph=False)
+            if self._without_grad:
+                self._without_grad = separate(self._without_grad, (*seeds, *exits))
         del inputs
         return tuple(exits)
 
@@ -227,6 +244,8 @@ class Stage:
         state.drop()
         if weights and edges:
             self._runner.run_backward(edges, gradients, keep_graph=False, inputs=weights)
+            if self._without_grad:
+                self._without_grad = separate(self._without_grad, gradients)
 
     # Parts of the actions
 

@@ -1,0 +1,49 @@
+"""A parameter's first gradient in memory of its own.
+
+torch makes a gradient the `.grad` without a copy, and adds the next one to it in place, even if another
+tensor lives in its memory: the gradient that came into the stage or the one that goes out, where a layer adds
+a view of a parameter to its input, or the `.grad` of a second such parameter. What is on its way to another
+stage would become a sum, and the sum wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]) -> list[nn.Parameter]:
+    """Copies the `.grad` of `parameters` that had none where it overlaps with `others` or with one another.
+
+    Returns the parameters that still have no gradient.
+    """
+    taken: dict[int, list[Tensor]] = {}  # by storage
+    for tensor in others:
+        if tensor is not None and tensor.layout is torch.strided:
+            taken.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    waiting: list[nn.Parameter] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            waiting.append(parameter)
+        elif gradient.layout is torch.strided:
+            neighbours = taken.setdefault(gradient.untyped_storage()._cdata, [])
+            if any(_overlap(gradient, neighbour) for neighbour in neighbours):
+                parameter.grad = gradient.clone()
+            else:
+                neighbours.append(gradient)
+    return waiting
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
+    return a_start < b_end and b_start < a_end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses between which a tensor's elements lie."""
+    start = tensor.data_ptr()
+    span = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (span + 1) * tensor.element_size() if tensor.numel() else start

@@ -1,0 +1,191 @@
+"""Random layers, schedules and sizes over processes: every gradient is the plain model's.
+
+    PYTHONPATH=.:tests python tests/property_cases.py --examples 2000 --seed 1
+
+prints what is wrong, and how many examples were right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import sys
+import time
+from unittest import mock
+
+import torch
+from random_models import plain_gradients, random_layers
+from random_schedules import random_schedule
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Schedule
+from gpipe_bench.pipeline.ranks import agreement, sending
+
+NUM_PROCESSES = 3
+TIMEOUT_S = 30.0
+# Limits for small messages, and widths of layers on both sides of each for the micro-batches below.
+SMALL_BYTES = (0, 700, 6000, 2**18)
+WIDTHS = (4, 4, 12, 12, 1024)
+
+
+class Example:
+    """Everything about example number `number`, the same in every process."""
+
+    def __init__(self, seed: int, number: int) -> None:
+        generator = random.Random(f"{seed} {number}")
+        self.num_stages = generator.choice([2, 3])
+        self.num_microbatches = generator.randint(1, 7)
+        self.remat = generator.choice(REMAT_MODES)
+        self.schedule = self._schedule(generator)
+        self.share_memory = generator.random() < 0.5
+        self.small_bytes = generator.choice(SMALL_BYTES)
+        self.width = generator.choice(WIDTHS)
+        self.zeroed = generator.random() < 0.5  # gradients between steps, or else they add up
+        most = 2 if self.width < 1000 else 16
+        self.batch_size = self.num_microbatches * generator.choice([1, 1, most]) + generator.randrange(2)
+        self.layers = random_layers(generator, generator.randint(self.num_stages, 8), self.width)
+        self.cost = [generator.choice([1, 3]) for _ in self.layers]
+        self.seed = generator.randrange(2**32)
+
+    def _schedule(self, generator: random.Random) -> Schedule:
+        if generator.random() < 0.5:
+            return random_schedule(generator, self.num_stages, self.num_microbatches, self.remat)
+        name = generator.choice(sorted(SCHEDULES))
+        return SCHEDULES[name](self.num_stages, self.num_microbatches, remat=self.remat)
+
+    def __str__(self) -> str:
+        layers = " ".join(
+            "+".join(type(part).__name__ for part in layer)
+            if isinstance(layer, nn.Sequential)
+            else type(layer).__name__
+            for layer in self.layers
+        )
+        return (
+            f"K={self.num_stages} M={self.num_microbatches} {self.schedule.name} remat={self.remat} "
+            f"N={self.batch_size} width={self.width} small_bytes={self.small_bytes} "
+            f"share_memory={self.share_memory} zeroed={self.zeroed}: {layers}"
+        )
+
+    def problems(self, group: dist.ProcessGroup | None) -> list[str]:
+        """What is wrong, in this process, after each of three steps and in what it evaluates."""
+        plain, layers = copy.deepcopy(self.layers), self.layers
+        rank, last = (0, 0) if group is None else (dist.get_rank(group), self.num_stages - 1)
+        pipeline = Pipeline(
+            layers,
+            num_stages=self.num_stages,
+            num_microbatches=self.num_microbatches,
+            schedule=self.schedule,
+            cost=self.cost,
+            group=group,
+            timeout_s=TIMEOUT_S,
+            share_memory=self.share_memory,
+        )
+        generator = torch.Generator().manual_seed(self.seed)
+        found: list[str] = []
+        sums: dict[str, Tensor | None] = {}
+        for step in range(3):
+            batch = torch.randn(self.batch_size, self.width, generator=generator, dtype=torch.float64)
+            target = torch.randn(self.batch_size, 1, generator=generator, dtype=torch.float64)
+            wanted = plain_gradients(plain, batch, target, self.schedule)
+            if self.zeroed:
+                pipeline.zero_grad()
+            else:
+                wanted = {name: _sum(sums.get(name), gradient) for name, gradient in wanted.items()}
+                sums = wanted
+            pipeline.step(
+                batch if rank == 0 else None, target if rank == last else None, nn.functional.mse_loss
+            )
+            found += [
+                f"step {step}: {text}" for text in _differences(pipeline, wanted, nn.Sequential(*plain))
+            ]
+        pipeline.eval()
+        outputs = [pipeline(batch if rank == 0 else None) for _ in range(2)]
+        if rank == last:
+            # Layers that remember change here too; the first output must survive the second evaluation.
+            model = nn.Sequential(*plain)
+            with torch.no_grad():
+                for output in outputs:
+                    again = torch.cat([model(x) for x in _in_order(batch, self.schedule)])
+                    order = _order(batch, self.schedule)
+                    if not torch.allclose(output, again[order], rtol=1e-12, atol=1e-13):
+                        found.append("an evaluation differs")
+        return found
+
+
+def _in_order(batch: Tensor, schedule: Schedule) -> list[Tensor]:
+    parts = torch.tensor_split(batch, schedule.num_microbatches)
+    return [parts[action.microbatch] for action in schedule.actions[0] if action.kind == "F"]
+
+
+def _order(batch: Tensor, schedule: Schedule) -> Tensor:
+    """Where the examples of the mini-batch stand among those taken in the order of the forwards."""
+    return torch.cat(_in_order(torch.arange(len(batch)), schedule)).argsort()
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _differences(pipeline: Pipeline, wanted: dict[str, Tensor | None], plain: nn.Module) -> list[str]:
+    found = []
+    # Parts of a gradient may cancel out, so what rounding leaves is judged by the largest.
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None)
+    for name, parameter in pipeline.named_parameters():
+        gradient, ours = wanted[name], parameter.grad
+        if gradient is None or ours is None:
+            if gradient is not None or ours is not None:
+                found.append(f"{name} has {'no' if ours is None else 'a'} gradient")
+        elif not torch.allclose(ours, gradient, rtol=1e-12, atol=1e-12 * largest):
+            error = float((ours - gradient).abs().max()) / largest
+            found.append(f"the gradient of {name} is off by {error:.1e}")
+    for name, buffer in pipeline.named_buffers():
+        if not torch.allclose(buffer, plain.get_buffer(name), rtol=1e-12, atol=1e-13):
+            found.append(f"buffer {name} differs")
+    return found
+
+
+def run(seed: int, first: int, number: int) -> list[str]:
+    """Examples `first` and the following, in every process; what is wrong in this one."""
+    groups = {3: dist.group.WORLD, 2: dist.new_group([0, 1])}
+    found: list[str] = []
+    for index in range(first, first + number):
+        example = Example(seed, index)
+        if dist.get_rank() >= example.num_stages:
+            continue
+        with (
+            mock.patch.object(agreement, "SMALL_BYTES", example.small_bytes),
+            mock.patch.object(sending, "SMALL_BYTES", example.small_bytes),
+        ):
+            try:
+                problems = example.problems(groups[example.num_stages])
+            except Exception as error:
+                problems = [f"{type(error).__name__}: {error}"]
+        found += [f"example {index} ({example}): rank {dist.get_rank()}: {text}" for text in problems[:1]]
+    return found
+
+
+def main() -> int:
+    from gpipe_bench.pipeline.ranks.launch import launch
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--examples", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    outcomes = launch(run, NUM_PROCESSES, arguments.seed, arguments.first, arguments.examples, pin=False)
+    wrong = sorted({text for of_rank in outcomes for text in of_rank}, key=lambda text: int(text.split()[1]))
+    print("\n".join(wrong))
+    examples = {text.split()[1] for text in wrong}
+    seconds = time.monotonic() - start
+    print(f"{arguments.examples - len(examples)} of {arguments.examples} examples right, {seconds:.0f} s")
+    return bool(examples)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Valid schedules that nobody would write: random interleavings of everything that may come next.
+
+Work of one kind is put off on some stages and hurried on others, so that micro-batches pile up in places
+where the known schedules have none: recomputed long before their gradient, with halves of a backward far
+apart.
+"""
+
+from __future__ import annotations
+
+import random
+
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Action, Kind, Schedule, recomputes
+
+
+def _of(name: str, num_microbatches: int, *rows: str) -> Schedule:
+    actions = tuple(
+        tuple(Action.parse(f"{stage}{action}") for action in row.split()) for stage, row in enumerate(rows)
+    )
+    return Schedule(name, len(rows), num_microbatches, "never", actions)
+
+
+def _run(kinds: str, first: int, last: int) -> str:
+    """As in "F2 F3 F4", or "I2 W2 I3 W3 I4 W4" for "IW"."""
+    return " ".join(f"{kind}{m}" for m in range(first, last + 1) for kind in kinds)
+
+
+# Stage 1 keeps its inputs longer than stage 0 does.
+LATE_WEIGHTS = _of(
+    "late weights", 4, "F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3", f"{_run('FI', 0, 3)} {_run('W', 0, 3)}"
+)
+
+# With as many buffers as micro-batches are in flight, stage 0 waits with activation 10 on its way until
+# stage 1 has a buffer for activation 8, and stage 1 with gradient 7 until stage 0 has one for gradient 5.
+HELD_UP = _of(
+    "held up",
+    11,
+    f"{_run('F', 0, 7)} {_run('B', 0, 2)} {_run('F', 8, 10)} {_run('B', 3, 10)}",
+    f"{_run('F', 0, 7)} {_run('I', 0, 7)} {_run('W', 0, 7)} {_run('FIW', 8, 10)}",
+)
+
+# Stage 1 takes activation 3 from stage 0 before it turns to gradient 0, stage 2 gradient 1 from stage 3
+# before it turns to activation 2: neither may make what it has sent the other a condition for waiting.
+BOTH_LOOK_AWAY = _of(
+    "both look away",
+    4,
+    f"{_run('F', 0, 3)} {_run('B', 0, 3)}",
+    f"{_run('F', 0, 3)} {_run('B', 0, 3)}",
+    f"{_run('F', 0, 1)} {_run('B', 0, 1)} {_run('FB', 2, 3)}",
+    _run("FB", 0, 3),
+)
+
+
+def random_schedule(
+    generator: random.Random, num_stages: int, num_microbatches: int, remat: str | None = None
+) -> Schedule:
+    """A schedule in which every stage takes what it likes best of what it can take, and likes change."""
+    remat = remat or generator.choice(REMAT_MODES)
+    stages, microbatches = range(num_stages), range(num_microbatches)
+    forwards = list(microbatches)
+    if generator.random() < 0.3:
+        generator.shuffle(forwards)
+    backwards = generator.choice([forwards, forwards[::-1], generator.sample(forwards, len(forwards))])
+    halved = generator.choice([0.0, 0.5, 1.0])
+    split = {(s, m): generator.random() < halved for s in stages for m in microbatches}
+    likes = [{kind: generator.choice([0.02, 0.2, 1.0, 5.0]) for kind in Kind} for _ in stages]
+    rows: list[list[Action]] = [[] for _ in stages]
+    done: set[Action] = set()
+
+    def possible(s: int) -> list[Action]:
+        found = []
+        taken = [action.kind for action in rows[s]]
+        number = taken.count(Kind.F)
+        if number < num_microbatches:
+            m = forwards[number]
+            if s == 0 or Action(s - 1, Kind.F, m) in done:
+                found.append(Action(s, Kind.F, m))
+        for m in microbatches:
+            if recomputes(remat, m, num_microbatches) and Action(s, Kind.F, m) in done:
+                found.append(Action(s, Kind.R, m))
+            if Action(s, Kind.I, m) in done:
+                found.append(Action(s, Kind.W, m))
+        number = taken.count(Kind.B) + taken.count(Kind.I)
+        if number < num_microbatches:
+            m = backwards[number]
+            maker = Kind.R if recomputes(remat, m, num_microbatches) else Kind.F
+            comes = s == num_stages - 1 or any(Action(s + 1, k, m) in done for k in (Kind.B, Kind.I))
+            if comes and Action(s, maker, m) in done:
+                found.append(Action(s, Kind.I if split[s, m] else Kind.B, m))
+        return [action for action in found if action not in done]
+
+    while True:
+        choices = [(action, likes[s][action.kind]) for s in stages for action in possible(s)]
+        if not choices:
+            break
+        actions, weights = zip(*choices, strict=True)
+        (action,) = generator.choices(actions, weights)
+        rows[action.stage].append(action)
+        done.add(action)
+        if generator.random() < 0.05:
+            likes[action.stage] = {kind: generator.choice([0.02, 0.2, 1.0, 5.0]) for kind in Kind}
+    return Schedule("random", num_stages, num_microbatches, remat, tuple(map(tuple, rows)))

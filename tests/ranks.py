@@ -1,0 +1,46 @@
+"""What the cases of several processes share: this process's place among them, and the tolerances."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from gpipe_bench.pipeline import Pipeline
+
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+TIMEOUT_S = 20.0
+
+
+class Ranks:
+    """A process group that runs one pipeline, and this process's place in it."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, **options: object) -> None:
+        self.group, self.options = group or dist.group.WORLD, options
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
+
+    def pipeline(
+        self, layers: nn.Sequential | list[nn.Module], num_microbatches: int = 4, **options
+    ) -> Pipeline:
+        options = {"cost": [1] * len(layers), "timeout_s": TIMEOUT_S, **self.options, **options}
+        return Pipeline(
+            layers, num_stages=self.size, num_microbatches=num_microbatches, group=self.group, **options
+        )
+
+    def own(self, batch: object, target: Tensor) -> tuple[object, Tensor]:
+        """The batch on the first rank, the target on the last; elsewhere data that must not be used."""
+        wrong = (torch.full((1, 1), float("nan")), torch.zeros(1))
+        return batch if self.is_first else wrong, target if self.is_last else torch.full((1,), float("nan"))
+
+
+def assert_own_gradients(pipeline: Pipeline, wanted: dict[str, Tensor | None], **tolerance: float) -> None:
+    for name, parameter in pipeline.named_parameters():
+        if wanted[name] is None:
+            assert parameter.grad is None, name
+        elif tolerance:
+            torch.testing.assert_close(
+                parameter.grad, wanted[name], **tolerance, msg=lambda t, n=name: f"{n}: {t}"
+            )
+        else:
+            assert torch.equal(parameter.grad, wanted[name]), name

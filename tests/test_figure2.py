@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import record
 
-from gpipe_bench.experiments.figure2.cells import cells
 from gpipe_bench.experiments.figure2.experiment import EXPERIMENT
 from gpipe_bench.experiments.figure2.memory import peak
 from gpipe_bench.experiments.figure2.schedules import VARIANTS, graphs_alive, peak_activations
+from gpipe_bench.experiments.figure2.tables import cells
 from gpipe_bench.experiments.figure2.traffic import Shape, shape, traffic
 from gpipe_bench.experiments.report.figure_files import draw
 from gpipe_bench.harness.experiment import RunOptions

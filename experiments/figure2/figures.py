@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.figure2.cells import of_part
 from gpipe_bench.experiments.figure2.schedules import UNIT, VARIANTS
-from gpipe_bench.experiments.figure2.text import GIB, SHOWN_MICROBATCHES, value
+from gpipe_bench.experiments.figure2.tables import GIB, SHOWN_MICROBATCHES, of_part, value
 from gpipe_bench.experiments.report.gantt import legend, paint
 from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.harness.records.find import find

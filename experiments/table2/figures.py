@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.report.gantt import gantt_plot
 from gpipe_bench.experiments.report.style import paper_style
-from gpipe_bench.experiments.table2.cells import TABLES, configurations, facts_of
+from gpipe_bench.experiments.table2.tables import TABLES, configurations, facts_of
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record

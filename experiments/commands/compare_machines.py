@@ -16,9 +16,8 @@ import msgspec
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.registry import suggestion
-from gpipe_bench.experiments.report.readable import readable
-from gpipe_bench.experiments.report.selection import select_records
-from gpipe_bench.experiments.report.show import Shown, shown_of
+from gpipe_bench.experiments.report.readings import Shown, readable, shown_of
+from gpipe_bench.experiments.report.records import select_records
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.entry import Entry

@@ -29,7 +29,7 @@ from gpipe_bench.experiments.measuring.step_text import (
     replay_errors,
 )
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
-from gpipe_bench.experiments.report.style import paper_style
+from gpipe_bench.experiments.report.drawing import paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison

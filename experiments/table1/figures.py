@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.report.style import paper_style
+from gpipe_bench.experiments.report.drawing import paper_style
 from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, GIB, HALVES
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper

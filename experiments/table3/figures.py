@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.bandwidths import HIDDEN, hidden_from, slowdowns, spread_evenly
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions
-from gpipe_bench.experiments.report.style import paper_style
+from gpipe_bench.experiments.report.drawing import paper_style
 from gpipe_bench.experiments.table3.tables import TABLES, stage_counts
 from gpipe_bench.harness.records.find import find
 from gpipe_bench.harness.records.record import Record

@@ -17,7 +17,7 @@ from gpipe_bench.experiments.report.records import select_records
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.verdict import NO_RECORD
 from gpipe_bench.harness.records.store import Loaded, Problem, Store, left_out, lines_of
-from gpipe_bench.harness.report.text import markdown_table
+from gpipe_bench.harness.report.table import markdown_table
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from gpipe_bench.experiments.figure2.schedules import UNIT, VARIANTS
 from gpipe_bench.experiments.figure2.tables import GIB, SHOWN_MICROBATCHES, of_part, value
 from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
-from gpipe_bench.harness.records.find import find
-from gpipe_bench.harness.records.record import Record, Scalar
+from gpipe_bench.harness.records.record import Record, Scalar, find
 from gpipe_bench.harness.shown import KeptTimeline, Plot
 from gpipe_bench.pipeline.plan.timeline import Timeline
 

@@ -13,10 +13,9 @@ from gpipe_bench.experiments.figure2.schedules import VARIANTS
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.find import find, of_case
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+from gpipe_bench.harness.records.record import Quantity, Record, Scalar, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.report.table import text_table
 
 TABLE = "formulas"
 NEGLIGIBLE = Fraction(1, 5)

@@ -36,7 +36,7 @@ from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.shown import PaperTable, Plot
 
 if TYPE_CHECKING:

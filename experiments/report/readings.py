@@ -23,7 +23,7 @@ from gpipe_bench.harness.records.environment import differences
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.chart import Chart
 from gpipe_bench.harness.report.page import Answer
-from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.report.table import text_table
 
 T = TypeVar("T")
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.report.drawing import gantt_plot, paper_style
 from gpipe_bench.experiments.table2.tables import TABLES, configurations, facts_of
 from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.records.find import find
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.record import Record, find
 from gpipe_bench.harness.shown import Plot
 
 if TYPE_CHECKING:

@@ -21,10 +21,9 @@ from gpipe_bench.experiments.measuring.step_text import (
 )
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.find import find
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.record import Record, find
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.pipeline.plan.partition import RULES, partition
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Kind, gpipe

@@ -14,10 +14,9 @@ from typing import Any
 from gpipe_bench.experiments.measuring.step_text import SMOKE, interval, percent, published
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.find import find
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+from gpipe_bench.harness.records.record import Quantity, Record, Scalar, find
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.report.table import text_table
 
 TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
 

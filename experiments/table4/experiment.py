@@ -38,7 +38,7 @@ from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.shown import PaperTable, Plot
 from gpipe_bench.pipeline.plan.breakdown import PARTS
 

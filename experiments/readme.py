@@ -1,4 +1,4 @@
-"""The README's tables: Table 1 from the reference records, and the sessions from the experiments themselves.
+"""The generated tables of the pages: from the reference records, and from the experiments themselves.
 
 `python -m gpipe_bench.experiments.readme` rewrites them. A table that is pasted goes stale; these are made
 between markers, and a test compares.
@@ -8,29 +8,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.table1.readme import table as table1
 from gpipe_bench.harness.experiment import Experiment, RunOptions
-from gpipe_bench.harness.places import REFERENCE, ROOT
+from gpipe_bench.harness.places import PUBLISHED, REFERENCE, ROOT
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.report.markers import between
 
-README = ROOT / "README.md"
 RECORDS = REFERENCE / "cpu-2-cores"
 CORES = 2  # of the machine that times are said for
 
 
 def sessions() -> str:
-    """A row for each experiment: how to run it, what it does, how long its default profile takes."""
-    rows = "\n".join(_session(load(name)) for name in EXPERIMENTS)
-    return f"| session | what it does | time on {CORES} cores |\n|---|---|---|\n{rows}"
+    """A row for each experiment, for the README: how to run it, and how long its default profile takes."""
+    rows = [f"| `nox -s {e.name}` | {e.title}{_more(e, 'docs/')} | {_time(e)} |" for e in _experiments()]
+    return (
+        f"| session | what it reproduces or measures | time on {CORES} cores |\n|---|---|---|\n"
+        + "\n".join(rows)
+    )
 
 
-def _session(experiment: Experiment) -> str:
-    more = f" ([more]({experiment.docs}))" if experiment.docs else ""
-    text = f"**{experiment.title}**. {experiment.describe}{more}"
-    return f"| `nox -s {experiment.name}` | {text} | {_time(experiment)} |"
+def descriptions() -> str:
+    """A row for each experiment, for the page about commands: what it does."""
+    rows = [f"| `{e.name}` | **{e.title}**. {e.describe}{_more(e, '')} |" for e in _experiments()]
+    return "| name | what it does |\n|---|---|\n" + "\n".join(rows)
+
+
+def _experiments() -> list[Experiment]:
+    return [load(name) for name in EXPERIMENTS]
+
+
+def _more(experiment: Experiment, folder: str) -> str:
+    """A link to its own page, which lies in `docs/`."""
+    return f" ([more]({folder}{experiment.docs.removeprefix('docs/')}))" if experiment.docs else ""
 
 
 def _time(experiment: Experiment) -> str:
@@ -41,11 +53,12 @@ def _time(experiment: Experiment) -> str:
     return f"{5 * math.ceil(seconds / 5)} s" if seconds <= 55 else f"{math.ceil(seconds / 60)} min"
 
 
-SECTIONS: dict[str, Callable[[], str]] = {
-    "table1": lambda: table1(Store(RECORDS).load("table1").records),
-    "sessions": sessions,
+SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
+    "sessions": (ROOT / "README.md", sessions),
+    "experiments": (ROOT / "docs" / "commands.md", descriptions),
+    "table1": (PUBLISHED / "README.md", lambda: table1(Store(RECORDS).load("table1").records)),
 }
-"""By the name in the markers."""
+"""By the name in the markers: the page, and what makes the section."""
 
 
 def markers(section: str) -> tuple[str, str]:
@@ -56,13 +69,18 @@ def markers(section: str) -> tuple[str, str]:
     )
 
 
-def rewritten(text: str) -> str:
-    """The README with its tables made anew. Raises ValueError without the markers."""
-    for section, make in SECTIONS.items():
-        begin, end = markers(section)
-        text = between(text, begin, end, f"\n\n{make()}\n\n", README.name)
-    return text
+def rewritten(section: str, text: str) -> str:
+    """The text of its page with the section made anew. Raises ValueError without the markers."""
+    page, make = SECTIONS[section]
+    begin, end = markers(section)
+    return between(text, begin, end, f"\n\n{make()}\n\n", page.name)
+
+
+def main() -> None:
+    """Rewrites every page."""
+    for section, (page, _) in SECTIONS.items():
+        page.write_text(rewritten(section, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    README.write_text(rewritten(README.read_text(encoding="utf-8")), encoding="utf-8")
+    main()

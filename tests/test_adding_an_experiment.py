@@ -109,6 +109,6 @@ def test_the_report_has_its_table_figure_chart_and_words(project: Path, ran: str
 
 
 def test_the_readme_gets_its_row(project: Path) -> None:
-    assert f"nox -s idle` | **{TITLE}**." in python(
+    assert f"| `nox -s idle` | {TITLE} |" in python(
         project, "-c", "from gpipe_bench.experiments.readme import sessions; print(sessions())"
     )

@@ -235,8 +235,11 @@ def test_waiting_for_one_neighbour_moves_the_other_along() -> None:
 class Store(dict[str, bytes]):
     """The part of a process group's store that is needed; in one thread nobody can wait, so order matters."""
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str, limit_s: float = 1.0) -> None:
         self[key] = value.encode()
+
+    def await_from(self, rank: int, key: str, timeout_s: float) -> bytes:
+        return self[key]
 
 
 def test_ranks_on_other_machines_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:

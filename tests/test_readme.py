@@ -1,4 +1,4 @@
-"""The README's table is the records', and its examples run."""
+"""The generated tables of the pages are the records', and the examples of the pages run."""
 
 from __future__ import annotations
 
@@ -14,50 +14,73 @@ from gpipe_bench.experiments import first_run, readme, registry
 from gpipe_bench.harness.places import ROOT
 from gpipe_bench.models import zoo
 
-TEXT = readme.README.read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    page: (ROOT / page).read_text(encoding="utf-8")
+    for page in ("README.md", "docs/commands.md", "docs/memory.md")
+}
 
 
-def test_the_tables_are_those_of_the_reference_records_and_the_experiments() -> None:
-    assert readme.rewritten(TEXT) == TEXT, "stale: run python -m gpipe_bench.experiments.readme"
-    assert "| reproduced |" in TEXT
-    assert "nothing fits" in TEXT
+@pytest.mark.parametrize("section", readme.SECTIONS)
+def test_the_tables_are_those_of_the_reference_records_and_the_experiments(section: str) -> None:
+    text = readme.SECTIONS[section][0].read_text(encoding="utf-8")
+    assert readme.rewritten(section, text) == text, "stale: run python -m gpipe_bench.experiments.readme"
 
 
-def test_every_experiment_has_a_row_with_what_it_says_of_itself() -> None:
-    rows = readme.sessions().splitlines()[2:]
-    assert [row.split("`")[1] for row in rows] == [f"nox -s {name}" for name in registry.EXPERIMENTS]
-    (row,) = [row for row in rows if "consistency`" in row]
+def test_table_1_is_on_the_page_of_results() -> None:
+    text = readme.SECTIONS["table1"][0].read_text(encoding="utf-8")
+    assert "| ours (modelled) | 81.79M |" in text
+    assert "nothing fits" in text
+
+
+def test_every_experiment_has_rows_with_what_it_says_of_itself() -> None:
+    short, long = readme.sessions().splitlines()[2:], readme.descriptions().splitlines()[2:]
+    assert [row.split("`")[1] for row in short] == [f"nox -s {name}" for name in registry.EXPERIMENTS]
+    assert [row.split("`")[1] for row in long] == list(registry.EXPERIMENTS)
     experiment = registry.load("consistency")
-    assert experiment.title in row
-    assert experiment.describe in row
-    assert "([more](docs/consistency.md))" in row
+    (row,) = [row for row in short if "consistency`" in row]
+    assert f"| {experiment.title} ([more](docs/consistency.md)) |" in row
     assert row.endswith("| 11 min |"), "two trainings at a time on two cores"
+    (row,) = [row for row in long if "`consistency`" in row]
+    assert experiment.describe in row
+    assert "([more](consistency.md))" in row
 
 
 @pytest.mark.parametrize("section", readme.SECTIONS)
 def test_lost_markers_are_an_error(section: str) -> None:
+    page = readme.SECTIONS[section][0]
     for marker in readme.markers(section):
-        with pytest.raises(ValueError, match=r"README\.md has lost its markers"):
-            readme.rewritten(TEXT.replace(marker, ""))
+        with pytest.raises(ValueError, match=rf"{page.name} has lost its markers"):
+            readme.rewritten(section, page.read_text(encoding="utf-8").replace(marker, ""))
 
 
-def test_python_examples_run() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 1
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
+
+
+def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = python_blocks("README.md")
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     names = {"torch": torch, "model": model, "batch": torch.randn(16, 4), "target": torch.randint(4, (16,))}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)  # the examples of this repository itself
+    exec(compile(block, "README.md", "exec"), names)  # the examples of this repository itself
     assert names["loss"].ndim == 0
+    (block,) = python_blocks("docs/memory.md")
+    exec(compile(block, "docs/memory.md", "exec"), {})
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said] == [
+        "layers 0 to 5", "layers 6 to 11", "layers 12 to 17", "layers 18 to 23",
+    ]  # fmt: skip
 
 
 def commands() -> list[str]:
-    """Every `python -m` line of the README; test_sessions.py runs the nox lines."""
-    blocks = re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    lines += re.findall(r"`(python -m [^`]+)`", TEXT)
-    found = [line.partition("#")[0].strip() for line in lines if line.startswith("python -m")]
-    return [line for line in found if not re.search(r"-m pip|experiments$", line)]
+    """Every `python -m` line of the pages; test_sessions.py runs the nox lines."""
+    found = []
+    for text in PAGES.values():
+        blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+        lines = [line for block in blocks for line in block.splitlines()]
+        lines += re.findall(r"`(python -m [^`]+)`", text)
+        found += [line.partition("#")[0].strip() for line in lines if line.startswith("python -m")]
+    return [line for line in dict.fromkeys(found) if not re.search(r"-m pip|experiments$", line)]
 
 
 def test_every_command_is_found() -> None:

@@ -26,6 +26,7 @@ from harness.guard_counters import encode
 from harness.guard_process import WorkerError
 from harness.guard_tree import Base
 
+pytestmark = pytest.mark.alone  # steps are timed
 ROOT = Path(__file__).parents[1]
 NONE = Change(0.0, -0.01, 0.01)
 SAME = Judgement("same", 12, 0.975, NONE, NONE, NONE, 0.01, 0.01)

@@ -18,6 +18,7 @@ from experiments import slow_link
 from experiments.slow_link import UnavailableError, existing, set_rate
 from experiments.slow_link_steps import LinkTask, steps_at_rates
 
+pytestmark = pytest.mark.alone  # transfers are timed
 RATE = 20e6
 REPOSITORY = Path(__file__).parent.parent
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from test_peers import ALWAYS, CASE, TIMES, lines_of, record, result, task
+from test_peers import ALWAYS, CASE, TIMES, job, lines_of, record, result
 
 from gpipe_bench.experiments.side_by_side import engine as engine_bench
 from gpipe_bench.experiments.side_by_side import engine_text as engine_bench_text
 from gpipe_bench.experiments.side_by_side import peers_text
-from gpipe_bench.experiments.side_by_side.engine_work import Result, Task
+from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, EngineResult
 from gpipe_bench.experiments.side_by_side.peers import outcome
 from gpipe_bench.harness.records.codec import decode, encode
 from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.timing.usage import Usage
 
 DRIFTING = [0.24, 0.2, 0.23, 0.2]
 """Our two samples of each round: the first is always the slower one."""
@@ -22,15 +23,19 @@ def control(value: float, low: float | None, high: float | None) -> Quantity:
 
 
 def peers_with(ours: list[float]):
-    found = outcome(task(), [result({**TIMES, "ours": ours})])
+    found = outcome(job(), [result({**TIMES, "ours": ours})])
     return record(found, CASE)
 
 
 def engine_with(ours: list[float]):
     times = {"ours": ours, "bare layers": [0.19] * 4}
     found = engine_bench.outcome(
-        Task("overlap", 8, 32, "never", 2),
-        [Result(times, {}, {"0F": 0.01}, {"pinned_cores": "0", "threads": "1"}, 1.0, 3.0, 2.0, 2)],
+        EngineJob("overlap", 8, 32, "never", 2),
+        [
+            EngineResult(
+                {}, {"0F": 0.01}, {"pinned_cores": "0", "threads": "1"}, times, Usage(1.0, 3.0, 2.0, 2)
+            )
+        ],
     )
     return record(found, {"part": "overlap", "num_stages": 8, "num_microbatches": 32, "remat": "never"})
 

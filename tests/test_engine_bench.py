@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
@@ -25,74 +24,13 @@ from gpipe_bench.experiments.side_by_side.engine_arms import (
     verify,
 )
 from gpipe_bench.experiments.side_by_side.engine_text import TARGETS, Target, tables, verdict
-from gpipe_bench.experiments.side_by_side.engine_work import Result, Task
-from gpipe_bench.experiments.side_by_side.rounds import (
-    against_itself,
-    differences,
-    measure,
-    palindromes,
-    per_round,
-    ratios,
-    slowest,
-)
+from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, EngineResult
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record
+from gpipe_bench.harness.timing.usage import Usage
 
 ROOT = Path(__file__).parents[1]
-
-
-# Rounds and what is made of them
-
-
-def test_every_round_runs_all_arms_there_and_back_in_changing_order() -> None:
-    rounds = palindromes(["a", "b", "c"], 40, seed=3)
-    assert all(sorted(order[:3]) == ["a", "b", "c"] and order == order[::-1] for order in rounds)
-    assert {order[:3] for order in rounds} == set(itertools.permutations("abc"))
-    assert rounds == palindromes(["a", "b", "c"], 40, seed=3)  # the same in every process
-    assert rounds != palindromes(["a", "b", "c"], 40, seed=4)
-
-
-def test_measure_counts_only_the_steps_and_waits_where_there_is_none() -> None:
-    now = [0.0]
-    calls = {"a": 0, "prepared": 0}
-
-    def step() -> None:
-        calls["a"] += 1
-        now[0] += 2.0
-
-    def prepare() -> None:
-        calls["prepared"] += 1
-        now[0] += 100.0
-
-    times = measure({"a": step, "b": None}, {"a": 5, "b": 5}, 3, 0, prepare, lambda: now[0])
-    assert times == {"a": [2.0] * 6, "b": [0.0] * 6}
-    assert calls == {"a": 30, "prepared": 12}
-
-
-def test_a_step_takes_as_long_as_its_slowest_process() -> None:
-    assert slowest([{"a": [1.0, 5.0]}, {"a": [2.0, 3.0]}]) == {"a": [2.0, 5.0]}
-
-
-def test_a_drift_within_the_rounds_cancels() -> None:
-    """The machine slows down by a tenth from sample to sample; theirs takes 1.5 times as long as ours."""
-    now = 1.0
-    times: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for order in palindromes(["ours", "theirs"], 9, seed=1):
-        for arm in order:
-            times[arm].append(now * (1.5 if arm == "theirs" else 1.0))
-            now *= 1.1
-    assert ratios(times, "theirs", "ours") == pytest.approx([1.5] * 9)
-    assert ratios(times, "theirs", "ours", 0.5) == pytest.approx([0.75] * 9)
-    assert all(ratio < 1 for ratio in against_itself(times, "ours"))  # the control shows it
-
-
-def test_differences_are_paired_by_round() -> None:
-    times = {"more": [3.0, 3.0, 30.0, 30.0], "less": [1.0, 1.0, 10.0, 10.0]}
-    assert differences(times, "more", "less", 10.0) == [20.0, 200.0]
-    assert per_round([1.0, 4.0]) == [2.0]
-    with pytest.raises(ValueError, match="3 samples are no whole number of rounds"):
-        per_round([1.0, 2.0, 3.0])
 
 
 # Arms and what is counted
@@ -190,18 +128,19 @@ def test_torchgpipe_is_counted_alike() -> None:
 # Numbers, targets and tables
 
 
-def result(times: dict[str, list[float]]) -> Result:
-    return Result(times, {}, {"0F": 0.01}, {"pinned_cores": "0", "threads": "1"}, 1.0, 3.0, 2.0, 2)
+def result(times: dict[str, list[float]]) -> EngineResult:
+    conditions = {"pinned_cores": "0", "threads": "1"}
+    return EngineResult({}, {"0F": 0.01}, conditions, times, Usage(1.0, 3.0, 2.0, 2))
 
 
-def quantities(task: Task, *of_ranks: Result) -> dict[str, Quantity]:
-    return {quantity.name: quantity for quantity in engine_bench.outcome(task, of_ranks).quantities}
+def quantities(job: EngineJob, *of_ranks: EngineResult) -> dict[str, Quantity]:
+    return {quantity.name: quantity for quantity in engine_bench.outcome(job, of_ranks).quantities}
 
 
 def test_the_ideal_of_waiting_stages_comes_from_the_schedule() -> None:
     """K=8, M=32: 39 forwards and 39 backwards of 20 ms; the bare stages take 1 % longer."""
     one = result({"ours": [1.6, 1.6] * 2, "bare layers": [64 * 0.0202] * 4})
-    found = quantities(Task("overlap", 8, 32, "never", 2), one, one)
+    found = quantities(EngineJob("overlap", 8, 32, "never", 2), one, one)
     assert found["ideal step"].value == pytest.approx(1560.0)
     assert found["ideal step"].provenance == "replayed"
     assert found["share of the ideal"].value == pytest.approx(1.56 / 1.6)
@@ -213,16 +152,16 @@ def test_the_ideal_of_waiting_stages_comes_from_the_schedule() -> None:
 def test_recomputation_is_part_of_the_ideal() -> None:
     """K=4, M=8, except_last: F and B of all, R of all but one, and a bubble of F and B."""
     times = {"ours": [1.0, 1.0], "bare layers": [1.0, 1.0]}
-    found = quantities(Task("overlap", 4, 8, "except_last", 1), result(times))
+    found = quantities(EngineJob("overlap", 4, 8, "except_last", 1), result(times))
     assert found["ideal step"].value == pytest.approx(1e3 * 0.02 * (8 + 8 + 7 + 2 * 3))
 
 
 def test_efficiency_is_the_speed_up_over_its_bound() -> None:
-    task = Task("transformer", 2, 16, "never", 1)
+    job = EngineJob("transformer", 2, 16, "never", 1)
     idle = {"ours": [0.5, 0.5], "ScheduleGPipe": [0.6, 0.6], "sequential": [0.0, 0.0]}
     busy = {**idle, "sequential": [0.9, 0.9]}
     beside = {"sequential on every core": [1.0, 1.0]}
-    found = quantities(task, result({**busy, **beside}), result({**idle, **beside}))
+    found = quantities(job, result({**busy, **beside}), result({**idle, **beside}))
     assert found["efficiency"].value == pytest.approx((0.9 / 0.5) / (16 * 2 / 17))
     assert found["rate against ScheduleGPipe"].value == pytest.approx(1.2)
     assert found["core beside a busy one"].value == pytest.approx(0.9)
@@ -231,7 +170,7 @@ def test_efficiency_is_the_speed_up_over_its_bound() -> None:
 
 def test_small_micro_batches_cost_what_the_layers_do_not() -> None:
     times = {"ours": [0.0128] * 4, "ScheduleGPipe": [0.0384] * 4, "bare layers": [0.0064] * 4}
-    found = quantities(Task("small", 2, 64, "never", 2), result(times))
+    found = quantities(EngineJob("small", 2, 64, "never", 2), result(times))
     assert found["per micro-batch"].value == pytest.approx(100.0)
     assert found["per micro-batch of ScheduleGPipe"].value == pytest.approx(500.0)
     assert found["rate against ScheduleGPipe"].value == pytest.approx(3.0)
@@ -240,7 +179,7 @@ def test_small_micro_batches_cost_what_the_layers_do_not() -> None:
 
 def test_cost_per_action_counts_the_recomputations() -> None:
     times = {"ours": [0.002] * 4, "bare layers": [0.001] * 4, "torchgpipe": [0.003] * 4}
-    found = quantities(Task("in process", 4, 8, "except_last", 2, against="torchgpipe"), result(times))
+    found = quantities(EngineJob("in process", 4, 8, "except_last", 2, against="torchgpipe"), result(times))
     assert found["per action"].value == pytest.approx(1e3 / (4 * (8 + 8 + 7)))
     assert found["rate against torchgpipe"].value == pytest.approx(1.5)
 

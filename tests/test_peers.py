@@ -13,9 +13,10 @@ from command_line import call
 from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.side_by_side.peers import ALWAYS, EXPERIMENT, MODELS, ROUNDS, engines_of, outcome
 from gpipe_bench.experiments.side_by_side.peers_text import TARGETS, tables
-from gpipe_bench.experiments.side_by_side.peers_work import Result, Task
+from gpipe_bench.experiments.side_by_side.peers_work import PeersJob, PeersResult
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.records.record import SCHEMA, Record
+from gpipe_bench.harness.timing.usage import Usage
 
 ROOT = Path(__file__).parents[1]
 USERS = "mine:Engine@01234567"
@@ -63,16 +64,16 @@ def test_the_profiles_take_the_time_they_should() -> None:
 # Numbers and the table
 
 
-def task(where: str = "processes", extra: str | None = None) -> Task:
+def job(where: str = "processes", extra: str | None = None) -> PeersJob:
     engines = engines_of(where, "except_last", extra)
-    return Task("transformer-lm", {}, 2, 2, 4, engines, where == "one process", 2, 0)
+    return PeersJob("transformer-lm", {}, 2, 2, 4, engines, where == "one process", 2, 0)
 
 
-def result(times: dict[str, list[float]], refused: dict[str, str] | None = None) -> Result:
+def result(times: dict[str, list[float]], refused: dict[str, str] | None = None) -> PeersResult:
     checks = {name: {"forwards": 7} for name in times}
-    return Result(
-        times, checks, refused or {}, (range(0, 3), range(3, 8)), {"0F": 0.008, "1B": 0.006},
-        {"pinned_cores": "0", "threads": "1"}, 1.0, 3.0, 2.0, 2,
+    return PeersResult(
+        checks, refused or {}, (range(0, 3), range(3, 8)), {"0F": 0.008, "1B": 0.006},
+        {"pinned_cores": "0", "threads": "1"}, times, Usage(1.0, 3.0, 2.0, 2),
     )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ CASE = {"model": "transformer", "where": "processes", "remat": "except_last", "n
 
 def test_speeds_are_ratios_of_the_same_round_over_the_slowest_process() -> None:
     fast = {name: [0.1] * 4 for name in TIMES}
-    found = outcome(task(), [result(fast), result(TIMES)])
+    found = outcome(job(), [result(fast), result(TIMES)])
     numbers = {quantity.name: quantity for quantity in found.quantities}
     assert numbers["step of torch-gpipe"].samples == (300.0,) * 4
     assert numbers["ours against torch-gpipe"].samples == pytest.approx((1.5, 1.5))
@@ -116,7 +117,7 @@ def test_an_engine_is_set_against_ours_with_the_same_schedule() -> None:
     engines = engines_of("processes", "never", None)
     times = {"ours": [0.2] * 4, "torch-gpipe": [0.3] * 4, "torch-1f1b": [0.15] * 4, "ours-1f1b": [0.1] * 4}
     assert set(engines) == set(times)
-    found = outcome(task()._replace(engines=engines, num_microbatches=8), [result(times)])
+    found = outcome(job()._replace(engines=engines, num_microbatches=8), [result(times)])
     numbers = {quantity.name: quantity.value for quantity in found.quantities}
     assert numbers["ours against torch-1f1b"] == pytest.approx(0.75)
     assert numbers["ours-1f1b against torch-1f1b"] == pytest.approx(1.5)
@@ -130,7 +131,7 @@ def lines_of(text: str) -> dict[str, str]:
 
 
 def test_the_table_shows_what_holds_and_what_does_not() -> None:
-    text = tables([record(outcome(task(), [result(TIMES), result(TIMES)]), CASE)], [])
+    text = tables([record(outcome(job(), [result(TIMES), result(TIMES)]), CASE)], [])
     lines = lines_of(text)
     assert "transformer, one process per stage, re-materialized (except_last), M = 4" in lines
     assert lines["torch-gpipe"].endswith("1.500 [1.500, 1.500]      >= 1.12   yes")
@@ -142,7 +143,7 @@ def test_the_table_shows_what_holds_and_what_does_not() -> None:
 
 def test_an_engine_that_cannot_run_a_case_is_there_with_its_reason() -> None:
     refused = {"mine:Engine": "needs a process group", "torchgpipe": "torchgpipe is not installed"}
-    found = outcome(task("one process", USERS), [result({"ours": [0.2] * 4}, refused)])
+    found = outcome(job("one process", USERS), [result({"ours": [0.2] * 4}, refused)])
     text = tables([record(found, {**CASE, "where": "one process"})], [])
     lines = lines_of(text)
     assert lines["mine:Engine"].endswith("skipped: needs a process group")

@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from gpipe_bench.experiments.table3 import slow_link
 from gpipe_bench.experiments.table3.slow_link import UnavailableError, existing, set_rate
-from gpipe_bench.experiments.table3.slow_link_steps import LinkTask, steps_at_rates
+from gpipe_bench.experiments.table3.slow_link_steps import LinkJob, steps_at_rates
 
 RATE = 20e6
 REPOSITORY = Path(__file__).parent.parent
@@ -82,11 +82,12 @@ def test_steps_over_a_slow_link_take_at_least_as_long_as_their_messages(link: sl
         "num_layers": 2, "d_model": 32, "ffn_dim": 64, "num_heads": 2, "seq_len": 64, "vocab_size": 50,
         "cut": "sublayer",
     }  # fmt: skip
-    task = LinkTask("transformer-lm", options, 4, 4, 1, (None, 0.2))
-    first, second = link.run(steps_at_rates, task)
+    job = LinkJob("transformer-lm", options, 4, 4, 1, (None, 0.2))
+    first, second = link.run(steps_at_rates, job)
     assert first.rates == second.rates
     assert first.rates[0] is None
     assert first.timed[0].activation_bytes == first.timed[0].gradient_bytes == (64 * 32 * 4,)
+    assert len(first.timed) == len(first.measured) == 2  # there and back
     unlimited, limited = first.measured[0]
     rate = first.rates[1]
     assert rate is not None

@@ -12,9 +12,10 @@ from records import record
 from test_timed_actions import timed
 
 from gpipe_bench.experiments.figure3 import experiment as figure3
+from gpipe_bench.experiments.measuring.configuration import Configuration, Steps
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import results
-from gpipe_bench.experiments.measuring.step_timing import Configuration, Found, Steps, Task, work
+from gpipe_bench.experiments.measuring.step_timing import Found, StepJob, work
 from gpipe_bench.experiments.report.figure_files import draw
 from gpipe_bench.experiments.table2 import experiment as table2
 from gpipe_bench.experiments.table2.fitted_batch import fitted_microbatch, peak_bytes
@@ -22,6 +23,7 @@ from gpipe_bench.experiments.table4 import experiment as table4
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.launch import launch
 
@@ -32,13 +34,14 @@ TINY = {
 OPTIONS = RunOptions(profile="smoke", device="cpu", engine="ours")
 
 
-def steps(rounds: int = 2, real_s: tuple[float, ...] = (), why: str = "", **more: Any) -> Steps:
+def steps(turns: int = 2, real_s: tuple[float, ...] = (), why: str = "", **more: Any) -> Steps:
     action = timed(**more)
-    return Steps(action.partition, (action,) * rounds, (0.5,) * rounds, real_s, None, {"F": 8}, why)
+    return Steps(action.partition, (action,) * turns, (0.5,) * turns, real_s, None, {"F": 8}, why)
 
 
 def found(*each: Steps, copy_bytes_per_s: float = 1e12) -> Found:
-    return Found(each, {1: (0.01, 0.02, 0.01, 0.02) * 2}, 1000, copy_bytes_per_s, {"threads": "1"}, 0.0)
+    layers_s = {1: (0.01, 0.02, 0.01, 0.02) * 2}
+    return Found(each, layers_s, 1000, copy_bytes_per_s, {"threads": "1"}, Usage(1.0, 2.0, 1.0, 2))
 
 
 def value(quantities: Any, name: str, **key: Any) -> float:
@@ -115,14 +118,14 @@ def test_real_steps_are_counted_and_timed() -> None:
         Configuration(4, 2, 7, "except_last"),
         Configuration(3, 1, 4, "never"),
     )
-    answer = work(Task("transformer-lm", TINY, plan, rounds=2))
+    answer = work(StepJob("transformer-lm", TINY, plan, rounds=1))
     assert [each.counts for each in answer.steps] == [
         {"F": 8, "R": 8, "B": 8}, {"F": 8, "R": 4, "B": 8}, {"F": 3, "B": 3},
     ]  # fmt: skip
     for each, configuration in zip(answer.steps, plan, strict=True):
-        assert len(each.rounds) == 2
+        assert len(each.turns) == 2  # there and back
         assert len(each.partition) == configuration.num_stages
-        (first, _) = each.rounds
+        (first, _) = each.turns
         assert len(first.activation_bytes) == configuration.num_stages - 1
         assert all(s > 0 for samples in first.samples_s.values() for s in samples)
         size = configuration.microbatch_size
@@ -137,7 +140,7 @@ def test_any_engine_runs_through_the_table_unchanged(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "docs"))
     plan = (Configuration(2, 1, 4, runs_for_real=True), Configuration(2, 4, 4, runs_for_real=True))
     for engine in ("ours", "own_engine_example:FillDrain"):
-        answers = launch(work, 2, Task("transformer-lm", TINY, plan, rounds=1, engine=engine))
+        answers = launch(work, 2, StepJob("transformer-lm", TINY, plan, rounds=1, engine=engine))
         assert answers[0].steps[0].partition == answers[1].steps[0].partition
         assert all(each.real_s and min(each.real_s) > 0 for answer in answers for each in answer.steps)
         quantities, details = results([(each, (each.num_microbatches,)) for each in plan], answers, "cpu")

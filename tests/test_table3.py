@@ -30,6 +30,7 @@ from gpipe_bench.experiments.table3.slow_link_steps import LinkFound, Measured
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.records.record import Record, Scalar
+from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Kind
 
@@ -161,15 +162,15 @@ class FakeConfiguration:
 
 
 class FakeSteps:
-    def __init__(self, timed: TimedActions, rounds: int) -> None:
-        self.rounds, self.counts = (timed,) * rounds, {"F": 8}
+    def __init__(self, timed: TimedActions, turns: int) -> None:
+        self.turns, self.counts = (timed,) * turns, {"F": 8}
 
 
 class FakeFound:
     """One process that measured the estimate's model ten times as slow with messages of a fifth."""
 
     conditions: dict[str, str] = {}  # noqa: RUF012  # a stand-in for a named tuple
-    busy_share = 0.01
+    usage = Usage(1.0, 2.0, 1.0, 2)
 
     def __init__(self, stages: tuple[int, ...]) -> None:
         self.steps = []
@@ -207,7 +208,7 @@ def link_record(model: str = "amoebanet") -> Record:
     measured = tuple(
         Measured(rate, 1e-4, 1.1 * lay_out(timed, Link("", 1e-4, rate)).makespan_s) for rate in (1e9, 4.8e6)
     )
-    found = [LinkFound(rates, (timed,) * 2, (measured,) * 2, "reno")] * 2
+    found = [LinkFound(rates, (timed,) * 2, (measured,) * 2, "reno", Usage(1.0, 2.0, 1.0, 2))] * 2
     quantities, details = over_link((None, 1.0), found)
     facts = {
         "title": "A model",

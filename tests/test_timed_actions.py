@@ -115,6 +115,10 @@ def test_a_step_that_forgot_something_is_refused() -> None:
         check_ran(twice, schedule)
     with pytest.raises(RuntimeError, match="ran 24 actions where gpipe.*has 16"):
         check_ran(step, gpipe(2, 4, "never"))
+    second = [event for event in step.events if event.action.stage == 1]
+    assert check_ran(Timeline.of(second, 2), schedule, 1) == {"F": 4, "R": 4, "B": 4}
+    with pytest.raises(RuntimeError, match="stage 0 ran 12 actions where .* has 12; look at 0B0"):
+        check_ran(Timeline.of(second, 2), schedule, 0)
 
 
 def test_spread_is_the_interquartile_range_of_a_typical_action() -> None:

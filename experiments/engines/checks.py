@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.engines.setup import Engine, LossFn, Setup
+from gpipe_bench.experiments.engines.setup import Engine, LossFn, Setup, clear
+from gpipe_bench.pipeline.plan.schedule import recomputes
 from gpipe_bench.pipeline.stage.microbatch import num_examples, split, tensors_of
 
 TOLERANCE: dict[torch.dtype, float] = {
@@ -85,13 +86,19 @@ def check_count(
     )
 
 
+def forward_rows(sizes: Sequence[int], remat: str) -> list[int]:
+    """Examples of each forward that a stage runs in a step, for micro-batches of these sizes."""
+    again = [size for index, size in enumerate(sizes) if recomputes(remat, index, len(sizes))]
+    return [*sizes, *again]
+
+
 def expected_rows(sizes: Sequence[int], remat: str) -> list[list[int]]:
     """Examples of the forwards that a stage may run for micro-batches of these sizes.
 
     An engine that can't leave the last micro-batch out under "except_last" may recompute it, too.
     """
-    once, twice = list(sizes), [*sizes, *sizes]
-    return {"never": [once], "always": [twice], "except_last": [[*once, *once[:-1]], twice]}[remat]
+    modes = ("except_last", "always") if remat == "except_last" else (remat,)
+    return [forward_rows(sizes, mode) for mode in modes]
 
 
 def named_parameters(setup: Setup) -> dict[str, nn.Parameter]:
@@ -109,7 +116,7 @@ def reference(setup: Setup, batch: Any, target: Any, loss_fn: LossFn) -> dict[st
     """The gradients that a step of any engine must leave in this process: those of the plain model, taken
     micro-batch by micro-batch. All layers must be on the setup's device. Clears `.grad`.
     """
-    _clear(setup)
+    clear(setup.layers)
     total, count = num_examples(batch), setup.num_microbatches
     for inputs, wanted in zip(split(batch, count), split(target, count), strict=True):
         value: Any = inputs
@@ -117,7 +124,7 @@ def reference(setup: Setup, batch: Any, target: Any, loss_fn: LossFn) -> dict[st
             value = layer(value)
         (loss_fn(value, wanted) * (num_examples(inputs) / total)).backward()  # type: ignore[no-untyped-call]
     gradients = gradients_of(named_parameters(setup), "the plain model")
-    _clear(setup)
+    clear(setup.layers)
     return gradients
 
 
@@ -166,24 +173,19 @@ def verify(
     """
     if expected is None:
         expected = reference(setup, batch, target, loss_fn)
-    _clear(setup)
+    clear(setup.layers)
     engine.step(batch, target, loss_fn)  # agrees on shapes, where an engine does that
-    _clear(setup)
+    clear(setup.layers)
     with counting({stage: setup.stage_layers(stage)[0] for stage in setup.local_stages}) as counted:
         engine.step(batch, target, loss_fn)
     sizes = [num_examples(part) for part in split(batch, setup.num_microbatches)]
     for stage, count in counted().items():
         check_count(name, stage, count, expected_rows(sizes, setup.remat), len(sizes))
     error = gradient_error(gradients_of(named_parameters(setup), name), expected, name)
-    _clear(setup)
+    clear(setup.layers)
     return {
         "forwards": len(count.rows),
         "backwards": count.backwards,
         "examples": max(count.rows),
         "gradient error": error,
     }
-
-
-def _clear(setup: Setup) -> None:
-    for layer in setup.layers:
-        layer.zero_grad(set_to_none=True)

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -101,6 +101,12 @@ class Engine(Protocol):
         where it is not known.
         """
         ...
+
+
+def clear(layers: Iterable[nn.Module]) -> None:
+    """Removes all gradients: a step adds to those that are there."""
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
 
 
 EngineFactory = Callable[[Setup], Engine]

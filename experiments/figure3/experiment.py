@@ -28,7 +28,7 @@ from gpipe_bench.experiments.measuring.step_text import (
     published,
     replay_errors,
 )
-from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
+from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
@@ -42,14 +42,14 @@ from gpipe_bench.harness.shown import PaperTable, Plot
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gpipe_bench.experiments.measuring.step_timing import Configuration
+    from gpipe_bench.experiments.measuring.configuration import Configuration
 
 NUM_MICROBATCHES = 16  # v1 Table 1; the figure's own is not stated
 TIMED_MICROBATCHES = 4  # that really run
 STAGES = (1, 2, 4, 8)
 BASELINES = {"resnet101": 1, "amoebanet": 2}
 """k of the naive-k that a model's speeds are divided by."""
-ROUNDS = {"smoke": 1, "short": 2, "full": 4}
+ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 10.0, "short": 80.0, "full": 120.0}
 COLORS = {
     "paper (TPU)": "#0173b2",
@@ -75,16 +75,16 @@ def run(case: Case, options: RunOptions) -> Outcome:
         smoke=options.profile == "smoke",
         real=devices(options.device),
     )
-    task, facts = timing_task(subject, plan, ROUNDS[options.profile], options)
+    job, facts = timing_job(subject, plan, ROUNDS[options.profile], options)
     quantities, details = results(
-        [(each, laid_out_with(each)) for each in plan], measure(task), options.device
+        [(each, laid_out_with(each)) for each in plan], measure(job), options.device
     )
     return Outcome(tuple(quantities), {**facts, **details})
 
 
 def configurations(name: str, batch_size: int, *, smoke: bool, real: int) -> list[Configuration]:
     """The baseline first, to which all others are relative. `real` is the number of devices at hand."""
-    from gpipe_bench.experiments.measuring.step_timing import Configuration
+    from gpipe_bench.experiments.measuring.configuration import Configuration
 
     base = BASELINES[name]
     examples = TIMED_MICROBATCHES * max(1, batch_size // 2)

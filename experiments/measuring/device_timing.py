@@ -1,18 +1,25 @@
 """Timing on a device from the host: start together, stop when the work is done; and how fast it copies.
 
 A GPU runs behind the host and another process may still be busy, so a clock that is read without waiting for
-both times something else.
+both times something else. What an earlier step left (gradients, garbage to collect) is cleared before the
+clock starts, so that no step pays for the one before it.
 """
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Callable, Iterable
 from statistics import median
 
 import torch
 from torch import distributed as dist
+from torch import nn
+
+from gpipe_bench.experiments.engines.setup import clear
 
 COPIED_BYTES = 2**25
+CPU = torch.device("cpu")
 
 
 def barrier() -> None:
@@ -25,6 +32,30 @@ def synchronize(device: torch.device) -> None:
     """Waits for what was enqueued on a GPU; a CPU is never behind."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def time_step(
+    step: Callable[[], object] | None,
+    layers: Iterable[nn.Module],
+    *,
+    repeats: int = 1,
+    device: torch.device = CPU,
+) -> float:
+    """Seconds of one training step of `layers`, the mean of `repeats` in a row. It leaves their gradients.
+
+    All processes must call and begin together; where `step` is None, this one only waits, which takes 0 s.
+    """
+    clear(layers)
+    gc.collect()
+    barrier()
+    if step is None:
+        return 0.0
+    synchronize(device)
+    start_s = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start_s) / repeats
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -7,6 +7,7 @@ the mean over processes counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.experiments.measuring.device_timing import barrier
+from gpipe_bench.experiments.engines.setup import clear
+from gpipe_bench.experiments.measuring.device_timing import time_step
 from gpipe_bench.experiments.measuring.timed_actions import samples_of
 from gpipe_bench.pipeline import Pipeline
 
@@ -25,19 +27,18 @@ def layer_seconds(
     compute_loss: Callable[..., Tensor],
     batch: Any,
     target: Any,
+    remat: str,
 ) -> tuple[float, ...]:
-    """Forward, recomputation and backward of one micro-batch, with the layers as stages of their own in a
-    pipeline of single layers; the mean over processes, all of which must call.
+    """Forward, backward and, as `remat` says, recomputation of one micro-batch, with the layers as stages of
+    their own in a pipeline of single layers; the mean over processes, all of which must call.
     """
-    pipeline = Pipeline(layers, num_stages=len(layers), num_microbatches=num_microbatches, remat="always")
+    pipeline = Pipeline(layers, num_stages=len(layers), num_microbatches=num_microbatches, remat=remat)
     for _ in range(2):  # the first warms up
-        barrier()
-        pipeline.step(batch, target, compute_loss)
+        time_step(partial(pipeline.step, batch, target, compute_loss), layers)
+    clear(layers)
     found = [0.0] * len(layers)
     for (stage, _), samples in samples_of([pipeline.timeline]).items():
         found[stage] += median(samples)
-    for layer in layers:
-        layer.zero_grad(set_to_none=True)
     seconds = torch.tensor(found, dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(seconds)

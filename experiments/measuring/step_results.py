@@ -1,8 +1,9 @@
 """From what the processes of a timing case found to numbers: steps laid out, steps that ran, and their
 difference.
 
-Throughput is compared within a round, in which all configurations took turns; so a ratio's interval says how
-far rounds differ, not how the machine drifts.
+Throughput is compared within a round, in which all configurations took turns there and back. Such rounds are
+long and few, so each direction gives a ratio of its own: a machine that drifts moves the two apart, the
+median lies between them, and the interval says how far they are from each other.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from gpipe_bench.experiments.measuring.timed_actions import TimedActions, balanc
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.environment import usable_cores
 from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
+from gpipe_bench.harness.timing.usage import used_by_others
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.measuring.step_timing import Configuration, Found, Steps
+    from gpipe_bench.experiments.measuring.configuration import Configuration, Steps
+    from gpipe_bench.experiments.measuring.step_timing import Found, StepJob
 
 GPU_LINK = "nvlink4"
 SHARED_MEMORY_LATENCY_S = (
@@ -41,30 +44,30 @@ def devices(device: str) -> int:
     return min(usable_cores(), 2)
 
 
-def measure(task: Any) -> list[Found]:
+def measure(job: StepJob) -> list[Found]:
     """Runs the processes of a case, one thread each and pinned."""
     from gpipe_bench.experiments.measuring.step_timing import work
 
-    return run_processes(work, devices(task.device), task)
+    return run_processes(work, devices(job.device), job)
 
 
 def results(
     plan: Sequence[tuple[Configuration, tuple[int, ...]]], found: Sequence[Found], device: str
 ) -> tuple[list[Quantity], dict[str, Any]]:
-    """Numbers and details of all cells; ratios are within a round, to the first cell.
+    """Numbers and details of all configurations; ratios are within a round, to the first configuration.
 
     `plan` has each configuration and the numbers of micro-batches its step is laid out with, the wanted one
     first; a real step is held against the one with as many as really ran.
     """
     link = link_of(found, device)
-    throughput: Throughputs = []  # examples per second, by cell and round
+    throughput: Throughputs = []  # examples per second, by configuration and turn
     bound: Throughputs = []
     real: Throughputs = []
     quantities: list[Quantity] = []
     details: dict[str, Any] = {}
     for index, (configuration, counts) in enumerate(plan):
         steps = [each.steps[index] for each in found]
-        rounds = per_round(steps)
+        timed_turns = by_turn(steps)
         for count in counts:
             name, key = _name(configuration, count, counts), _key(configuration, count)
             examples = count * configuration.microbatch_size
@@ -78,12 +81,12 @@ def results(
                 "counts": steps[0].counts,
                 "why": steps[0].why,
             }
-            if rounds:
-                laid_out = [lay_out(timed, link, num_microbatches=count).makespan_s for timed in rounds]
-                even = [balanced(timed, count).makespan_s for timed in rounds]
+            if timed_turns:
+                laid_out = [lay_out(timed, link, num_microbatches=count).makespan_s for timed in timed_turns]
+                even = [balanced(timed, count).makespan_s for timed in timed_turns]
                 throughput.append((key, [examples / step_s for step_s in laid_out]))
                 bound.append((key, [examples / step_s for step_s in even]))
-                timed = joined(rounds)
+                timed = joined(timed_turns)
                 step = lay_out(timed, link, num_microbatches=count)
                 facts |= {
                     "actions": timed.to_data(),
@@ -103,12 +106,12 @@ def results(
                         "real step", [1e3 * s for s in real_s], "ms", key=key, higher_is_better=False
                     )
                 )
-                if rounds:
+                if timed_turns:
                     error = [laid / ran - 1 for laid, ran in zip(laid_out, real_s, strict=True)]
                     quantities.append(
                         from_samples(
                             "replay error", error, "ratio", key=key,
-                            note="replayed step / measured step - 1, round by round",
+                            note="replayed step / measured step - 1, turn by turn",
                         )
                     )  # fmt: skip
                 timelines = [each.real_timeline for each in steps if each.real_timeline is not None]
@@ -129,7 +132,7 @@ def results(
         "num_parameters": found[0].num_parameters,
         "processes": len(found),
         "conditions": [each.conditions for each in found],
-        "used_by_others": max(each.busy_share for each in found),
+        "used_by_others": used_by_others([each.usage for each in found]),
     }  # fmt: skip
     return quantities, shared
 
@@ -148,9 +151,9 @@ def _name(configuration: Configuration, count: int, counts: Sequence[int]) -> st
     return configuration.label if count == counts[0] else f"{configuration.label} M={count}"
 
 
-def per_round(steps: Sequence[Steps]) -> list[TimedActions]:
-    """One set of action times per round, samples of all processes together."""
-    return [joined(rounds) for rounds in zip(*(each.rounds for each in steps), strict=True)]
+def by_turn(steps: Sequence[Steps]) -> list[TimedActions]:
+    """One set of action times per turn of a configuration, samples of all processes together."""
+    return [joined(of_processes) for of_processes in zip(*(each.turns for each in steps), strict=True)]
 
 
 def joined(several: Sequence[TimedActions]) -> TimedActions:
@@ -187,7 +190,7 @@ def busy_share(timelines: Sequence[Any]) -> list[float]:
 def normalised(
     name: str, throughput: Throughputs, base: Sequence[float] | None, provenance: Provenance
 ) -> list[Quantity]:
-    """Examples per second, and relative to the base, round by round, where it has such a throughput."""
+    """Examples per second, and relative to the base, turn by turn, where it has such a throughput."""
     found = []
     for key, samples in throughput:
         found.append(

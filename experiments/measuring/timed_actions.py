@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from gpipe_bench.pipeline.plan.breakdown import Breakdown, breakdown
+from gpipe_bench.pipeline.plan.breakdown import Breakdown, breakdown, even_stages
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Action, Kind, Schedule
@@ -123,15 +123,10 @@ def lay_out(
 
 def balanced(timed: TimedActions, num_microbatches: int | None = None) -> Timeline:
     """The bound: the same total work of each kind, spread evenly over the stages, over a free link."""
-    medians = timed.medians_s()
-    kinds = {kind for _, kind in medians}
-    even = {kind: mean(s for (_, k), s in medians.items() if k is kind) for kind in kinds}
+    medians, program = timed.medians_s(), timed.program(num_microbatches)
+    even = even_stages({action: medians[action.stage, action.kind] for action in program})
     update_s = mean(timed.update_s) if timed.update_s else 0.0
-    return replay(
-        timed.program(num_microbatches),
-        even,
-        update_s=[update_s] * timed.num_stages,
-    )
+    return replay(program, even.__getitem__, update_s=[update_s] * timed.num_stages)
 
 
 def take_apart(timed: TimedActions, link: Link = FREE) -> Breakdown:
@@ -156,16 +151,19 @@ def samples_of(timelines: Sequence[Timeline]) -> dict[tuple[int, Kind], tuple[fl
     return {key: tuple(samples) for key, samples in found.items()}
 
 
-def check_ran(timeline: Timeline, schedule: Schedule) -> dict[str, int]:
-    """How many actions of each kind a measured step really had. RuntimeError if they are not the schedule's,
-    because a benchmark that forgot its micro-batches or its recomputation has measured something else.
+def check_ran(timeline: Timeline, schedule: Schedule, stage: int | None = None) -> dict[str, int]:
+    """How many actions of each kind a measured step really had, of all stages or of the one that ran here.
+
+    RuntimeError if they are not the schedule's, because a benchmark that forgot its micro-batches or its
+    recomputation has measured something else.
     """
-    wanted = sorted(schedule)
+    wanted = sorted(schedule if stage is None else schedule.actions[stage])
     found = sorted(event.action for event in timeline.events)
     if found != wanted:
         odd = sorted(set(wanted) ^ set(found)) or found
+        where = "the step" if stage is None else f"stage {stage}"
         raise RuntimeError(
-            f"the step ran {len(found)} actions where {schedule.name} with {schedule.num_stages} stages and "
+            f"{where} ran {len(found)} actions where {schedule.name} with {schedule.num_stages} stages and "
             f"{schedule.num_microbatches} micro-batches has {len(wanted)}; look at {odd[0]}"
         )
     return {kind.name: sum(action.kind is kind for action in found) for kind in Kind if _has(found, kind)}

@@ -14,7 +14,8 @@ from gpipe_bench.experiments.measuring.speed_models import Subject
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.measuring.step_timing import Configuration, Task
+    from gpipe_bench.experiments.measuring.configuration import Configuration
+    from gpipe_bench.experiments.measuring.step_timing import StepJob
 
 
 def timed_experiment(*, smoke: str, **own: Any) -> Experiment:
@@ -31,17 +32,17 @@ def timed_experiment(*, smoke: str, **own: Any) -> Experiment:
     )
 
 
-def timing_task(
+def timing_job(
     subject: Subject, configurations: Iterable[Configuration], rounds: int, options: RunOptions
-) -> tuple[Task, dict[str, Any]]:
+) -> tuple[StepJob, dict[str, Any]]:
     """What the processes of a case are given, and what its record says of it."""
-    from gpipe_bench.experiments.measuring.step_timing import Task
+    from gpipe_bench.experiments.measuring.step_timing import StepJob
 
     size = subject.sizes[options.profile]
-    task = Task(
+    job = StepJob(
         subject.model, size.options, tuple(configurations), rounds, options.engine or "ours", options.device
     )
-    return task, {
-        "title": subject.title, "scale": size.scale, "options": size.options, "engine": task.engine,
+    return job, {
+        "title": subject.title, "scale": size.scale, "options": size.options, "engine": job.engine,
         "rounds": rounds,
     }  # fmt: skip

@@ -7,7 +7,7 @@ minutes on two cores, which should have nothing else to do:
     python -m experiments run engine
 
 The arms of a case take turns in the same processes, one thread each, every process on a core of its own;
-numbers come from rounds, not from runs (`engine_bench_rounds`). Before and after, the real layers are
+numbers come from rounds, not from runs (`harness/timing/rounds.py`). Before and after, the real layers are
 counted: that all micro-batches ran, that stages were recomputed, that gradients agree.
 """
 
@@ -17,17 +17,18 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.side_by_side.engine_text import tables, void_by
-from gpipe_bench.experiments.side_by_side.rounds import Times, against_itself, differences, ratios, slowest
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+from gpipe_bench.harness.timing.rounds import Times, against_itself, differences, ratios, slowest
+from gpipe_bench.harness.timing.usage import Usage, used_by_others
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.side_by_side.engine_work import Result, Task
+    from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, EngineResult
 
 SEED = 1811
 # Rounds by part (and M) and profile.
@@ -38,19 +39,6 @@ ROUNDS: dict[str, dict[str, int]] = {
 }
 REMATS = ("never", "except_last")
 START_S = 5.0  # until all processes are up
-
-
-class Usage(Protocol):
-    """What a process says about its machine: seconds it used, that all cores used, and by the clock."""
-
-    @property
-    def cpu_s(self) -> float: ...
-    @property
-    def busy_s(self) -> float: ...
-    @property
-    def wall_s(self) -> float: ...
-    @property
-    def num_cores(self) -> int: ...
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -94,11 +82,11 @@ def cases(options: RunOptions) -> list[Case]:
 def run(case: Case, options: RunOptions) -> Outcome:
     if case.key.get("against") == "torchgpipe" and importlib.util.find_spec("torchgpipe") is None:
         return Outcome(status="skipped", reason="torchgpipe is not installed: pip install gpipe-bench[peers]")
-    from gpipe_bench.experiments.side_by_side.engine_work import Task, work
+    from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, work
     from gpipe_bench.pipeline.ranks.launch import launch
 
     key: dict[str, Any] = case.key
-    task = Task(
+    job = EngineJob(
         key["part"],
         key["num_stages"],
         key["num_microbatches"],
@@ -109,11 +97,11 @@ def run(case: Case, options: RunOptions) -> Outcome:
         key.get("transport", "memory"),
     )
     with without_gpu():
-        found: list[Result] = launch(work, 1 if task.part == "in process" else task.num_stages, task)
-    return outcome(task, found)
+        found: list[EngineResult] = launch(work, 1 if job.part == "in process" else job.num_stages, job)
+    return outcome(job, found)
 
 
-def outcome(task: Task, found: Sequence[Result]) -> Outcome:
+def outcome(job: EngineJob, found: Sequence[EngineResult]) -> Outcome:
     """What the processes of a case found, as numbers."""
     times = slowest([result.times for result in found])
     first = found[0]
@@ -121,30 +109,29 @@ def outcome(task: Task, found: Sequence[Result]) -> Outcome:
         from_samples(f"step of {arm}", [1e3 * sample for sample in samples], "ms", higher_is_better=False)
         for arm, samples in times.items()
     ]
-    quantities += NUMBERS[task.part](task, times)
-    quantities += conditions_of(found, times)
+    quantities += NUMBERS[job.part](job, times)
+    quantities += conditions_of([result.usage for result in found], times)
     details = {
-        "rounds": task.rounds,
+        "rounds": job.rounds,
         "arms": first.counts,
         "actions_ms": {name: 1e3 * s for result in found for name, s in result.actions_s.items()},
         "pinned_cores": [result.conditions["pinned_cores"] for result in found],
         "threads": [result.conditions["threads"] for result in found],
-        "cpu_s": [result.cpu_s for result in found],
+        "cpu_s": [result.usage.cpu_s for result in found],
         **void_of(quantities),
     }
     return Outcome(tuple(quantities), details)
 
 
-def conditions_of(found: Sequence[Usage], times: Times) -> list[Quantity]:
+def conditions_of(usages: Sequence[Usage], times: Times) -> list[Quantity]:
     """What the numbers of a case can be trusted for: our arm against itself, and what else ran meanwhile."""
-    first = found[0]
-    others = max(0.0, first.busy_s - sum(each.cpu_s for each in found)) / (first.wall_s * first.num_cores)
     return [
         from_samples(
             "control", against_itself(times, "ours"), "ratio", note="our first sample of a round / second"
         ),
         Quantity(
-            name="used by others", value=others, unit="ratio", provenance="measured", higher_is_better=False,
+            name="used by others", value=used_by_others(usages), unit="ratio", provenance="measured",
+            higher_is_better=False,
             note="share of the machine's cores that other programs used meanwhile",
         ),
     ]  # fmt: skip
@@ -157,7 +144,7 @@ def void_of(quantities: Sequence[Quantity]) -> dict[str, str]:
     return {"void": void} if void else {}
 
 
-def _overlap(task: Task, times: Times) -> list[Quantity]:
+def _overlap(job: EngineJob, times: Times) -> list[Quantity]:
     """Against the schedule with the nominal wait in every action, each step on its own; and, round by round,
     with the time that the bare stages take for an action, which includes what waking up costs here.
     """
@@ -165,9 +152,9 @@ def _overlap(task: Task, times: Times) -> list[Quantity]:
     from gpipe_bench.pipeline.plan.replay import replay
     from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
 
-    schedule = gpipe(task.num_stages, task.num_microbatches, task.remat)
+    schedule = gpipe(job.num_stages, job.num_microbatches, job.remat)
     num_slots = replay(schedule, dict.fromkeys((Kind.F, Kind.R, Kind.B), 1)).makespan_s
-    bare_actions = 2 * task.num_microbatches  # F and B
+    bare_actions = 2 * job.num_microbatches  # F and B
     samples = [num_slots * WAIT_S / step_s for step_s in times["ours"]]
     of_bare = ratios(times, "bare layers", "ours", num_slots / bare_actions)
     return [
@@ -183,10 +170,10 @@ def _overlap(task: Task, times: Times) -> list[Quantity]:
     ]
 
 
-def _transformer(task: Task, times: Times) -> list[Quantity]:
+def _transformer(job: EngineJob, times: Times) -> list[Quantity]:
     numbers = [_rate("ScheduleGPipe", times)]
     if "sequential" in times:
-        num_stages, count = task.num_stages, task.num_microbatches
+        num_stages, count = job.num_stages, job.num_microbatches
         ideal = (count + num_stages - 1) / (count * num_stages)  # of the sequential step
         for arm, name in (("ours", "efficiency"), ("ScheduleGPipe", "efficiency of ScheduleGPipe")):
             numbers.append(
@@ -201,8 +188,8 @@ def _transformer(task: Task, times: Times) -> list[Quantity]:
     return numbers
 
 
-def _small(task: Task, times: Times) -> list[Quantity]:
-    per_microbatch_us = 1e6 / task.num_microbatches
+def _small(job: EngineJob, times: Times) -> list[Quantity]:
+    per_microbatch_us = 1e6 / job.num_microbatches
     note = "engine and transport per micro-batch, forward and backward"
     return [
         from_samples(
@@ -216,11 +203,11 @@ def _small(task: Task, times: Times) -> list[Quantity]:
     ] + [_rate("ScheduleGPipe", times)]
 
 
-def _in_process(task: Task, times: Times) -> list[Quantity]:
+def _in_process(job: EngineJob, times: Times) -> list[Quantity]:
     from gpipe_bench.pipeline.plan.schedule import gpipe
 
-    num_actions = sum(1 for _ in gpipe(task.num_stages, task.num_microbatches, task.remat))
-    numbers = [_rate(task.against, times)] if task.against in times and task.against != "bare layers" else []
+    num_actions = sum(1 for _ in gpipe(job.num_stages, job.num_microbatches, job.remat))
+    numbers = [_rate(job.against, times)] if job.against in times and job.against != "bare layers" else []
     for arm, name in (("ours", "per action"), ("torchgpipe", "per action of torchgpipe")):
         if arm in times:
             cost_us = differences(times, arm, "bare layers", 1e6 / num_actions)

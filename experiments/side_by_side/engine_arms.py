@@ -14,9 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.experiments.engines.checks import check_count, counting, gradient_error, gradients_of
+from gpipe_bench.experiments.engines.checks import (
+    check_count,
+    counting,
+    forward_rows,
+    gradient_error,
+    gradients_of,
+)
 from gpipe_bench.experiments.engines.known import Ours, TorchGPipe, Torchgpipe
-from gpipe_bench.experiments.engines.setup import Engine, Setup
+from gpipe_bench.experiments.engines.setup import Engine, Setup, clear
 from gpipe_bench.pipeline import Pipeline
 
 
@@ -51,10 +57,6 @@ class Subject(NamedTuple):
         count = self.num_microbatches
         return list(zip(self.batch.chunk(count), self.target.chunk(count), strict=True))
 
-    def clear(self) -> None:
-        for layer in self.layers:
-            layer.zero_grad(set_to_none=True)
-
 
 class Arm(NamedTuple):
     """One way to take a step. `step` is None in a process that has no part in it.
@@ -73,7 +75,7 @@ class Arm(NamedTuple):
 
 def forwards(num_microbatches: int, remat: str) -> int:
     """How often a step runs a stage forward."""
-    return {"never": 1, "always": 2, "except_last": 2}[remat] * num_microbatches - (remat == "except_last")
+    return len(forward_rows([1] * num_microbatches, remat))
 
 
 def engine_arm(name: str, engine: Engine, subject: Subject, setup: Setup, num_forwards: int) -> Arm:
@@ -175,7 +177,7 @@ def verify(subject: Subject, arms: Sequence[Arm]) -> dict[str, dict[str, Any]]:
         if arm.step is None:
             continue
         arm.step()  # agrees on shapes, where an engine does that
-        subject.clear()
+        clear(subject.layers)
         with counting({stage: subject.layers[subject.spans[stage].start] for stage in arm.stages}) as counted:
             arm.step()
         for stage, count in counted().items():
@@ -187,5 +189,5 @@ def verify(subject: Subject, arms: Sequence[Arm]) -> dict[str, dict[str, Any]]:
                 wanted.setdefault(name, gradient)
             expected = {name: wanted[name] for name in found}
             report[arm.name]["gradient error"] = gradient_error(found, expected, arm.name)
-        subject.clear()
+        clear(subject.layers)
     return report

@@ -1,22 +1,21 @@
 """What the processes of one case do: build the arms, check them, time them in turns.
 
-`launch` starts `work` once per case in all processes; they live through all rounds, so that neither start-up
-nor a cold allocator is measured. Every process returns its own times; the experiment puts them together.
+`launch` starts `work` once per case in all processes. Every process returns its own times; the experiment
+puts them together.
 """
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable
+from statistics import mean
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.experiments.measuring.machine_usage import usage
+from gpipe_bench.experiments.measuring.timed_actions import samples_of
+from gpipe_bench.experiments.measuring.turns import measure
 from gpipe_bench.experiments.side_by_side.engine_arms import (
     Arm,
     Subject,
@@ -28,7 +27,7 @@ from gpipe_bench.experiments.side_by_side.engine_arms import (
     torchgpipe,
     verify,
 )
-from gpipe_bench.experiments.side_by_side.rounds import measure
+from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.clock import conditions
@@ -40,10 +39,9 @@ TRANSFORMER: dict[str, Any] = {
 TRANSFORMER_MICROBATCH = 2
 WIDTH = 8  # of a layer that computes next to nothing
 TINY_LAYERS_PER_STAGE = 2
-SAMPLE_S = 0.06  # a sample is of as many steps as take about this long
 
 
-class Task(NamedTuple):
+class EngineJob(NamedTuple):
     """One case as its processes see it."""
 
     part: str
@@ -56,17 +54,14 @@ class Task(NamedTuple):
     transport: str = "memory"  # shared by neighbours, or "gloo"
 
 
-class Result(NamedTuple):
+class EngineResult(NamedTuple):
     """What one process found. Times are seconds per step, two samples per round."""
 
-    times: dict[str, list[float]]
     counts: dict[str, dict[str, Any]]
     actions_s: dict[str, float]  # mean of our latest step, by stage and kind: "0F"
     conditions: dict[str, str]
-    cpu_s: float  # of this process while it measured
-    busy_s: float  # of all cores together, this process included, in the same time
-    wall_s: float
-    num_cores: int
+    times: dict[str, list[float]]
+    usage: Usage
 
 
 class _Wait(torch.autograd.Function):
@@ -99,11 +94,11 @@ def _mean_square(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def subject_of(task: Task) -> Subject:
+def subject_of(job: EngineJob) -> Subject:
     """The layers and the mini-batch of a case; the same in every process."""
-    torch.manual_seed(task.seed)
-    count, num_stages = task.num_microbatches, task.num_stages
-    if task.part == "transformer":
+    torch.manual_seed(job.seed)
+    count, num_stages = job.num_microbatches, job.num_stages
+    if job.part == "transformer":
         size = count * TRANSFORMER_MICROBATCH
         layers = tuple(MODELS["transformer-lm"](**TRANSFORMER))
         batch, target = example_batch("transformer-lm", size, **TRANSFORMER)
@@ -111,9 +106,9 @@ def subject_of(task: Task) -> Subject:
     else:
         loss = _mean_square
         batch, target = torch.randn(count, WIDTH), torch.randn(count, WIDTH)
-        if task.part == "overlap":
+        if job.part == "overlap":
             layers = tuple(Waiting() for _ in range(num_stages))
-        elif task.part == "small":
+        elif job.part == "small":
             layers = tuple(nn.Linear(WIDTH, WIDTH) for _ in range(num_stages))
         else:
             layers = tuple(nn.Linear(WIDTH, WIDTH) for _ in range(num_stages * TINY_LAYERS_PER_STAGE))
@@ -122,70 +117,40 @@ def subject_of(task: Task) -> Subject:
     return Subject(layers, spans, batch, target, loss, count)
 
 
-def arms_of(task: Task, subject: Subject) -> tuple[list[Arm], Pipeline]:
+def arms_of(job: EngineJob, subject: Subject) -> tuple[list[Arm], Pipeline]:
     """The arms of a case in this process, ours first, and our pipeline."""
-    if task.part == "in process":
-        arm, pipeline = ours(subject, task.remat)
-        other = [torchgpipe(subject, task.remat)] if task.against == "torchgpipe" else []
-        return [arm, bare_model(subject, task.remat), *other], pipeline
+    if job.part == "in process":
+        arm, pipeline = ours(subject, job.remat)
+        other = [torchgpipe(subject, job.remat)] if job.against == "torchgpipe" else []
+        return [arm, bare_model(subject, job.remat), *other], pipeline
     group = dist.group.WORLD
     assert group is not None, "launch has made the process group"
     rank = dist.get_rank(group)
-    arm, pipeline = ours(subject, task.remat, group=group, share_memory=task.transport == "memory")
-    match task.part:
+    arm, pipeline = ours(subject, job.remat, group=group, share_memory=job.transport == "memory")
+    match job.part:
         case "overlap":
             return [arm, bare_stage(subject, rank)], pipeline
         case "small":
-            return [arm, schedule_gpipe(subject, task.remat, group), bare_stage(subject, rank)], pipeline
-    arms = [arm, schedule_gpipe(subject, task.remat, group)]
-    if task.remat == "never":
+            return [arm, schedule_gpipe(subject, job.remat, group), bare_stage(subject, rank)], pipeline
+    arms = [arm, schedule_gpipe(subject, job.remat, group)]
+    if job.remat == "never":
         arms.append(sequential(subject, "sequential", idle=rank > 0))
         arms.append(sequential(subject, "sequential on every core"))
     return arms, pipeline
 
 
-def work(task: Task) -> Result:
+def work(job: EngineJob) -> EngineResult:
     """What one process does for a case."""
-    subject = subject_of(task)
-    arms, pipeline = arms_of(task, subject)
+    subject = subject_of(job)
+    arms, pipeline = arms_of(job, subject)
     counts = verify(subject, arms)
-    repeats = {arm.name: repeats_of(arm.step) for arm in arms}
-    gc.collect()
-    gc.freeze()  # what lives from here on, so that collecting between samples is quick
-
-    def prepare() -> None:
-        subject.clear()
-        gc.collect()
-        dist.barrier()
-
-    before = usage()
-    times = measure(
-        {arm.name: arm.step for arm in arms}, repeats, task.rounds, task.seed, prepare, time.perf_counter
-    )
-    cpu_s, busy_s, wall_s = (after - start for after, start in zip(usage(), before, strict=True))
-    subject.clear()
+    measured = measure({arm.name: arm.step for arm in arms}, subject.layers, job.rounds, job.seed)
     if verify(subject, arms).keys() != counts.keys():  # still the same after all rounds
         raise RuntimeError("the arms changed while they were measured")
-    cores = psutil.cpu_count() or 1
-    return Result(times, counts, actions_s(pipeline), conditions(), cpu_s, busy_s, wall_s, cores)
+    return EngineResult(counts, mean_actions_s(pipeline), conditions(), *measured)
 
 
-def repeats_of(step: Callable[[], object] | None) -> int:
-    """Steps per sample, the same in every process: as many as the slowest needs to fill `SAMPLE_S`."""
-    dist.barrier()
-    start_s = time.perf_counter()
-    if step is not None:
-        for _ in range(2):
-            step()
-    step_s = torch.tensor([(time.perf_counter() - start_s) / 2], dtype=torch.float64)
-    dist.all_reduce(step_s, dist.ReduceOp.MAX)
-    return max(1, round(SAMPLE_S / float(step_s)))
-
-
-def actions_s(pipeline: Pipeline) -> dict[str, float]:
+def mean_actions_s(pipeline: Pipeline) -> dict[str, float]:
     """Mean of each stage's actions in the latest step: {"0F": seconds}."""
-    durations_s: dict[str, list[float]] = {}
-    for event in pipeline.timeline.events:
-        name = f"{event.action.stage}{event.action.kind.value}"
-        durations_s.setdefault(name, []).append(event.duration_s)
-    return {name: sum(each) / len(each) for name, each in durations_s.items()}
+    found = samples_of([pipeline.timeline])
+    return {f"{stage}{kind.value}": mean(samples) for (stage, kind), samples in found.items()}

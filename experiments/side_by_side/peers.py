@@ -8,9 +8,9 @@ recompute inside the backward. About four minutes on two cores, which should hav
     python -m experiments run peers --engine my_engine:MyEngine
 
 All engines get the same layers, partition, batch, micro-batches and precision; before and after the timing
-each is checked for what it really did (`engine_checks`). Numbers come from rounds in which all engines run
-there and back (`engine_bench_rounds`), so only ratios of one round are judged. torchgpipe runs in one
-process, where ours is set against it on one core.
+each is checked for what it really did (`engines/checks.py`). Numbers come from rounds in which all engines
+run there and back (`harness/timing/rounds.py`), so only ratios of one round are judged. torchgpipe runs in
+one process, where ours is set against it on one core.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.side_by_side.engine import conditions_of, void_of, without_gpu
 from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.experiments.side_by_side.peers_text import SAME_SCHEDULE, tables
-from gpipe_bench.experiments.side_by_side.rounds import ratios, slowest
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+from gpipe_bench.harness.timing.rounds import ratios, slowest
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.side_by_side.peers_work import Result, Task
+    from gpipe_bench.experiments.side_by_side.peers_work import PeersJob, PeersResult
 
 SEED = 1811
 NUM_STAGES = 2
@@ -84,7 +84,7 @@ def engines_of(where: str, remat: str, extra: str | None) -> dict[str, tuple[str
 
 def run(case: Case, options: RunOptions) -> Outcome:
     from gpipe_bench.experiments.measuring.processes import run_processes
-    from gpipe_bench.experiments.side_by_side.peers_work import Task, work
+    from gpipe_bench.experiments.side_by_side.peers_work import PeersJob, work
 
     key: dict[str, Any] = case.key
     model, model_options, microbatch_size, _ = MODELS[key["model"]]
@@ -95,16 +95,16 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
         if reason := why_no_torchgpipe():
             return Outcome(status="skipped", reason=reason)
-    task = Task(
+    job = PeersJob(
         model, model_options, microbatch_size, NUM_STAGES, key["num_microbatches"], engines, in_process,
         ROUNDS[key["where"], key["remat"], key["num_microbatches"]][options.profile], SEED,
     )  # fmt: skip
     with without_gpu():
-        found: list[Result] = run_processes(work, 1 if in_process else NUM_STAGES, task)
-    return outcome(task, found)
+        found: list[PeersResult] = run_processes(work, 1 if in_process else NUM_STAGES, job)
+    return outcome(job, found)
 
 
-def outcome(task: Task, found: Sequence[Result]) -> Outcome:
+def outcome(job: PeersJob, found: Sequence[PeersResult]) -> Outcome:
     """What the processes of a case found, as numbers."""
     times = slowest([result.times for result in found])
     first = found[0]
@@ -135,21 +135,21 @@ def outcome(task: Task, found: Sequence[Result]) -> Outcome:
             note="mean over the micro-batches of our latest step",
         )
     )  # fmt: skip
-    quantities += conditions_of(found, times)
+    quantities += conditions_of([result.usage for result in found], times)
     details = {
-        "rounds": task.rounds,
+        "rounds": job.rounds,
         "engines": {
-            name: {"engine": engine, "remat": remat} for name, (engine, remat) in task.engines.items()
+            name: {"engine": engine, "remat": remat} for name, (engine, remat) in job.engines.items()
         },
         "checks": [result.checks for result in found],  # by process
         "refused": first.refused,
         "partition": [[span.start, span.stop] for span in first.partition],
-        "microbatch_size": task.microbatch_size,
+        "microbatch_size": job.microbatch_size,
         "precision": "float32",
         "actions_ms": actions_ms,
         "pinned_cores": [result.conditions["pinned_cores"] for result in found],
         "threads": [result.conditions["threads"] for result in found],
-        "cpu_s": [result.cpu_s for result in found],
+        "cpu_s": [result.usage.cpu_s for result in found],
         **void_of(quantities),
     }
     return Outcome(tuple(quantities), details)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, Size, Subject
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
-from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
+from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table2.cells import cells
 from gpipe_bench.experiments.table2.figures import figures
@@ -28,7 +28,7 @@ from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.shown import PaperTable
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.measuring.step_timing import Configuration
+    from gpipe_bench.experiments.measuring.configuration import Configuration
 
 STAGES = (2, 4, 8)
 MICROBATCHES = (1, 4, 32)
@@ -36,10 +36,11 @@ SMOKE_STAGES = (2, 4)
 SMOKE_MICROBATCHES = (1, 4)
 ROUNDS = {
     "smoke": {"fixed": 1, "fitted": 1},
-    "short": {"fixed": 2, "fitted": 3},
-    "full": {"fixed": 4, "fitted": 4},
+    "short": {"fixed": 1, "fitted": 2},
+    "full": {"fixed": 2, "fitted": 2},
 }
-ESTIMATE_S = {"smoke": (7.0, 7.0), "short": (95.0, 60.0), "full": (150.0, 150.0)}
+"""There and back: every configuration takes two turns in a round, and each is a sample."""
+ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (95.0, 75.0), "full": (150.0, 150.0)}
 BATCHES = ("fixed", "fitted")
 FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted
 
@@ -57,10 +58,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
     subject = SUBJECTS[str(case.key["model"])]
     batch = str(case.key["batch"])
     plan, batch_facts = _plan(subject, subject.sizes[options.profile], batch, options)
-    task, facts = timing_task(
+    job, facts = timing_job(
         subject, (configuration for configuration, _ in plan), ROUNDS[options.profile][batch], options
     )
-    quantities, details = results(plan, measure(task), options.device)
+    quantities, details = results(plan, measure(job), options.device)
     return Outcome(tuple(quantities), {**facts, "model": subject.model, **batch_facts, **details})
 
 
@@ -68,7 +69,7 @@ def _plan(
     subject: Subject, size: Size, batch: str, options: RunOptions
 ) -> tuple[list[tuple[Configuration, tuple[int, ...]]], dict[str, Any]]:
     """What is run, and the numbers of micro-batches each is laid out with."""
-    from gpipe_bench.experiments.measuring.step_timing import Configuration
+    from gpipe_bench.experiments.measuring.configuration import Configuration
 
     smoke = options.profile == "smoke"
     stages, counts = (SMOKE_STAGES, SMOKE_MICROBATCHES) if smoke else (STAGES, MICROBATCHES)

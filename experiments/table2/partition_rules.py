@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpipe_bench.pipeline.plan.breakdown import even_stages
 from gpipe_bench.pipeline.plan.partition import RULES, partition
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+from gpipe_bench.pipeline.plan.schedule import gpipe
 
 
 def bound_shares(layers_s: Sequence[float], num_stages: int, num_microbatches: int) -> dict[str, float | str]:
@@ -14,8 +15,6 @@ def bound_shares(layers_s: Sequence[float], num_stages: int, num_microbatches: i
     rule gives none. Forward : recomputation : backward = 1 : 1 : 2, a free link.
     """
     schedule = gpipe(num_stages, num_microbatches, "always")
-    even_s = replay(schedule, SLOTS).makespan_s
-    mean_s = sum(layers_s) / num_stages
     shares: dict[str, float | str] = {}
     for rule in RULES:
         try:
@@ -23,11 +22,8 @@ def bound_shares(layers_s: Sequence[float], num_stages: int, num_microbatches: i
         except ValueError as error:
             shares[rule] = str(error).partition(":")[0]
             continue
-        weights = [sum(layers_s[i] for i in span) / mean_s for span in stages]
-        times: dict[tuple[int, Kind], float] = {
-            (stage, kind): SLOTS[kind] * weight
-            for stage, weight in enumerate(weights)
-            for kind in (Kind.F, Kind.R, Kind.B)
-        }
-        shares[rule] = even_s / replay(schedule, times).makespan_s
+        stages_s = [sum(layers_s[i] for i in span) for span in stages]
+        work = {action: SLOTS[action.kind] * stages_s[action.stage] for action in schedule}
+        even_s = replay(schedule, even_stages(work).__getitem__).makespan_s
+        shares[rule] = even_s / replay(schedule, work.__getitem__).makespan_s
     return shares

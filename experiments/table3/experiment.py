@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 STAGES = (2, 4, 8)
 NUM_MICROBATCHES = 32
 TIMED_MICROBATCHES = 8  # that really run; the step is laid out with 32
-ROUNDS = {"smoke": 1, "short": 4, "full": 6}
+ROUNDS = {"smoke": 1, "short": 2, "full": 3}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 7.0, "short": 40.0, "full": 90.0}
-LINK_ROUNDS = {"smoke": 1, "short": 4, "full": 8}
+LINK_ROUNDS = {"smoke": 1, "short": 2, "full": 4}
 MULTIPLES = {"smoke": (None, 1.0), "short": (None, 8.0, 2.0, 1.0, 0.5, 0.25)}
 SMOKE_LINK = "transformer"
 LINK_ESTIMATE_S = {"smoke": 9.0, "short": 45.0, "full": 80.0}
@@ -124,8 +124,9 @@ def _run_paper_size(subject: Subject) -> Outcome:
 
 
 def _run_steps(subject: Subject, options: RunOptions) -> Outcome:
+    from gpipe_bench.experiments.measuring.configuration import Configuration
     from gpipe_bench.experiments.measuring.step_results import measure
-    from gpipe_bench.experiments.measuring.step_timing import Configuration, Task
+    from gpipe_bench.experiments.measuring.step_timing import StepJob
     from gpipe_bench.experiments.table3.results import replayed
 
     size = subject.sizes[options.profile]
@@ -133,11 +134,11 @@ def _run_steps(subject: Subject, options: RunOptions) -> Outcome:
     examples = count * max(1, size.batch_size // NUM_MICROBATCHES)
     stages = STAGES[:2] if options.profile == "smoke" else STAGES
     plan = tuple(Configuration(k, count, examples) for k in stages)
-    task = Task(subject.model, size.options, plan, ROUNDS[options.profile], device=options.device)
-    found = measure(task)
+    job = StepJob(subject.model, size.options, plan, ROUNDS[options.profile], device=options.device)
+    found = measure(job)
     quantities, details = replayed(plan, found, NUM_MICROBATCHES, _paper_size(subject))
     facts = {
-        "title": subject.title, "scale": size.scale, "options": size.options, "rounds": task.rounds,
+        "title": subject.title, "scale": size.scale, "options": size.options, "rounds": job.rounds,
         "timed_microbatches": count,
     }  # fmt: skip
     return Outcome(tuple(quantities), {**facts, **details})
@@ -147,11 +148,11 @@ def _run_link(subject: Subject, options: RunOptions) -> Outcome:
     """The network is the host's, so a GPU's machine measures the model of the short profile too."""
     from gpipe_bench.experiments.table3.results import over_link
     from gpipe_bench.experiments.table3.slow_link import BURST_S, QUEUE_BYTES, UnavailableError, slow_link
-    from gpipe_bench.experiments.table3.slow_link_steps import LinkTask, steps_at_rates
+    from gpipe_bench.experiments.table3.slow_link_steps import LinkJob, steps_at_rates
 
     profile = "smoke" if options.profile == "smoke" else "short"
     size = subject.sizes[profile]
-    task = LinkTask(
+    job = LinkJob(
         subject.model,
         size.options,
         TIMED_MICROBATCHES,
@@ -161,13 +162,13 @@ def _run_link(subject: Subject, options: RunOptions) -> Outcome:
     )
     try:
         with slow_link() as link:
-            found = link.run(steps_at_rates, task)
+            found = link.run(steps_at_rates, job)
     except UnavailableError as reason:
         return Outcome(status="skipped", reason=f"a link of a limited rate {reason}")
-    quantities, details = over_link(task.multiples, found)
+    quantities, details = over_link(job.multiples, found)
     facts = {
-        "title": subject.title, "scale": size.scale, "options": size.options, "rounds": task.rounds,
-        "num_microbatches": task.num_microbatches, "burst_s": BURST_S, "queue_bytes": QUEUE_BYTES,
+        "title": subject.title, "scale": size.scale, "options": size.options, "rounds": job.rounds,
+        "num_microbatches": job.num_microbatches, "burst_s": BURST_S, "queue_bytes": QUEUE_BYTES,
     }  # fmt: skip
     return Outcome(tuple(quantities), {**facts, **details})
 

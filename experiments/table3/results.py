@@ -15,16 +15,18 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.bandwidths import hidden_from, same_share
-from gpipe_bench.experiments.measuring.step_results import Throughputs, joined, normalised, per_round
+from gpipe_bench.experiments.measuring.step_results import Throughputs, by_turn, joined, normalised
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, balanced, lay_out
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
+from gpipe_bench.harness.timing.usage import used_by_others
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.schedule import Kind
 
 if TYPE_CHECKING:
+    from gpipe_bench.experiments.measuring.configuration import Configuration
     from gpipe_bench.experiments.measuring.roofline import Estimate
-    from gpipe_bench.experiments.measuring.step_timing import Configuration, Found
+    from gpipe_bench.experiments.measuring.step_timing import Found
     from gpipe_bench.experiments.table3.slow_link_steps import LinkFound
 
 PCIE = LINKS["pcie3-host"]
@@ -63,7 +65,7 @@ def replayed(
     """Actions of this machine over PCIe as it is, and over PCIe slowed down as much as they are."""
     rounds: dict[int, list[TimedActions]] = {}
     for index, configuration in enumerate(plan):
-        timed = per_round([each.steps[index] for each in found])
+        timed = by_turn([each.steps[index] for each in found])
         rounds[configuration.num_stages] = [
             replace(each, num_microbatches=num_microbatches) for each in timed
         ]
@@ -87,24 +89,24 @@ def replayed(
         "counts": {f"K={c.num_stages}": found[0].steps[i].counts for i, c in enumerate(plan)},
         "processes": len(found),
         "conditions": [each.conditions for each in found],
-        "used_by_others": max(each.busy_share for each in found),
+        "used_by_others": used_by_others([each.usage for each in found]),
     }
 
 
 def over_link(
     multiples: Sequence[float | None], found: Sequence[LinkFound]
 ) -> tuple[list[Quantity], dict[str, Any]]:
-    """Steps over the limited link beside the replay over a link with its measured numbers, round by round."""
+    """Steps over the limited link beside the replay over a link with its measured numbers, turn by turn."""
     quantities, points = [], []
-    rounds = [joined([each.timed[number] for each in found]) for number in range(len(found[0].timed))]
+    turns = [joined([each.timed[number] for each in found]) for number in range(len(found[0].timed))]
     for index, multiple in enumerate(multiples):
         rate = found[0].rates[index]
         key = {"messages_per_forward": multiple}
-        at = [found[0].measured[number][index] for number in range(len(rounds))]
-        real_s = [max(each.measured[number][index].step_s for each in found) for number in range(len(rounds))]
+        at = [found[0].measured[number][index] for number in range(len(turns))]
+        real_s = [max(each.measured[number][index].step_s for each in found) for number in range(len(turns))]
         links = [Link("measured", each.latency_s, each.bandwidth_bytes_per_s) for each in at]
-        laid_out_s = [lay_out(timed, link).makespan_s for timed, link in zip(rounds, links, strict=True)]
-        free_s = [lay_out(timed).makespan_s for timed in rounds]
+        laid_out_s = [lay_out(timed, link).makespan_s for timed, link in zip(turns, links, strict=True)]
+        free_s = [lay_out(timed).makespan_s for timed in turns]
         errors = [ours / real - 1 for ours, real in zip(laid_out_s, real_s, strict=True)]
         quantities += [
             from_samples("bandwidth", [each.bandwidth_bytes_per_s / 1e6 for each in at], "MB/s", key=key),
@@ -116,7 +118,7 @@ def over_link(
             ),
             from_samples(
                 "replay error", errors, "ratio", key=key,
-                note="replayed step / measured step - 1, round by round",
+                note="replayed step / measured step - 1, turn by turn",
             ),
         ]  # fmt: skip
         points.append(
@@ -128,7 +130,8 @@ def over_link(
         )  # fmt: skip
     return quantities, {
         "points": points,
-        "actions": joined(rounds).to_data(),
+        "actions": joined(turns).to_data(),
+        "used_by_others": used_by_others([each.usage for each in found]),
         "congestion_control": found[0].congestion_control,
     }
 

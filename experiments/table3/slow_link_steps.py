@@ -2,15 +2,15 @@
 
 The rates are chosen by the model itself: as multiples of the rate at which a message takes as long as the
 forward of the slower stage, so that the points lie where communication stops being hidden on any machine. All
-rates take turns round by round, with a step of all stages in each process, from which the replay of the same
-round gets its action times.
+rates take turns there and back within a round, and so does a step of all stages in each process, from which
+the replay of the same turn gets its action times.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,9 +20,13 @@ from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.known import Ours
 from gpipe_bench.experiments.engines.setup import Setup
-from gpipe_bench.experiments.measuring.step_timing import Configuration, Task, work
+from gpipe_bench.experiments.measuring.configuration import Configuration
+from gpipe_bench.experiments.measuring.device_timing import time_step
+from gpipe_bench.experiments.measuring.step_timing import StepJob, work
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, check_ran, samples_of
 from gpipe_bench.experiments.table3.slow_link import set_rate
+from gpipe_bench.harness.timing.rounds import turns
+from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
 
@@ -30,23 +34,24 @@ LEAST_BYTES_PER_S = 1e5
 BULK_S = 0.03  # of a transfer that measures the bandwidth
 MOST_BULK_BYTES, LEAST_BULK_BYTES = 2**25, 2**15
 PINGS = 20
+ALONE = -1  # among the rates: a step of all stages in each process, which sends nothing
 
 
-class LinkTask(NamedTuple):
+class LinkJob(NamedTuple):
     """`multiples` are of the rate at which a message takes a forward; None is the link without a limit."""
 
     model: str
     options: dict[str, Any]
     num_microbatches: int
     batch_size: int
-    rounds: int
+    rounds: int  # of two turns each
     multiples: tuple[float | None, ...]
     remat: str = "always"
     seed: int = 1811
 
 
 class Measured(NamedTuple):
-    """One rate in one round."""
+    """One turn of one rate."""
 
     bandwidth_bytes_per_s: float  # of a bulk transfer; the slower direction
     latency_s: float  # one way, half of a round trip of four bytes
@@ -57,50 +62,60 @@ class LinkFound(NamedTuple):
     """What one process found."""
 
     rates: tuple[float | None, ...]  # bytes per second, in the order of the multiples
-    timed: tuple[TimedActions, ...]  # by round; without updates, which the steps have not either
-    measured: tuple[tuple[Measured, ...], ...]  # by round and rate
+    timed: tuple[TimedActions, ...]  # by turn; without updates, which the steps have not either
+    measured: tuple[tuple[Measured, ...], ...]  # by turn and rate
     congestion_control: str
+    usage: Usage  # over all rounds
 
 
-def steps_at_rates(task: LinkTask) -> LinkFound:
+def steps_at_rates(job: LinkJob) -> LinkFound:
     """Runs in both processes at once; rank is the stage."""
-    configuration = Configuration(2, task.num_microbatches, task.batch_size, task.remat)
-    once = Task(task.model, task.options, (configuration,), 1, seed=task.seed)
-    first = replace(work(once).steps[0].rounds[0], update_s=())
-    torch.manual_seed(task.seed)
-    rank, layers = dist.get_rank(), list(MODELS[task.model](**task.options))
-    compute_loss = loss_fn(task.model, **task.options)
-    generator = torch.Generator().manual_seed(task.seed)
-    batch, target = example_batch(task.model, task.batch_size, generator=generator, **task.options)
-    program = gpipe(2, task.num_microbatches, task.remat)
+    configuration = Configuration(2, job.num_microbatches, job.batch_size, job.remat)
+    once = StepJob(job.model, job.options, (configuration,), 1, seed=job.seed)
+    first = replace(work(once).steps[0].turns[0], update_s=())
+    torch.manual_seed(job.seed)
+    layers = list(MODELS[job.model](**job.options))
+    compute_loss = loss_fn(job.model, **job.options)
+    generator = torch.Generator().manual_seed(job.seed)
+    batch, target = example_batch(job.model, job.batch_size, generator=generator, **job.options)
+    program = gpipe(2, job.num_microbatches, job.remat)
 
     def engine(group: Any) -> Ours:
-        setup = Setup(layers, first.partition, task.num_microbatches, task.remat, torch.device("cpu"), group)
+        setup = Setup(layers, first.partition, job.num_microbatches, job.remat, torch.device("cpu"), group)
         return Ours(setup, share_memory=False)
 
     alone, shared = engine(None), engine(dist.group.WORLD)
-    rates = _rates(first, task.multiples)
-    timed, measured = [], []
-    for number in range(-1, task.rounds):  # the first round warms up
+    rates = _rates(first, job.multiples)
+
+    def step(of: Ours, stage: int | None) -> float:
+        step_s = time_step(partial(of.step, batch, target, compute_loss), layers)
+        check_ran(of.timeline, program, stage)
+        return step_s
+
+    def in_process() -> TimedActions:
         _set_rate(None)
-        _step(alone, layers, batch, target, compute_loss)
-        check_ran(alone.timeline, program)
-        seconds = samples_of([alone.timeline])
-        found: dict[int, Measured] = {}
-        order = range(len(rates)) if number % 2 else range(len(rates) - 1, -1, -1)
-        for index in order if number >= 0 else [0]:  # the first rate is the fastest
-            _set_rate(rates[index])
-            bandwidth, latency_s = _bandwidth(rates[index]), _latency()
-            step_s = _step(shared, layers, batch, target, compute_loss)
-            ran = sorted(event.action for event in shared.timeline.events)
-            if ran != sorted(program.actions[rank]):
-                raise RuntimeError(f"stage {rank} ran {len(ran)} actions, not {len(program.actions[rank])}")
-            found[index] = Measured(bandwidth, latency_s, step_s)
-        if number >= 0:
-            timed.append(replace(first, samples_s=seconds))
-            measured.append(tuple(found[index] for index in range(len(rates))))
+        step(alone, None)
+        return replace(first, samples_s=samples_of([alone.timeline]))
+
+    def over_link(rate: float | None) -> Measured:
+        _set_rate(rate)
+        bandwidth, latency_s = _bandwidth(rate), _latency()
+        return Measured(bandwidth, latency_s, step(shared, dist.get_rank()))
+
+    in_process()  # warms up, as does the next
+    over_link(rates[0])  # the fastest
+    timed: list[TimedActions] = []
+    measured: list[list[Measured]] = [[] for _ in rates]
+    start = Usage.now()
+    for index in turns((ALONE, *range(len(rates))), job.rounds, job.seed):
+        if index == ALONE:
+            timed.append(in_process())
+        else:
+            measured[index].append(over_link(rates[index]))
+    used = Usage.now().since(start)
     _set_rate(None)
-    return LinkFound(rates, tuple(timed), tuple(measured), _congestion_control())
+    by_turn = tuple(zip(*measured, strict=True))
+    return LinkFound(rates, tuple(timed), by_turn, _congestion_control(), used)
 
 
 def _set_rate(rate: float | None) -> None:
@@ -117,17 +132,6 @@ def _rates(timed: TimedActions, multiples: tuple[float | None, ...]) -> tuple[fl
     rates = [None if each is None else max(LEAST_BYTES_PER_S, each * unit) for each in multiples]
     dist.broadcast_object_list(rates, src=0)
     return tuple(rates)
-
-
-def _step(engine: Ours, layers: list[torch.nn.Module], batch: Any, target: Any, compute_loss: Any) -> float:
-    gc.collect()
-    dist.barrier()
-    start_s = time.perf_counter()
-    engine.step(batch, target, compute_loss)
-    step_s = time.perf_counter() - start_s
-    for layer in layers:
-        layer.zero_grad(set_to_none=True)
-    return step_s
 
 
 def _bandwidth(rate: float | None) -> float:

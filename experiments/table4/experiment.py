@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import (
+    by_turn,
     devices,
     joined,
     link_of,
     measure,
-    per_round,
     results,
 )
 from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE, replay_errors
 from gpipe_bench.experiments.measuring.timed_actions import take_apart
-from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_task
+from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.report.gantt import gantt_plot
 from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
@@ -52,7 +52,7 @@ SAME_RUN = (
 )
 STAGES = (2, 4, 8)
 SHARE = "share of the step"
-ROUNDS = {"smoke": 1, "short": 2, "full": 4}
+ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 10.0, "short": 55.0, "full": 100.0}
 COLORS = ("#3182bd", "#fdd49e", "#636363", "#bdbdbd", "#9ecae1", "#e6550d", "#f0f0f0")
 
@@ -62,7 +62,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.measuring.step_timing import Configuration
+    from gpipe_bench.experiments.measuring.configuration import Configuration
 
     subject = V1_SUBJECTS[str(case.key["model"])]
     size = subject.sizes[options.profile]
@@ -71,20 +71,20 @@ def run(case: Case, options: RunOptions) -> Outcome:
         Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k == real > 1)
         for k in (STAGES[:1] if options.profile == "smoke" else STAGES)
     )
-    task, facts = timing_task(subject, plan, ROUNDS[options.profile], options)
-    found = measure(task)
+    job, facts = timing_job(subject, plan, ROUNDS[options.profile], options)
+    found = measure(job)
     quantities, details = results(
         [(each, (NUM_MICROBATCHES, TIMED_MICROBATCHES)) for each in plan], found, options.device
     )
     link = link_of(found, options.device)
     for index, configuration in enumerate(plan):
-        rounds = per_round([each.steps[index] for each in found])
-        if not rounds:
+        turns = by_turn([each.steps[index] for each in found])
+        if not turns:
             continue
         name = f"K={configuration.num_stages} M={NUM_MICROBATCHES}"
-        rounds = [replace(timed, num_microbatches=NUM_MICROBATCHES) for timed in rounds]
-        shares = [take_apart(timed, link).shares for timed in rounds]
-        whole = take_apart(joined(rounds), link)
+        turns = [replace(timed, num_microbatches=NUM_MICROBATCHES) for timed in turns]
+        shares = [take_apart(timed, link).shares for timed in turns]
+        whole = take_apart(joined(turns), link)
         details["cells"][name]["shares"] = {part: float(share) for part, share in whole.shares.items()}
         details["cells"][name]["exact sum"] = str(sum(whole.shares.values()))
         details["cells"][name]["timeline"] = whole.timeline.to_data()

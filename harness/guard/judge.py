@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpipe_bench.harness.judging.stats import median_interval
+from gpipe_bench.harness.timing.rounds import level
 
 Verdict = Literal["regression", "improved", "same", "inconclusive", "contaminated"]
 
@@ -113,13 +114,11 @@ def log_ratios(rounds: Sequence[Round], arm: str, quantity: str = "wall_s") -> l
     Raises ValueError for a sample that is not positive.
     """
 
-    def level(samples: Sequence[Sample]) -> float:
-        seconds: list[float] = [getattr(sample, quantity) for sample in samples]
-        if not all(0 < each < math.inf for each in seconds):
-            raise ValueError(f"{quantity} of {arm} is {seconds}; a sample must take time")
-        return math.fsum(map(math.log, seconds)) / len(seconds)
+    def level_of(each: Round, arm: str) -> float:
+        seconds: list[float] = [getattr(sample, quantity) for sample in getattr(each, arm)]
+        return level(seconds, f"{quantity} of {arm}")
 
-    return [level(getattr(each, arm)) - level(each.base) for each in rounds]
+    return [level_of(each, arm) - level_of(each, "base") for each in rounds]
 
 
 def change(ratios: Sequence[float], confidence: float) -> Change:

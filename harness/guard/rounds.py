@@ -1,32 +1,17 @@
-"""Lets several versions of a program take turns, and stops at the looks.
-
-Every round runs all arms there and back, in an order drawn anew, so that a machine that slows down or
-speeds up during the round does so for all of them alike.
-"""
+"""Lets several versions of a program take turns (`harness.timing.rounds`), and stops at the looks."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gpipe_bench.harness.guard.judge import LOOKS, Judgement, Look, Round, Sample, is_final, judge
+from gpipe_bench.harness.timing.rounds import orders
 
 ARMS = ("base", "head", "control")
-SAMPLE_S = 0.05
-"""Seconds that a sample takes at least: short ones measure the scheduler of the operating system."""
-
 SampleOf = Callable[[str], Sample]
-
-
-def orders(seed: str) -> Iterator[tuple[str, ...]]:
-    """Endless rounds: every arm in a random order, there and back."""
-    generator = random.Random(seed)
-    while True:
-        order = generator.sample(ARMS, len(ARMS))
-        yield (*order, *reversed(order))
 
 
 def run_rounds(
@@ -44,7 +29,7 @@ def run_rounds(
     none of the two.
     """
     rounds: list[Round] = []
-    order_of = orders(seed)
+    order_of = orders(ARMS, seed)
     for look in looks:
         while len(rounds) < look.rounds and (len(rounds) < 2 or clock_s() < deadline_s):
             taken: Mapping[str, list[Sample]] = {arm: [] for arm in ARMS}
@@ -57,8 +42,3 @@ def run_rounds(
         if is_final(judgement):
             break
     return judgement, rounds
-
-
-def repeats_for(step_s: Sequence[float], sample_s: float = SAMPLE_S) -> int:
-    """Steps per sample so that one takes at least `sample_s` when nothing disturbs it."""
-    return max(1, math.ceil(sample_s / min(step_s)))

@@ -18,7 +18,7 @@ arithmetic is on fractions: the parts add up exactly. Only the standard library 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import inf
@@ -91,7 +91,7 @@ def breakdown(
     step = lay_out(work, _exact_link(link), setup, update)
     free = lay_out(work, FREE, setup, update)
     ready = lay_out(work, FREE, (), update)
-    even = lay_out(_even(work), FREE, (), [_mean(update)] * len(update))
+    even = lay_out(even_stages(work), FREE, (), [_mean(update)] * len(update))
 
     recompute = _total(seconds for action, seconds in work.items() if action.kind is Kind.R)
     set_up = _total(setup)
@@ -109,6 +109,15 @@ def breakdown(
         "bubble": idle - communication - waiting_for_setup - imbalance,
     }
     return Breakdown(seconds, schedule.num_stages, _in_floats(step))
+
+
+def even_stages(work: Mapping[Action, float]) -> dict[Action, float]:
+    """The same total work, with the same kind of work on a micro-batch taking every stage equally long."""
+    alike: dict[tuple[Kind, int], list[float]] = {}
+    for action, seconds in work.items():
+        alike.setdefault((action.kind, action.microbatch), []).append(seconds)
+    mean = {key: _mean(group) for key, group in alike.items()}
+    return {action: mean[action.kind, action.microbatch] for action in work}
 
 
 def _lost(to: Timeline, instead: Timeline, idle: Fraction, known: Fraction = Fraction(0)) -> Fraction:
@@ -143,15 +152,6 @@ def _exact_link(link: Link) -> Link:
         latency_s=_exact("latency_s", link.latency_s),
         bandwidth_bytes_per_s=bandwidth if bandwidth == inf else _exact("bandwidth_bytes_per_s", bandwidth),
     )
-
-
-def _even(work: dict[Action, float]) -> dict[Action, float]:
-    """The same total work, with the same kind of work on a micro-batch taking every stage equally long."""
-    alike: dict[tuple[Kind, int], list[float]] = {}
-    for action, seconds in work.items():
-        alike.setdefault((action.kind, action.microbatch), []).append(seconds)
-    mean = {key: _mean(group) for key, group in alike.items()}
-    return {action: mean[action.kind, action.microbatch] for action in work}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -123,9 +123,11 @@ class Receiver:
         kept = self._slots[slot]
         if kept is not None and kept[0].forms == outline.forms:
             buffers = kept[1]
-            if any(buffer is not None and buffer.holders.others for buffer in buffers):
-                buffers = self._without_holders(outline, buffers)
-                self._slots[slot] = (outline, buffers)
+            for buffer in buffers:
+                if buffer is not None and buffer.holders.others:
+                    buffers = self._without_holders(outline, buffers)
+                    self._slots[slot] = (outline, buffers)
+                    break
             return buffers
         if kept is not None:
             self._give_back(kept[1])

@@ -134,10 +134,8 @@ class Buffers:
         self._states = {key: _State.of(_buffer(key)) for key in self._changing}
         return saved
 
-    def look(self, saved: Saved | None) -> None:
+    def look(self, saved: Saved) -> None:
         """After that forward."""
-        if saved is None:
-            return
         moved = {key for key, state in self._states.items() if state.has_moved(_buffer(key))}
         moved.update(self._notice(saved))
         if self._learning:
@@ -153,11 +151,8 @@ class Buffers:
         self._moved |= moved
 
     @contextmanager
-    def as_saved(self, saved: Saved | None) -> Iterator[None]:
+    def as_saved(self, saved: Saved) -> Iterator[None]:
         """While a recomputation runs, the buffers are copies of what its forward saw."""
-        if saved is None:
-            yield
-            return
         self._notice()
         values: dict[Key, _Value] = {**self._before, **saved.copies}
         originals = {module: dict(module._buffers) for module, _ in values}

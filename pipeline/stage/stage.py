@@ -9,6 +9,7 @@ backward. Here the graph is a value that the stage holds: `recompute` builds it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
+_AS_THEY_ARE = nullcontext()
 
 
 class Stage:
@@ -162,9 +164,11 @@ class Stage:
                 self.losses.append(loss.detach() * self._shares[m])
                 if graph:
                     state.keep_graph((loss,))
-                self._buffers.look(state.buffers)
+                if state.buffers is not None:
+                    self._buffers.look(state.buffers)
                 return None
-        self._buffers.look(state.buffers)
+        if state.buffers is not None:
+            self._buffers.look(state.buffers)
         tensors, structure = flatten(output, self._runner.describe_output(self.index))
         tensors = self._buffers.apart(tensors)
         needs_grad = known if known is not None else tuple([tensor.requires_grad for tensor in tensors])
@@ -193,7 +197,10 @@ class Stage:
                 "recomputed; use the out-of-place form of the operation (inplace=False) in the stage's first "
                 "layer, or remat='never'"
             )
-        with self._buffers.as_saved(state.buffers), torch.enable_grad():
+        buffers: AbstractContextManager[None] = (
+            _AS_THEY_ARE if state.buffers is None else self._buffers.as_saved(state.buffers)
+        )
+        with buffers, torch.enable_grad():
             output = self._runner.run(m, unflatten(state.enter(), state.structure), recording=False)
             if self.is_last:
                 state.keep_graph((self._runner.loss(m, output),))

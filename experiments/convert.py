@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gpipe_bench.experiments.report.figure_files import digest
+from gpipe_bench.experiments.report.figures import digest
 from gpipe_bench.harness.records.codec import decode, decode_older, encode
 from gpipe_bench.harness.records.files import write_whole
 from gpipe_bench.harness.records.record import SCHEMA, Record, Scalar

@@ -15,7 +15,7 @@ from gpipe_bench.experiments.table1.readme import table as table1
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.places import PUBLISHED, REFERENCE, ROOT
 from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.report.markers import between
+from gpipe_bench.harness.report.grid import between
 
 RECORDS = REFERENCE / "cpu-2-cores"
 CORES = 2  # of the machine that times are said for

@@ -25,7 +25,7 @@ from gpipe_bench.experiments.consistency.experiment import EXPERIMENT, FIRST_SEE
 from gpipe_bench.experiments.consistency.figures import figures
 from gpipe_bench.experiments.consistency.recipe import DAWNBENCH, DIGITS
 from gpipe_bench.experiments.consistency.tables import tables
-from gpipe_bench.experiments.report.figure_files import draw
+from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record

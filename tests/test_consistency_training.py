@@ -34,10 +34,9 @@ from gpipe_bench.experiments.consistency.disk import Trained, is_statistic, late
 from gpipe_bench.experiments.consistency.images import ImageTask, digits, own_images
 from gpipe_bench.experiments.consistency.language import TextTask, TranslationTask, blocks_of, topics
 from gpipe_bench.experiments.consistency.recipe import DAWNBENCH, DIGITS, TOPICS
-from gpipe_bench.experiments.consistency.rmsprop import RMSPropTF
 from gpipe_bench.experiments.consistency.task import chosen, even_parts
 from gpipe_bench.experiments.consistency.training import Setting, train
-from gpipe_bench.experiments.consistency.weight_average import WeightAverage
+from gpipe_bench.experiments.consistency.updates import RMSPropTF, WeightAverage
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import Store

@@ -12,7 +12,7 @@ from records import of_first_schema, record
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.convert import convert_file, convert_line, main
-from gpipe_bench.experiments.report.figure_files import drawn
+from gpipe_bench.experiments.report.figures import drawn
 from gpipe_bench.harness.records.codec import encode
 from gpipe_bench.harness.records.record import SCHEMA
 from gpipe_bench.harness.records.store import Store

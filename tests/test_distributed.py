@@ -19,6 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gpipe_bench.pipeline.ranks.launch import launch
 
+pytestmark = pytest.mark.alone  # four processes at a time
+
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[str | None, float]]]:

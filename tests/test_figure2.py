@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import record
 
-from gpipe_bench.experiments.figure2.cells import cells
 from gpipe_bench.experiments.figure2.experiment import EXPERIMENT
 from gpipe_bench.experiments.figure2.memory import peak
 from gpipe_bench.experiments.figure2.schedules import VARIANTS, graphs_alive, peak_activations
+from gpipe_bench.experiments.figure2.tables import cells
 from gpipe_bench.experiments.figure2.traffic import Shape, shape, traffic
-from gpipe_bench.experiments.report.figure_files import draw
+from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.records.record import Record

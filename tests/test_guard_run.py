@@ -28,6 +28,7 @@ from gpipe_bench.harness.guard.judge import Change, Judgement, Look
 from gpipe_bench.harness.guard.process import WorkerError
 from gpipe_bench.harness.guard.tree import Base
 
+pytestmark = pytest.mark.alone  # steps are timed
 ROOT = Path(__file__).parents[1]
 NONE = Change(0.0, -0.01, 0.01)
 SAME = Judgement("same", 12, 0.975, NONE, NONE, NONE, 0.01, 0.01)

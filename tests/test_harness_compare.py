@@ -10,8 +10,7 @@ from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.records.record import Quantity
-from gpipe_bench.harness.report.table import tables_of
-from gpipe_bench.harness.report.text import markdown_table, text_table
+from gpipe_bench.harness.report.table import markdown_table, tables_of, text_table
 
 TABLE = "table1-transformer"
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import PaperCell
-from gpipe_bench.harness.judging.printed import parse_printed
-from gpipe_bench.harness.judging.units import show_with_interval
+from gpipe_bench.harness.judging.units import parse_printed, show_with_interval
 from gpipe_bench.harness.judging.verdict import VERDICTS, band, judge
 from gpipe_bench.harness.records.record import Quantity
 

@@ -27,7 +27,7 @@ from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.commands import report as verb_report
 from gpipe_bench.experiments.report import records as report_records
-from gpipe_bench.experiments.report.figure_files import draw, drawn
+from gpipe_bench.experiments.report.figures import draw, drawn
 from gpipe_bench.experiments.report.readings import answers, readings
 from gpipe_bench.experiments.report.records import Source, folders, sources
 from gpipe_bench.experiments.report.tables import table_infos

@@ -18,6 +18,7 @@ from gpipe_bench.experiments.table3 import slow_link
 from gpipe_bench.experiments.table3.slow_link import UnavailableError, existing, set_rate
 from gpipe_bench.experiments.table3.slow_link_steps import LinkJob, steps_at_rates
 
+pytestmark = pytest.mark.alone  # transfers are timed
 RATE = 20e6
 REPOSITORY = Path(__file__).parent.parent
 

@@ -16,7 +16,7 @@ from gpipe_bench.experiments.measuring.configuration import Configuration, Steps
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import results
 from gpipe_bench.experiments.measuring.step_timing import Found, StepJob, work
-from gpipe_bench.experiments.report.figure_files import draw
+from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.table2 import experiment as table2
 from gpipe_bench.experiments.table2.fitted_batch import fitted_microbatch, peak_bytes
 from gpipe_bench.experiments.table4 import experiment as table4

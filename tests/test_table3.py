@@ -21,7 +21,7 @@ from gpipe_bench.experiments.measuring.bandwidths import (
 )
 from gpipe_bench.experiments.measuring.roofline import P100, Accelerator, Estimate, _Stopwatch, estimate
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, lay_out
-from gpipe_bench.experiments.report.figure_files import draw
+from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.table3 import experiment as table3
 from gpipe_bench.experiments.table3 import slow_link
 from gpipe_bench.experiments.table3.experiment import EXPERIMENT

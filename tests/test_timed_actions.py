@@ -15,7 +15,7 @@ from gpipe_bench.experiments.measuring.timed_actions import (
     samples_of,
     take_apart,
 )
-from gpipe_bench.experiments.table2.partition_rules import bound_shares
+from gpipe_bench.experiments.table2.tables import bound_shares
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind, gpipe

@@ -12,13 +12,12 @@ import msgspec
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.registry import load
-from gpipe_bench.experiments.report.readable import readable
-from gpipe_bench.experiments.report.selection import select_records
-from gpipe_bench.experiments.report.show import environment_warnings, shown_of
+from gpipe_bench.experiments.report.readings import environment_warnings, readable, shown_of
+from gpipe_bench.experiments.report.records import select_records
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.verdict import NO_RECORD
 from gpipe_bench.harness.records.store import Loaded, Problem, Store, left_out, lines_of
-from gpipe_bench.harness.report.text import markdown_table
+from gpipe_bench.harness.report.table import markdown_table
 
 
 def run(arguments: argparse.Namespace) -> int:

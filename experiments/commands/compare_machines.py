@@ -16,16 +16,14 @@ import msgspec
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.registry import suggestion
-from gpipe_bench.experiments.report.readable import readable
-from gpipe_bench.experiments.report.selection import select_records
-from gpipe_bench.experiments.report.show import Shown, shown_of
+from gpipe_bench.experiments.report.readings import Shown, readable, shown_of
+from gpipe_bench.experiments.report.records import select_records
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.machines import SideBySide, side_by_side
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.store import Problem, Store, left_out, lines_of
-from gpipe_bench.harness.report.side import side_markdown, side_text
+from gpipe_bench.harness.report.side import SideBySide, side_by_side, side_markdown, side_text
 
 LOCAL = "local"
 

@@ -22,13 +22,13 @@ from gpipe_bench.experiments.report.records import folders, load_all, sources
 from gpipe_bench.experiments.report.tables import table_infos
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.machines import SideBySide, side_by_side
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.records.files import write_whole
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import lines_of
 from gpipe_bench.harness.report.page import Answer, table_views, totals
 from gpipe_bench.harness.report.render import ExperimentView, Machine, Page, environment_facts, html, markdown
+from gpipe_bench.harness.report.side import SideBySide, side_by_side
 from gpipe_bench.harness.report.summary import summary
 
 HTML, MARKDOWN = "report.html", "report.md"

@@ -12,10 +12,9 @@ from typing import Any
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import lines_only, print_line
 from gpipe_bench.experiments.registry import load, suggestion
-from gpipe_bench.experiments.report.figure_files import draw
-from gpipe_bench.experiments.report.readable import readable
-from gpipe_bench.experiments.report.selection import merge, select_records
-from gpipe_bench.experiments.report.show import Shown, shown_of
+from gpipe_bench.experiments.report.figures import draw
+from gpipe_bench.experiments.report.readings import Shown, readable, shown_of
+from gpipe_bench.experiments.report.records import merge, select_records
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.records.codec import encode, printable

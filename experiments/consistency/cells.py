@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.find import of_case
-from gpipe_bench.harness.records.record import Quantity, Record
+from gpipe_bench.harness.records.record import Quantity, Record, of_case
 
 METRICS = {"images": "held-out accuracy", "text": "held-out perplexity"}
 NUM_DEVIATIONS = 2.0

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from gpipe_bench.harness.records.lock import file_lock
+from gpipe_bench.harness.records.files import file_lock
 
 Watch = Callable[[str, int], None]
 """Told what has just happened ("step", "saving", "saved", "finished") and how many steps are done."""

@@ -18,8 +18,8 @@ from typing import Any
 
 from gpipe_bench.experiments.consistency.cells import cells
 from gpipe_bench.experiments.consistency.figures import figures
-from gpipe_bench.experiments.consistency.run import run
-from gpipe_bench.experiments.consistency.subject import subject_of, task_of
+from gpipe_bench.experiments.consistency.run import run, task_of
+from gpipe_bench.experiments.consistency.subject import image_layout, subject_of
 from gpipe_bench.experiments.consistency.tables import tables
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions
 from gpipe_bench.harness.shown import PaperTable
@@ -120,8 +120,6 @@ def _check_data(options: RunOptions) -> None:
             f"--parallel-text {options.parallel_text}: give the source, which it translates, with --text"
         )
     if options.data is not None:
-        from gpipe_bench.experiments.consistency.paths import image_layout
-
         image_layout(options.data)
     if options.text is not None:
         task_of(subject_of("text", options))

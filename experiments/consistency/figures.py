@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gpipe_bench.experiments.consistency.cells import METRICS, NUM_DEVIATIONS, baseline, score_of, select
 from gpipe_bench.experiments.consistency.tables import TITLES, name_of
-from gpipe_bench.experiments.report.style import paper_style
+from gpipe_bench.experiments.report.drawing import paper_style
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.shown import Plot
 

@@ -21,7 +21,7 @@ class ImageRecipe:
         learning_rate_per_example: times the mini-batch is the rate that the warm-up reaches.
         decay_per_epoch: factor of the rate, as a staircase counted from the first step, down to
             `lowest_rate` of the initial one. The warm-up, linear from 0, replaces it while it lasts.
-        epsilon: inside the root (see `rmsprop`).
+        epsilon: inside the root (see `RMSPropTF`).
         weight_decay: L2, of convolution and dense weights only.
         average_decay: of the moving average of the weights, with TensorFlow's ramp.
         augment: random box crops and horizontal flips; digits must not be flipped.

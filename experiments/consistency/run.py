@@ -13,8 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.consistency.recipe import DEEP
-from gpipe_bench.experiments.consistency.subject import Subject, subject_of, task_of
+from gpipe_bench.experiments.consistency.recipe import DEEP, ImageRecipe
+from gpipe_bench.experiments.consistency.subject import Subject, subject_of
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.places import ROOT
 from gpipe_bench.harness.records.environment import code_state
@@ -103,6 +103,26 @@ def _trained(
 @functools.cache
 def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="consistency-")
+
+
+@functools.cache
+def task_of(subject: Subject) -> Task:
+    """Loads the data and makes the task. ValueError where the data can't be trained on."""
+    if isinstance(subject.recipe, ImageRecipe):
+        from gpipe_bench.experiments.consistency.images import ImageTask, digits, own_images
+
+        recipe = subject.recipe
+        if subject.data is None:
+            return ImageTask(recipe, digits(recipe.image_size, subject.split_seed))
+        return ImageTask(
+            recipe,
+            own_images(subject.data, recipe.image_size, recipe.augment, subject.split_seed, subject.limit),
+        )
+    from gpipe_bench.experiments.consistency.language import own_text_task, topics_task
+
+    if subject.text is None:
+        return topics_task(subject.recipe, subject.split_seed)
+    return own_text_task(subject.recipe, subject.text, subject.parallel_text, subject.split_seed)
 
 
 def train_rank(subject: Subject, setting: Setting, folder: Path) -> Trained:

@@ -22,7 +22,7 @@ from gpipe_bench.experiments.consistency.cells import (
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.report.table import text_table
 
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
 WHY = {

@@ -27,7 +27,7 @@ from gpipe_bench.experiments.consistency.disk import (
     save_checkpoint,
 )
 from gpipe_bench.experiments.consistency.task import Task
-from gpipe_bench.experiments.consistency.weight_average import WeightAverage
+from gpipe_bench.experiments.consistency.updates import WeightAverage
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.stage.rng import run_plain
 

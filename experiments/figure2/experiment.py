@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipe_bench.experiments.figure2.cells import cells
 from gpipe_bench.experiments.figure2.figures import figures, timelines
 from gpipe_bench.experiments.figure2.schedules import UNIT, VARIANTS, graphs_alive, peak_activations
-from gpipe_bench.experiments.figure2.text import tables
+from gpipe_bench.experiments.figure2.tables import cells, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity, Scalar
 from gpipe_bench.harness.shown import PaperTable

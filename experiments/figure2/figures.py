@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.figure2.cells import of_part
 from gpipe_bench.experiments.figure2.schedules import UNIT, VARIANTS
-from gpipe_bench.experiments.figure2.text import GIB, SHOWN_MICROBATCHES, value
-from gpipe_bench.experiments.report.gantt import legend, paint
-from gpipe_bench.experiments.report.style import paper_style
-from gpipe_bench.harness.records.find import find
-from gpipe_bench.harness.records.record import Record, Scalar
+from gpipe_bench.experiments.figure2.tables import GIB, SHOWN_MICROBATCHES, of_part, value
+from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
+from gpipe_bench.harness.records.record import Record, Scalar, find
 from gpipe_bench.harness.shown import KeptTimeline, Plot
 from gpipe_bench.pipeline.plan.timeline import Timeline
 

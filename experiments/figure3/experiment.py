@@ -29,14 +29,14 @@ from gpipe_bench.experiments.measuring.step_text import (
     replay_errors,
 )
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
-from gpipe_bench.experiments.report.style import paper_style
+from gpipe_bench.experiments.report.drawing import paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.shown import PaperTable, Plot
 
 if TYPE_CHECKING:

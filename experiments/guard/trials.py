@@ -29,7 +29,7 @@ from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.run import guard
 from gpipe_bench.harness.guard.tree import base_tree
 from gpipe_bench.harness.places import PUBLISHED, ROOT
-from gpipe_bench.harness.report.markers import between
+from gpipe_bench.harness.report.grid import between
 from gpipe_bench.harness.running.stopping import stopping
 
 RECORDS = PUBLISHED / "guard" / "trials.jsonl"

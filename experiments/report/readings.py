@@ -1,24 +1,120 @@
-"""What each group of records comes to, worked out once for the whole report.
+"""What records come to: the same functions after a run, in `compare` and in the report.
 
-Judging, laying out text and drawing timelines all happen here, where an experiment may still stumble over its
-records; everything behind it only picks and places what is read.
+Judging, laying out text and drawing timelines all happen here, once, where an experiment may still stumble
+over its records; everything behind it only picks and places what is read. A line may have come from a
+version that was never released, or from somebody's own program. The store accepts it, because only the
+experiment knows what it needs; so the experiment is asked, one record at a time, once it has stumbled over
+all of them together, and a record that makes no sense to it costs itself and nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from gpipe_bench.experiments.report.readable import readable
 from gpipe_bench.experiments.report.records import Source
-from gpipe_bench.experiments.report.show import Shown, shown_of
 from gpipe_bench.experiments.report.timelines import charts_of
 from gpipe_bench.harness.experiment import Experiment
+from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.environment import differences
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.chart import Chart
 from gpipe_bench.harness.report.page import Answer
+from gpipe_bench.harness.report.table import text_table
+
+T = TypeVar("T")
+
+UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    AssertionError,
+)
+"""What an experiment may stumble over in records that something else wrote."""
+
+MOST_LINES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What some records of one experiment come to, worked out once: whoever shows them reads it here.
+
+    `comparisons` has one for every entry, and one for every number of the same tables that nobody produced.
+    """
+
+    records: tuple[Record, ...]
+    entries: tuple[Entry, ...]
+    comparisons: tuple[Comparison, ...]
+    text: str
+
+
+def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
+    """The experiment's entries beside the paper's numbers, and its text.
+
+    Raises RuntimeError where the entries contradict themselves, and whatever the experiment stumbles over.
+    """
+    entries = experiment.cells(records)
+    try:
+        comparisons = compare(entries)
+    except ValueError as error:  # not the user's mistake, so it must not look like bad usage
+        raise RuntimeError(f"the cells of {experiment.name} can't be compared") from error
+    tables = experiment.tables
+    text = text_table(comparisons) if tables is None else tables(records, comparisons)
+    return Shown(tuple(records), tuple(entries), tuple(comparisons), text)
+
+
+def environment_warnings(records: Sequence[Record]) -> list[str]:
+    """One line for each field that numbers depend on and in which the records differ."""
+    return [
+        f"records differ in {name}: {' | '.join(str(value) for value in values)}"
+        for name, values in differences([record.environment for record in records]).items()
+    ]
+
+
+def readable(
+    name: str, records: Sequence[Record], show: Callable[[Sequence[Record]], T]
+) -> tuple[T | None, list[str]]:
+    """What `show` makes of the records that it can make something of, and lines about the others.
+
+    None where it stumbles over all: the mistake may then be the experiment's own. `name` is the experiment's.
+    """
+    shown, error = _tried(show, records)
+    if error is None:
+        return shown, []
+    kept: list[Record] = []
+    lines: list[str] = []
+    for record in records:
+        _, alone = _tried(show, [record])
+        if alone is None:
+            kept.append(record)
+        else:
+            lines.append(f"{name} can't read its record of {record.label} ({_cause(alone)}); left out")
+    shown, rest = _tried(show, kept)
+    if not kept or rest is not None:
+        return None, [f"{name} can't be shown: {_cause(error)}"]
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"{name}: {len(lines) - MOST_LINES} more records are left out"]
+    return shown, lines
+
+
+def _tried(
+    show: Callable[[Sequence[Record]], T], records: Sequence[Record]
+) -> tuple[T | None, Exception | None]:
+    try:
+        return show(records), None
+    except UNREADABLE as error:
+        return None, error
+
+
+def _cause(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}"
 
 
 @dataclass(frozen=True, slots=True)

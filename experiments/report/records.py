@@ -1,14 +1,15 @@
-"""Which records the report is made of, and in which order they are asked.
+"""Which records a table and the report are made of, and in which order they are asked.
 
-Records of different machines, profiles or options never mix in one table of numbers: each group is turned
-into cells by itself, and a cell takes its number from the first group that has one. Your own records come
-first and the committed reference records fill in what you did not run; a smoke run, which only proves that
-the path works, comes last.
+A table is made of the records of one profile and one revision. Records of different machines, profiles or
+options never mix in one table of numbers: for the report each group is turned into cells by itself, and a
+cell takes its number from the first group that has one. Your own records come first and the committed
+reference records fill in what you did not run; a smoke run, which only proves that the path works, comes
+last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,19 @@ from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import Problem, Store, latest
 
 _PROFILES = ("full", "short", "smoke")
+
+
+def select_records(records: Sequence[Record], experiment: Experiment, profile: str | None) -> list[Record]:
+    """The latest record of each case at the current revision; without `profile`, of the latest one."""
+    current = [record for record in records if record.revision == experiment.revision]
+    if profile is None and current:
+        profile = current[-1].profile
+    return list(latest(record for record in current if record.profile == profile).values())
+
+
+def merge(stored: Sequence[Record], new: Sequence[Record]) -> list[Record]:
+    """The stored records with the new ones in their place; on a full disk new ones are not stored."""
+    return list(latest([*stored, *new]).values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpipe_bench.experiments.report.gantt import NAMES
+from gpipe_bench.experiments.report.drawing import NAMES
 from gpipe_bench.experiments.report.records import Source
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.units import show

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES
 from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.find import find
-from gpipe_bench.harness.records.record import Quantity, Record, Status
+from gpipe_bench.harness.records.record import Quantity, Record, Status, find
 
 CONTENT = {
     "amoebanet": (

@@ -8,8 +8,7 @@ from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION, cells
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES
 from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.find import find
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.record import Record, find
 from gpipe_bench.harness.report.table import ours_text, paper_text, verdict_text
 
 

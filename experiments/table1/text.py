@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, GIB, HALVES, Column
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.find import find
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.record import Record, find
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.report.table import text_table
 
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 

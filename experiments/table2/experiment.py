@@ -21,9 +21,8 @@ from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, Size, Subje
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.table2.cells import cells
 from gpipe_bench.experiments.table2.figures import figures
-from gpipe_bench.experiments.table2.text import tables
+from gpipe_bench.experiments.table2.tables import cells, tables
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.shown import PaperTable
 

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.report.gantt import gantt_plot
-from gpipe_bench.experiments.report.style import paper_style
-from gpipe_bench.experiments.table2.cells import TABLES, configurations, facts_of
+from gpipe_bench.experiments.report.drawing import gantt_plot, paper_style
+from gpipe_bench.experiments.table2.tables import TABLES, configurations, facts_of
 from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.records.find import find
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.record import Record, find
 from gpipe_bench.harness.shown import Plot
 
 if TYPE_CHECKING:

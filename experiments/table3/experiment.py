@@ -17,9 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.speed_models import Size, Subject
-from gpipe_bench.experiments.table3.cells import cells
 from gpipe_bench.experiments.table3.figures import figures
-from gpipe_bench.experiments.table3.text import tables
+from gpipe_bench.experiments.table3.tables import cells, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.shown import PaperTable
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.bandwidths import HIDDEN, hidden_from, slowdowns, spread_evenly
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions
-from gpipe_bench.experiments.report.style import paper_style
-from gpipe_bench.experiments.table3.cells import TABLES, stage_counts
-from gpipe_bench.harness.records.find import find
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.experiments.report.drawing import paper_style
+from gpipe_bench.experiments.table3.tables import TABLES, stage_counts
+from gpipe_bench.harness.records.record import Record, find
 from gpipe_bench.harness.shown import Plot
 from gpipe_bench.pipeline.plan.links import LINKS
 

@@ -29,8 +29,7 @@ from gpipe_bench.experiments.measuring.step_results import (
 from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE, replay_errors
 from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
-from gpipe_bench.experiments.report.gantt import gantt_plot
-from gpipe_bench.experiments.report.style import paper_style
+from gpipe_bench.experiments.report.drawing import gantt_plot, paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
@@ -38,7 +37,7 @@ from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.text import text_table
+from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.shown import PaperTable, Plot
 from gpipe_bench.pipeline.plan.breakdown import PARTS
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpipe_bench.harness.judging.printed import parse_printed
-from gpipe_bench.harness.judging.units import UNITS
+from gpipe_bench.harness.judging.units import UNITS, parse_printed
 from gpipe_bench.harness.places import PUBLISHED
 
 PATH = PUBLISHED / "paper.csv"

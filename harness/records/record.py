@@ -7,7 +7,7 @@ judge it later and elsewhere: raw samples, units, provenance, the machine and th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -157,3 +157,18 @@ def identity(
 def label(case: Mapping[str, Scalar]) -> str:
     """`K=2 M=4`: the key of a case in words."""
     return " ".join(f"{key}={value}" for key, value in case.items()) or "the only case"
+
+
+def of_case(records: Sequence[Record], status: Status | None = None, /, **case: Scalar) -> list[Record]:
+    """The records whose case has these values, in order; with `status`, only those."""
+    return [
+        record
+        for record in records
+        if (status is None or record.status == status)
+        and all(record.case.get(key) == value for key, value in case.items())
+    ]
+
+
+def find(records: Sequence[Record], status: Status | None = None, /, **case: Scalar) -> Record | None:
+    """The first such record, None where there is none."""
+    return next(iter(of_case(records, status, **case)), None)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_bench.harness.records.codec import decode, encode
-from gpipe_bench.harness.records.lock import Claims, file_lock
+from gpipe_bench.harness.records.files import Claims, file_lock
 from gpipe_bench.harness.records.record import Record
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")

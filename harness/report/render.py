@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.machines import SideBySide, value_text
 from gpipe_bench.harness.judging.verdict import VERDICTS
 from gpipe_bench.harness.report.chart import Chart
 from gpipe_bench.harness.report.grid import escaped
 from gpipe_bench.harness.report.page import TableView
-from gpipe_bench.harness.report.side import entry_text, side_markdown
+from gpipe_bench.harness.report.side import SideBySide, entry_text, side_markdown, value_text
 from gpipe_bench.harness.report.summary import Summary
 from gpipe_bench.harness.report.table import Counts, interval_text, ours_text, paper_text, verdict_text
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions, select
-from gpipe_bench.harness.records.lock import Claims
+from gpipe_bench.harness.records.files import Claims
 from gpipe_bench.harness.records.record import FINAL, Record
 from gpipe_bench.harness.records.store import Problem, Store, StoreError, latest, lines_of
 from gpipe_bench.harness.running.progress import Reporter

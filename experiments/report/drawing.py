@@ -1,15 +1,17 @@
-"""A timeline as a Gantt chart: stages from top to bottom, time from left to right.
+"""What the drawings of several experiments share: a theme, and a timeline as a Gantt chart.
 
-Shows at a glance what a table of seconds hides: where a stage waits, and for whom. It reads a `Timeline` and
-nothing else, so measured and replayed steps are drawn alike.
+The theme is entered while a plot is drawn and left again, so that none changes another. The chart has stages
+from top to bottom and time from left to right, and shows at a glance what a table of seconds hides: where a
+stage waits, and for whom. It reads a `Timeline` and nothing else, so measured and replayed steps are drawn
+alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.report.style import paper_style
 from gpipe_bench.harness.shown import Plot
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -17,6 +19,16 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+@contextmanager
+def paper_style(font_scale: float = 1.0) -> Iterator[None]:
+    """White with a grid, in sizes for a page."""
+    import seaborn
+
+    with seaborn.axes_style("whitegrid"), seaborn.plotting_context("paper", font_scale=font_scale):
+        yield
+
 
 # Distinguishable in grey print and for colour-blind readers: forward light, backward dark.
 COLORS: dict[Kind, str] = {

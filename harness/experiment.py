@@ -21,10 +21,19 @@ from gpipe_bench.harness.shown import KeptTimeline, PaperTable, Plot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What the user asked for. `only` maps a key of the cases to the wanted values, as typed.
+    """What the user asked for.
 
-    `data`, `text` and `parallel_text` are paths of the user's own data, for experiments that train on any.
-    `scratch` is a folder where a case may keep what it needs to go on after a kill; nothing depends on it.
+    Args:
+        profile: "smoke", "short" or "full"
+        device: "auto", "cpu" or "cuda"
+        engine: the engine under test, for experiments that run one
+        seed: of whatever is random
+        data: path of the user's own images, for experiments that train on some
+        text: path of the user's own text, likewise
+        parallel_text: path of its translation, line by line
+        scratch: a folder where a case may keep what it needs to go on after a kill; nothing depends on it
+        fresh: run again what is on record
+        only: a key of the cases -> the wanted values, as typed
     """
 
     profile: str = "short"
@@ -154,8 +163,6 @@ def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[C
 
 def text(value: Scalar) -> str:
     """A key's value as it is typed after --only."""
-    return (
-        {None: "none", True: "true", False: "false"}[value]
-        if value is None or value is True or value is False
-        else str(value)
-    )
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -1,5 +1,6 @@
-"""The arguments of a pipeline, checked and completed; whatever does not fit is a `ValueError` that says what
-would.
+"""The arguments of a pipeline, checked and completed.
+
+Whatever does not fit is a `ValueError` that says what would.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ def schedule_of(schedule: str | Schedule, num_stages: int, num_microbatches: int
         if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
             raise ValueError(
                 f"the schedule is for {schedule.num_stages} stages and {schedule.num_microbatches} "
-                "micro-batches, not for "
-                f"num_stages={num_stages} and num_microbatches={num_microbatches}"
+                f"micro-batches, not for num_stages={num_stages} and num_microbatches={num_microbatches}"
             )
         return schedule
     if schedule not in SCHEDULES:
@@ -106,10 +106,9 @@ def _exact(device: Device) -> torch.device:
 def refuse_split_ties(
     layers: Sequence[nn.Module], spans: Sequence[range], homes: Sequence[object], kind: str
 ) -> None:
-    """A parameter on two devices or in two processes would be two parameters; in one place a tie is just
-    shared.
+    """A parameter on two devices or in two processes would be two parameters.
 
-    `homes` is the place of each stage, of a `kind` such as "device".
+    In one place a tie is just shared. `homes` is the place of each stage, of a `kind` such as "device".
     """
     first: dict[nn.Parameter, int] = {}
     for stage, span in enumerate(spans):
@@ -119,8 +118,8 @@ def refuse_split_ties(
                 if homes[other] != homes[stage]:
                     raise ValueError(
                         f"parameter {name!r} of layer {index} is shared by stages {other} and {stage}, but "
-                        "each has a "
-                        f"{kind} of its own; keep tied layers in one stage, or the stages in one place"
+                        f"each has a {kind} of its own; keep tied layers in one stage, or the stages in one "
+                        "place"
                     )
 
 
@@ -149,6 +148,5 @@ def refuse_split_statistics(layers: Sequence[nn.Module], spans: Sequence[range])
                 if tracked and first.setdefault(module, stage) != stage:
                     raise ValueError(
                         f"a batch normalization of layer {index} is also in stage {first[module]}, so that "
-                        "its moving "
-                        f"averages would depend on the cut; keep both in one stage"
+                        "its moving averages would depend on the cut; keep both in one stage"
                     )

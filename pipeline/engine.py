@@ -66,8 +66,7 @@ def run(
 ) -> None:
     """Takes every action of `program` once. Stages and transport have begun; the caller finishes them.
 
-    `observe` is entered around each action. An exception in an action becomes the `ActionError` that names
-    it.
+    `observe` is entered around each action. An exception in an action becomes the `ActionError` naming it.
     """
     action: Action | None = None
     clock.begin()

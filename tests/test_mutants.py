@@ -36,7 +36,7 @@ SIGN = Mutant(
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for folder in ("pipeline", "models", "harness", "experiments", "tests"):
+    for folder in ("gpipe_bench", "pipeline", "models", "harness", "experiments", "tests"):
         (tmp_path / folder).mkdir()
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\ntestpaths = ["tests"]\n')
     (tmp_path / "pipeline/add.py").write_text("def add(a, b):\n    return a + b\n")

@@ -113,9 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     verb.add_argument("--fresh", action="store_true", help="run again what is on record")
     verb.add_argument(
-        "--jobs", type=int, metavar="N",
+        "--jobs",
+        type=int,
+        metavar="N",
         help="cases at the same time, where an experiment times nothing; default there: cores, at most 8",
-    )  # fmt: skip
+    )
     verb.add_argument(
         "--assert",
         dest="assert_",
@@ -128,9 +130,11 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
     verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
     verb.add_argument(
-        "--machines", nargs="+", metavar="MACHINE",
+        "--machines",
+        nargs="+",
+        metavar="MACHINE",
         help="several machines in one table: names under results/reference, local, or folders of records",
-    )  # fmt: skip
+    )
 
     verb = _add(verbs, "report", "every number of the paper beside ours, as one HTML page and markdown")
     verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")
@@ -168,9 +172,11 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--num-filters", type=int, metavar="D", help="of a given AmoebaNet")
     verb.add_argument("--num-microbatches", type=int, metavar="M", help="default: what needs least memory")
     verb.add_argument(
-        "--precision", choices=("float32", "bfloat16"), default="float32",
+        "--precision",
+        choices=("float32", "bfloat16"),
+        default="float32",
         help="of the activations (autocast); default: %(default)s",
-    )  # fmt: skip
+    )
 
     verb = _add(
         verbs, "schedule", "draw and check a schedule: one row per stage, length, bubble, activations"

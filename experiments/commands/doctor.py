@@ -80,9 +80,11 @@ def examine(results: Path) -> Iterator[Check]:
     """All findings, the needed ones first."""
     new_enough = sys.version_info >= (3, 11)
     yield Check(
-        "python", "ok" if new_enough else "missing", platform.python_version(),
+        "python",
+        "ok" if new_enough else "missing",
+        platform.python_version(),
         "" if new_enough else "install Python 3.11 or newer",
-    )  # fmt: skip
+    )
     yield _packages()
     torch = _ask_torch()
     yield _torch(torch)
@@ -161,9 +163,11 @@ def _machine() -> Iterator[Check]:
     free = min(here["memory_available_gib"], total)
     enough = free >= _MEMORY_GIB
     yield Check(
-        "memory", "ok" if enough else "missing", f"{free:.1f} GiB free of {total:.1f} GiB",
+        "memory",
+        "ok" if enough else "missing",
+        f"{free:.1f} GiB free of {total:.1f} GiB",
         "" if enough else f"Table 1 takes up to {_MEMORY_GIB:g} GiB; close something, or run --profile smoke",
-    )  # fmt: skip
+    )
 
 
 def _results(folder: Path) -> Check:

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _given(setting: Setting, arguments: argparse.Namespace) -> Placement:
     """The model that was asked for, if it fits."""
-    from gpipe_bench.experiments.table1.largest import place, place_best
+    from gpipe_bench.experiments.table1.largest import place_anyhow, place_best
 
     half = HALVES[setting.half]
     filters = arguments.num_filters or 0
@@ -72,10 +72,7 @@ def _given(setting: Setting, arguments: argparse.Namespace) -> Placement:
             f"{half.batch_size}; use one of {counts}"
         )
     else:
-        huge = 2**60  # without a cap, so that the message can say how much it takes
-        found = place(setting, arguments.num_layers, filters, arguments.num_microbatches, huge)
-        assert found is not None, "everything fits without a cap"
-        placement = found
+        placement = place_anyhow(setting, arguments.num_layers, filters, arguments.num_microbatches)
     if placement.peak_bytes > setting.cap_bytes:
         raise ValueError(
             f"{half.model} of this size needs {placement.peak_bytes / GIB:.2f} GiB on its fullest "

@@ -116,8 +116,10 @@ def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
         steps[:length],
         [m - s for m, s in zip(means, spans, strict=True)],
         [m + s for m, s in zip(means, spans, strict=True)],
-        color="0.8", label=f"{len(runs)} sequential runs: mean, 2 sd", linewidth=0,
-    )  # fmt: skip
+        color="0.8",
+        label=f"{len(runs)} sequential runs: mean, 2 sd",
+        linewidth=0,
+    )
     axes.plot(steps[:length], means, color="0.4")
     for num_stages in STAGES:
         own = [r for r in select(records, "own seeds", model) if r.case["num_stages"] == num_stages]

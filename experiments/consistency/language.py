@@ -178,9 +178,8 @@ class TranslationTask(TextTask):
         lines, others = source.splitlines(), target.splitlines()
         if len(lines) != len(others):
             raise ValueError(
-                f"{what} are not parallel: they have {len(lines)} and {len(others)} lines; give one "
-                f"translation "
-                "per line"
+                f"{what} are not parallel: they have {len(lines)} and {len(others)} lines; "
+                "give one translation per line"
             )
         pairs = dict.fromkeys(
             (a.strip(), b.strip()) for a, b in zip(lines, others, strict=True) if a.strip() and b.strip()

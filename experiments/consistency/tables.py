@@ -1,5 +1,7 @@
-"""The evidence as text: statistics, weights, what micro-batches change, asynchronous training, deep
-networks."""
+"""The evidence as text: statistics, weights, and what micro-batches change.
+
+Asynchronous training stands beside it for contrast, and deep networks for trainability.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,13 @@ from gpipe_bench.harness.report.table import text_table
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
 WHY = {
     "images": (
-        "Micro-batches change results here by what they are for batch normalization: each is normalized "
-        "by its "
-        "own mean and variance, and the gradient flows through them. That is the paper's definition, "
-        "not rounding."
+        "Micro-batches change results here by what they are for batch normalization: each is normalized by "
+        "its own mean and variance, and the gradient flows through them. That is the paper's definition, not "
+        "rounding."
     ),
     "text": (
         "Dropout draws other masks for other micro-batches, and sums over the mini-batch are taken in "
-        "another "
-        "order; each step's rounding differs from there on."
+        "another order; each step's rounding differs from there on."
     ),
 }
 

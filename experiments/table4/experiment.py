@@ -1,8 +1,7 @@
-"""Table 4, the overhead breakdown: where the device time of a step goes, for ResNet-101 and AmoebaNet-D (4,
-512).
+"""Table 4, the overhead breakdown: where the device time of a step goes.
 
-Expected: computation two thirds, recomputation a fifth to a quarter, the rest bubble and uneven stages, more
-of both with more stages. About two minutes on two laptop cores:
+For ResNet-101 and AmoebaNet-D (4, 512). Expected: computation two thirds, recomputation a fifth to a quarter,
+the rest bubble and uneven stages, more of both with more stages. About two minutes on two laptop cores:
 
     python -m experiments run table4
 
@@ -246,8 +245,7 @@ EXPERIMENT = timed_experiment(
     source="arXiv v5, Table 4; v1, Figure 4",
     describe=(
         "The device time of a step of ResNet-101 and AmoebaNet-D (4, 512) on 2, 4 and 8 stages, attributed "
-        "to "
-        "computation, recomputation, weight update, set-up, communication, load imbalance and bubble."
+        "to computation, recomputation, weight update, set-up, communication, load imbalance and bubble."
     ),
     smoke="tiny models, K = 2",
     cases=cases,

@@ -49,10 +49,12 @@ def summary(tables: Sequence[TableView], paper: Sequence[PaperCell]) -> Summary:
                 text = _joined(phrases, places[sort], sum(row.counted for row in table.rows))
                 found[sort].append(
                     Finding(
-                        table=table.name, short=table.info.short, text=text,
+                        table=table.name,
+                        short=table.info.short,
+                        text=text,
                         all_not_run=table.counts["not run"] == table.counts.total,
                     )
-                )  # fmt: skip
+                )
     errata: dict[tuple[str, str], list[str]] = {}
     for cell in paper:
         if cell.erratum and cell.kind != "external":

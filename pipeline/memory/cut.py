@@ -91,10 +91,12 @@ class StagePeaks:
             for demand in demands(self.schedule.actions[0], self.receive_ahead)
         )
         return [
-            layer.parameter_bytes + state * sum(layer.trained_sizes)
-            + layer.gradient_bytes + both * layer.first.kept_inside
+            layer.parameter_bytes
+            + state * sum(layer.trained_sizes)
+            + layer.gradient_bytes
+            + both * layer.first.kept_inside
             for layer in self.layers
-        ]  # fmt: skip
+        ]
 
     def partition(self, cap_bytes: int) -> Partition | None:
         """The split whose fullest stage is smallest, None if no split keeps every stage within the cap."""

@@ -63,8 +63,12 @@ class Action:
 class Schedule:
     """The actions of every stage, in the order in which the stage takes them.
 
-    `remat` says which micro-batches are recomputed: "never", "always" or "except_last" (all but micro-batch M
-    - 1).
+    Args:
+        name: of a built-in schedule, or any other.
+        num_stages: K, the number of rows.
+        num_microbatches: M, numbered from 0.
+        remat: which micro-batches are recomputed: "never", "always" or "except_last" (all but the last).
+        actions: one row per stage.
     """
 
     name: str
@@ -182,8 +186,9 @@ class Transfer:
 
 
 def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
-    """Every message of a step, in the order in which the receiving stages need them; derived, never written
-    by hand.
+    """Every message of a step, in the order in which the receiving stages need them.
+
+    Derived from the rows, never written by hand. Raises ValueError for an action whose gradient nobody sends.
     """
     gradient_source = {
         (action.stage, action.microbatch): action for action in schedule if action.kind in (Kind.B, Kind.I)

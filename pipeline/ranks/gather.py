@@ -1,5 +1,6 @@
-"""What all ranks of a pipeline find out together, outside of a step: is everybody building the same, and what
-happened when.
+"""What all ranks of a pipeline find out together, outside of a step.
+
+That is whether everybody builds the same, and what happened when.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ def check_equal(found: Sequence[object]) -> None:
         elif other != first:
             raise ValueError(
                 f"rank {rank} builds another pipeline than rank 0: its layers, cuts, schedule or seed "
-                "differ; give all "
-                f"ranks the same arguments"
+                "differ; give all ranks the same arguments"
             )
 
 

@@ -252,12 +252,10 @@ def _refuse_unsupported(module: nn.Module) -> None:
     if isinstance(module, nn.SyncBatchNorm):
         raise ValueError(
             "SyncBatchNorm normalizes over replicas inside a micro-batch, which a pipeline does not "
-            "schedule; use BatchNorm, "
-            "and replica_group for the moving averages of all replicas"
+            "schedule; use BatchNorm, and replica_group for the moving averages of all replicas"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise ValueError(
             f"{module} tracks moving averages at every forward, so micro-batches and recomputation would "
-            "change them; set "
-            f"track_running_stats=False"
+            "change them; set track_running_stats=False"
         )

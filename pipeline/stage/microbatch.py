@@ -38,8 +38,7 @@ def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     if num_microbatches > batch_size:
         raise ValueError(
             f"num_microbatches is {num_microbatches} but the mini-batch has only {batch_size} examples; "
-            "choose at most "
-            f"{batch_size} micro-batches"
+            f"choose at most {batch_size} micro-batches"
         )
     size, larger = divmod(batch_size, num_microbatches)
     return (size + 1,) * larger + (size,) * (num_microbatches - larger)

@@ -21,8 +21,9 @@ return results in storages of their own size, while a few real ones return a sma
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -46,14 +47,38 @@ class LayerProfile:
     inputs: Boundary
     outputs: Boundary
     unused: frozenset[int]  # positions of outputs for which no gradient comes back
-    num_parameters: int  # trainable elements
-    parameter_bytes: int  # trained or not
+    parameter_counts: tuple[int, ...]  # elements of each trainable parameter tensor
+    parameter_sizes: tuple[int, ...]  # bytes of each parameter tensor, trained or not
     trained_sizes: tuple[int, ...]  # bytes of each parameter tensor that gets a gradient
-    buffer_bytes: int  # with what a stage adds for batch normalization (pipeline.batchnorm)
-    gradient_bytes: int
+    buffer_sizes: tuple[int, ...]  # with what a stage adds for batch normalization (pipeline.batchnorm)
     free: Story
     first: Story
     later: Story
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Trainable elements."""
+        return sum(self.parameter_counts)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, trained or not."""
+        return sum(self.parameter_sizes)
+
+    @cached_property
+    def trained_bytes(self) -> int:
+        """Bytes of the parameters that get a gradient."""
+        return sum(self.trained_sizes)
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers, with what a stage adds for batch normalization."""
+        return sum(self.buffer_sizes)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of parameters, once they are there."""
+        return sum(self.first.sizes[storage] for storage in self.first.gradients)
 
     @cached_property
     def output_gradient_bytes(self) -> int:
@@ -81,7 +106,7 @@ class Profiler:
         """
         key = (signature(layer), inputs, unused)
         if key not in self._known:
-            with FakeTensorMode():
+            with FakeTensorMode(), _no_collections():
                 self._known[key] = self._run(fake_copy(layer), inputs, unused)
         return self._known[key]
 
@@ -145,11 +170,10 @@ class Profiler:
             inputs=inputs,
             outputs=outputs,
             unused=unused,
-            num_parameters=sum(p.numel() for p in layer.parameters() if p.requires_grad),
-            parameter_bytes=sum(p.numel() * p.itemsize for p in layer.parameters()),
+            parameter_counts=tuple(p.numel() for p in layer.parameters() if p.requires_grad),
+            parameter_sizes=tuple(p.numel() * p.itemsize for p in layer.parameters()),
             trained_sizes=tuple(p.numel() * p.itemsize for p in trained),
-            buffer_bytes=sum(b.numel() * b.itemsize for b in layer.buffers()) + sum(added.sizes),
-            gradient_bytes=sum(first.sizes[storage] for storage in first.gradients),
+            buffer_sizes=(*(b.numel() * b.itemsize for b in layer.buffers()), *added.sizes),
             free=free,
             first=first,
             later=later,
@@ -285,6 +309,20 @@ def _refuse_ties(layers: Iterable[nn.Module]) -> None:
                     f"layers {owners[parameter]} and {index} share the parameter {name!r}, which profiles "
                     "would count twice: put both layers into one module, or give each its own"
                 )
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Storages die with their last reference and not where a garbage collection happens to strike. A
+    collection would also walk over all of torch's objects, every few layers.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def fake_copy(layer: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -59,29 +60,59 @@ def test_cells_of_amoebanet_scale_to_sizes_far_outside() -> None:
     assert plain(scaled.loss) == plain(direct.loss)
 
 
+def test_two_samples_that_lie_apart_are_enough() -> None:
+    scaled = fit({sample: at(sample) for sample in [(4, 1), (10, 3)]}, PLANE)
+    for point in [(4, 1), (8, 2), (64, 7)]:
+        assert plain(scaled.at(point)) == plain(at(point))
+
+
 def test_too_few_samples_are_refused() -> None:
-    samples = {sample: at(sample) for sample in SAMPLES[:4]}
-    with pytest.raises(ValueError, match="4 profiles cannot determine 5 monomials: give more"):
+    with pytest.raises(ValueError, match="1 profile cannot tell how sizes grow: give two or more"):
+        fit({(4, 1): at((4, 1))}, PLANE)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(width, 1) for width in (2, 4, 6, 8, 10)],  # nothing tells what the micro-batch does
+        [(2, 2), (4, 4)],  # a width times two grows like a micro-batch times two
+    ],
+)
+def test_samples_that_do_not_spread_are_refused(points: list[Point]) -> None:
+    samples = {point: at(point) for point in points}
+    with pytest.raises(ValueError, match="do not tell the monomials apart: spread them out"):
         fit(samples, PLANE)
 
 
-def test_samples_that_do_not_spread_are_refused() -> None:
-    samples = {(width, 1): at((width, 1)) for width in (2, 4, 6, 8, 10)}
-    with pytest.raises(ValueError, match="do not determine the polynomials: spread them out"):
-        fit(samples, PLANE)
+def weighing(elements: Callable[[int], int]) -> Callable[[int], nn.Module]:
+    """A layer with as many weights as ``elements`` says for a width."""
 
-
-def test_a_number_that_is_no_polynomial_is_refused() -> None:
-    class Cubic(nn.Module):
+    class Weighs(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.zeros(width**3))
+            self.weight = nn.Parameter(torch.zeros(elements(width)))
 
         def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
             return value[0] * self.weight.sum() + value[1]
 
-    samples = {(width, size): at((width, size), Cubic(width)) for width, size in [*SAMPLES, (12, 5)]}
-    with pytest.raises(ValueError, match="layer Cubic does not scale as a polynomial: see"):
+    return Weighs
+
+
+@pytest.mark.parametrize(
+    "elements",
+    [
+        lambda width: width**3,
+        lambda width: width**2 + width,
+        lambda width: 3 * width + 4,
+        lambda width: width // 4 * 4 + 4,
+        lambda width: width - 4,  # none at the first sample
+    ],
+    ids=["cubic", "sum", "affine", "rounded", "nothing at first"],
+)
+def test_a_size_that_is_no_monomial_is_refused(elements: Callable[[int], int]) -> None:
+    build = weighing(elements)
+    samples = {(width, size): at((width, size), build(width)) for width, size in [(4, 1), (10, 3)]}
+    with pytest.raises(ValueError, match=r"layer Weighs has a size that is no monomial.* at \(10, 3\)"):
         fit(samples, PLANE)
 
 

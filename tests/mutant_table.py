@@ -545,6 +545,14 @@ MODELLED = (
         tests=("tests/test_partition.py::test_ties_fill_earlier_stages_first",),
     ),
     Mutant(
+        name="a model fits only if greedy filling says so",
+        file="pipeline/plan/partition.py",
+        old="    return bool(_suffix_counts(edges, num_layers, cap)[0] >> num_stages & 1)\n",
+        new="    return False\n",
+        why="filling to the brim may miss a split, and the largest model with it",
+        tests=("tests/test_partition.py::test_a_split_that_filling_to_the_brim_misses_is_found",),
+    ),
+    Mutant(
         name="memory without the boundary",
         file="pipeline/memory/peaks.py",
         old="            boundary=user_bytes + boundary,\n",

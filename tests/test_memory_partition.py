@@ -78,6 +78,10 @@ def test_the_split_is_the_best_of_all(
     assert peaks.partition(best - 1) is None
     cap = int(best * tightness)
     assert (peaks.partition(cap) is None) == (cap < best)
+    for limit in (best, best - 1, cap):
+        assert StagePeaks(layers, loss, schedule, optimizer, receive_ahead=ahead).fits(limit) == (
+            limit >= best
+        )
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from work_done import lines_run
 
-from gpipe_bench.pipeline.plan.partition import Partition, cumulative_shares, partition, partition_by
+from gpipe_bench.pipeline.plan.partition import (
+    Partition,
+    can_partition_by,
+    cumulative_shares,
+    partition,
+    partition_by,
+)
 
 costs_lists = st.one_of(
     st.lists(st.integers(0, 30), min_size=1, max_size=9),
@@ -75,12 +81,32 @@ def test_arbitrary_stage_costs_equal_brute_force(
         max(stage_cost(stage.start, stage.stop) for stage in split)
         for split in all_splits(num_layers, num_stages)
     ]
+    fits = can_partition_by(stage_cost, num_layers, num_stages, cap=cap, floor=floor)
+    assert fits == (min(bottlenecks) <= cap)
     if min(bottlenecks) > cap:
         assert found is None
     else:
         assert found is not None
         assert_covers(found, num_layers, num_stages)
         assert max(stage_cost(stage.start, stage.stop) for stage in found) == min(bottlenecks)
+
+
+def test_a_split_that_filling_to_the_brim_misses_is_found() -> None:
+    """Greedy filling takes layers 0 and 1 together, and then the last stage is too full."""
+    costs = {(0, 1): 4, (0, 2): 3, (1, 3): 5, (2, 3): 9}
+
+    def stage_cost(start: int, stop: int) -> int:
+        return costs.get((start, stop), 99)
+
+    assert can_partition_by(stage_cost, 3, 2, cap=5)
+    assert not can_partition_by(stage_cost, 3, 2, cap=4)
+
+
+def test_what_cannot_fit_for_its_floor_alone_costs_no_look_at_a_stage() -> None:
+    def stage_cost(start: int, stop: int) -> int:
+        raise AssertionError("three layers of 5 do not fit twice into 7")
+
+    assert not can_partition_by(stage_cost, 3, 2, cap=7, floor=[5, 5, 5])
 
 
 def test_ties_fill_earlier_stages_first() -> None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.table1.model_costs import amoebanet_profile
+from gpipe_bench.experiments.table1 import model_costs
+from gpipe_bench.experiments.table1.model_costs import (
+    SAMPLED_SIZES,
+    AmoebaNetFamily,
+    amoebanet_profile,
+    meta_model,
+    transformer_profile,
+)
+from gpipe_bench.experiments.table1.paper_models import HALVES
+from gpipe_bench.models import example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
 from gpipe_bench.pipeline.memory.scaling import Point, fit
@@ -53,35 +63,91 @@ def test_a_scaled_profile_is_the_direct_one(point: Point) -> None:
     assert plain(scaled.at(point)) == plain(at(point))
 
 
-def test_cells_of_amoebanet_scale_to_sizes_far_outside() -> None:
-    scaled, direct = amoebanet_profile(18, 208, 3), amoebanet_profile(18, 208, 3, direct=True)
+def test_cells_of_amoebanet_scale_to_sizes_far_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eighteen distinct layers at two samples, and two more of the one that treats one example apart."""
+    profiled: list[str] = []
+
+    class Counting(Profiler):
+        def _run(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
+            profiled.append(type(layer).__name__)
+            return super()._run(layer, inputs, unused)
+
+    monkeypatch.setattr(model_costs, "Profiler", Counting)
+    scaled = AmoebaNetFamily("float32").at(18, 208, 3)
+    assert len(profiled) <= 38
+    monkeypatch.undo()
+    direct = amoebanet_profile(18, 208, 3, direct=True)
     assert list(map(plain, scaled.layers)) == list(map(plain, direct.layers))
     assert plain(scaled.loss) == plain(direct.loss)
 
 
+@pytest.mark.parametrize("attention", ["explicit", "fused"])
+def test_layers_of_the_transformer_scale_to_other_micro_batches(attention: str) -> None:
+    options, size = HALVES["transformer"].options, 5
+    assert size not in (1, *SAMPLED_SIZES)
+    model = meta_model("transformer", num_layers=1, attention=attention)
+    inputs, target = example_batch("transformer-lm", size, device="meta", **options)
+    layers, loss = Profiler().model(
+        model, loss_fn("transformer-lm", **options), Boundary.of(inputs), Boundary.of(target)
+    )
+    found = transformer_profile(1, size, attention=attention)
+    assert list(map(plain, found.layers)) == list(map(plain, layers))
+    assert plain(found.loss) == plain(loss)
+
+
+def test_two_samples_that_lie_apart_are_enough() -> None:
+    scaled = fit({sample: at(sample) for sample in [(4, 1), (10, 3)]}, PLANE)
+    for point in [(4, 1), (8, 2), (64, 7)]:
+        assert plain(scaled.at(point)) == plain(at(point))
+
+
 def test_too_few_samples_are_refused() -> None:
-    samples = {sample: at(sample) for sample in SAMPLES[:4]}
-    with pytest.raises(ValueError, match="4 profiles cannot determine 5 monomials: give more"):
+    with pytest.raises(ValueError, match="1 profile cannot tell how sizes grow: give two or more"):
+        fit({(4, 1): at((4, 1))}, PLANE)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(width, 1) for width in (2, 4, 6, 8, 10)],  # nothing tells what the micro-batch does
+        [(2, 2), (4, 4)],  # a width times two grows like a micro-batch times two
+    ],
+)
+def test_samples_that_do_not_spread_are_refused(points: list[Point]) -> None:
+    samples = {point: at(point) for point in points}
+    with pytest.raises(ValueError, match="do not tell the monomials apart: spread them out"):
         fit(samples, PLANE)
 
 
-def test_samples_that_do_not_spread_are_refused() -> None:
-    samples = {(width, 1): at((width, 1)) for width in (2, 4, 6, 8, 10)}
-    with pytest.raises(ValueError, match="do not determine the polynomials: spread them out"):
-        fit(samples, PLANE)
+def weighing(elements: Callable[[int], int]) -> Callable[[int], nn.Module]:
+    """A layer with as many weights as ``elements`` says for a width."""
 
-
-def test_a_number_that_is_no_polynomial_is_refused() -> None:
-    class Cubic(nn.Module):
+    class Weighs(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.zeros(width**3))
+            self.weight = nn.Parameter(torch.zeros(elements(width)))
 
         def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
             return value[0] * self.weight.sum() + value[1]
 
-    samples = {(width, size): at((width, size), Cubic(width)) for width, size in [*SAMPLES, (12, 5)]}
-    with pytest.raises(ValueError, match="layer Cubic does not scale as a polynomial: see"):
+    return Weighs
+
+
+@pytest.mark.parametrize(
+    "elements",
+    [
+        lambda width: width**3,
+        lambda width: width**2 + width,
+        lambda width: 3 * width + 4,
+        lambda width: width // 4 * 4 + 4,
+        lambda width: width - 4,  # none at the first sample
+    ],
+    ids=["cubic", "sum", "affine", "rounded", "nothing at first"],
+)
+def test_a_size_that_is_no_monomial_is_refused(elements: Callable[[int], int]) -> None:
+    build = weighing(elements)
+    samples = {(width, size): at((width, size), build(width)) for width, size in [(4, 1), (10, 3)]}
+    with pytest.raises(ValueError, match=r"layer Weighs has a size that is no monomial.* at \(10, 3\)"):
         fit(samples, PLANE)
 
 

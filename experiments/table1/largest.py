@@ -111,18 +111,29 @@ def place(
     setting: Setting, num_layers: int, num_filters: int, num_microbatches: int, cap_bytes: int | None = None
 ) -> Placement | None:
     """Cut the model so that its fullest stage is smallest; None if that exceeds the cap."""
+    profile, peaks = _peaks(setting, num_layers, num_filters, num_microbatches)
+    stages = peaks.partition(setting.cap_bytes if cap_bytes is None else cap_bytes)
+    if stages is None:
+        return None
+    memory = tuple(peaks.memory(stage.start, stage.stop) for stage in stages)
+    return Placement(num_layers, num_filters, profile.num_parameters, num_microbatches, stages, memory)
+
+
+def fits(setting: Setting, num_layers: int, num_filters: int, num_microbatches: int) -> bool:
+    """Whether `place` finds a cut, without looking for the best one."""
+    return _peaks(setting, num_layers, num_filters, num_microbatches)[1].fits(setting.cap_bytes)
+
+
+def _peaks(
+    setting: Setting, num_layers: int, num_filters: int, num_microbatches: int
+) -> tuple[ModelProfile, StagePeaks]:
     profile = setting.profile(num_layers, num_filters, num_microbatches)
     if setting.num_stages > len(profile.layers):
         raise ValueError(
             f"cannot cut {len(profile.layers)} layers into {setting.num_stages} stages: "
             f"use at most {len(profile.layers)}"
         )
-    peaks = setting.peaks(profile, num_microbatches)
-    stages = peaks.partition(setting.cap_bytes if cap_bytes is None else cap_bytes)
-    if stages is None:
-        return None
-    memory = tuple(peaks.memory(stage.start, stage.stop) for stage in stages)
-    return Placement(num_layers, num_filters, profile.num_parameters, num_microbatches, stages, memory)
+    return profile, setting.peaks(profile, num_microbatches)
 
 
 def place_anyhow(setting: Setting, num_layers: int, num_filters: int, num_microbatches: int) -> Placement:
@@ -151,13 +162,13 @@ def largest(setting: Setting) -> Placement:
     if setting.half == "transformer":
         # The embedding and the softmax are layers too.
         smallest = max(setting.num_stages - 2, 1)
-        num_layers = _last(lambda count: place(setting, count, 0, most) is not None, smallest)
+        num_layers = _last(lambda count: fits(setting, count, 0, most), smallest)
         if num_layers is not None:
             best = (setting.profile(num_layers, 0, most).num_parameters, num_layers, 0)
     else:
         for depth in PAPER_NUM_LAYERS:
             steps = _last(
-                lambda step, depth=depth: place(setting, depth, step * FILTERS_STEP, most) is not None,  # type: ignore[misc]
+                lambda step, depth=depth: fits(setting, depth, step * FILTERS_STEP, most),  # type: ignore[misc]
                 _first_above(setting, depth, most, best[0] if best else 0),
             )
             if steps is not None:
@@ -168,11 +179,13 @@ def largest(setting: Setting) -> Placement:
             f"no {HALVES[setting.half].model} fits into {setting.cap_bytes / GIB:g} GiB on "
             f"{setting.num_stages} accelerator(s) with mini-batch {setting.batch_size}: raise the cap"
         )
-    for count in setting.microbatch_counts():
-        placement = place(setting, best[1], best[2], count)
-        if placement is not None:
-            return placement
-    raise AssertionError("a model that fits at the most micro-batches fits")
+    _, num_layers, num_filters = best
+    fewest = next(
+        count for count in setting.microbatch_counts() if fits(setting, num_layers, num_filters, count)
+    )
+    placement = place(setting, num_layers, num_filters, fewest)
+    assert placement is not None, "a model that fits at the most micro-batches fits"
+    return placement
 
 
 def _first_above(setting: Setting, depth: int, num_microbatches: int, parameters: int) -> int:

@@ -1,8 +1,8 @@
 """Layer profiles of the two model families of Table 1 at any size, for the price of a few.
 
-AmoebaNet's cells are profiled at a few widths and micro-batch sizes and scaled exactly from there (checked on
-a profile far outside); the Transformer of any depth is the same three layers. Whoever asks for profiles here
-need not know which it was.
+AmoebaNet's cells are profiled at two widths and micro-batch sizes, far apart, and scaled exactly from there;
+the Transformer of any depth is the same three layers, profiled at two micro-batch sizes. Whoever asks for
+profiles here need not know which it was.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from gpipe_bench.pipeline.memory.scaling import Point, ScaledProfile, fit
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """Precision of the activations (autocast); parameters, gradients and optimizer state stay float32."""
 
-SAMPLED_FILTERS = (144, 208, 272)  # multiples of 16 that avoid 128, where the stem needs no projection
-CHECKED_AT = (1040, 5)
+SAMPLED_AT = {144: 1, 1040: 5}
+"""Widths and the examples in a micro-batch there: multiples of 16 other than 128, where the stem needs no
+projection."""
+SAMPLED_SIZES = (2, 16)
+"""Examples in a micro-batch of the Transformer, both of them numbers that Table 1 asks for."""
 # Weights are quadratic in the width, activations linear in the width and in the micro-batch size.
 _BY_FILTERS_AND_SIZE = ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
 _BY_FILTERS = ((0, 0), (1, 0), (2, 0))
+_BY_SIZE = ((0,), (1,))
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,23 @@ def transformer_profile(
 
 @cache
 def _transformer_parts(microbatch_size: int, precision: str, attention: str) -> tuple[LayerProfile, ...]:
-    model = meta_model("transformer", num_layers=1, attention=attention)
-    layers, loss = _profile(model, "transformer", microbatch_size, Profiler(PRECISIONS[precision]))
-    return (*layers, loss)
+    """Embedding, layer, softmax and loss. One example is a case of its own: a dimension of length 1 has no
+    layout, so less is copied.
+    """
+    if microbatch_size == 1 or microbatch_size in SAMPLED_SIZES:
+        model = meta_model("transformer", num_layers=1, attention=attention)
+        layers, loss = _profile(model, "transformer", microbatch_size, Profiler(PRECISIONS[precision]))
+        return (*layers, loss)
+    return tuple(scaled.at((microbatch_size,)) for scaled in _transformer_family(precision, attention))
+
+
+@cache
+def _transformer_family(precision: str, attention: str) -> tuple[ScaledProfile, ...]:
+    samples = {(size,): _transformer_parts(size, precision, attention) for size in SAMPLED_SIZES}
+    return tuple(
+        fit({point: parts[index] for point, parts in samples.items()}, _BY_SIZE)
+        for index in range(len(samples[SAMPLED_SIZES[:1]]))
+    )
 
 
 def _profile(
@@ -97,7 +115,7 @@ class AmoebaNetFamily:
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
-        self._profilers: dict[Point, Profiler] = {}
+        self._profilers: dict[int, Profiler] = {}
         self._modules: dict[tuple[int, int], list[nn.Module]] = {}
         self._chains: dict[tuple[int, int], list[LayerProfile]] = {}
         self._scaled: dict[tuple[LayerProfile, bool], ScaledProfile] = {}
@@ -114,25 +132,24 @@ class AmoebaNetFamily:
 
     def _family(self, num_layers: int, single: bool) -> list[ScaledProfile]:
         """One scaled profile for each layer, and for the loss as the last."""
-        pattern = self._chain(num_layers, SAMPLED_FILTERS[0])
+        pattern = self._chain(num_layers, next(iter(SAMPLED_AT)))
         for index, layer in enumerate(pattern):
             if (layer, single) not in self._scaled:
                 self._fit(num_layers, index, layer, single)
         return [self._scaled[layer, single] for layer in pattern]
 
     def _fit(self, num_layers: int, index: int, layer: LayerProfile, single: bool) -> None:
-        """Scale a layer from one and two examples; where one example is a case of its own (batch
+        """Scale a layer from one and more examples; where one example is a case of its own (batch
         normalization of a single value takes another path), each from its own samples.
         """
         try:
-            scaled = fit(self._samples(num_layers, index, [*_plane(1, 2), CHECKED_AT]), _BY_FILTERS_AND_SIZE)
+            scaled = fit(self._samples(num_layers, index, list(SAMPLED_AT.items())), _BY_FILTERS_AND_SIZE)
             self._scaled[layer, True] = self._scaled[layer, False] = scaled
         except ValueError:
             if single:
-                points: list[Point] = [(filters, 1) for filters in (*SAMPLED_FILTERS, CHECKED_AT[0])]
-                scaled = fit(self._samples(num_layers, index, points), _BY_FILTERS)
+                scaled = fit(self._samples(num_layers, index, [(f, 1) for f in SAMPLED_AT]), _BY_FILTERS)
             else:
-                points = [*_plane(2, 3), CHECKED_AT]
+                points = [(filters, max(size, 2)) for filters, size in SAMPLED_AT.items()]
                 scaled = fit(self._samples(num_layers, index, points), _BY_FILTERS_AND_SIZE)
             self._scaled[layer, single] = scaled
 
@@ -147,11 +164,11 @@ class AmoebaNetFamily:
         return samples
 
     def _chain(self, num_layers: int, filters: int) -> list[LayerProfile]:
-        """All layers and the loss, at two examples."""
+        """All layers and the loss, at as many examples as this width is sampled at."""
         key = (num_layers, filters)
         if key not in self._chains:
             half = HALVES["amoebanet"]
-            inputs, target = example_batch(half.model, 2, device="meta", **half.options)
+            inputs, target = example_batch(half.model, SAMPLED_AT[filters], device="meta", **half.options)
             modules, profiler = self._layers(num_layers, filters), self._profiler(filters)
             layers = profiler.chain(modules[:-1], Boundary.of(inputs))
             loss = profiler.layer(modules[-1], layers[-1].outputs.join(Boundary.of(target)))
@@ -167,15 +184,7 @@ class AmoebaNetFamily:
         return self._modules[key]
 
     def _profiler(self, filters: int) -> Profiler:
-        return self._profilers.setdefault((filters,), Profiler(PRECISIONS[self.precision]))
-
-
-def _plane(few: int, more: int) -> list[Point]:
-    """Points that determine a number with the monomials of `_BY_FILTERS_AND_SIZE`."""
-    return [
-        *((filters, few) for filters in SAMPLED_FILTERS),
-        *((filters, more) for filters in SAMPLED_FILTERS[:2]),
-    ]
+        return self._profilers.setdefault(filters, Profiler(PRECISIONS[self.precision]))
 
 
 def resized(boundary: Boundary, microbatch_size: int) -> Boundary:

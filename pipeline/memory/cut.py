@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpipe_bench.pipeline.memory.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory, demands, stage_memory
+from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory, demands, fullest_moment
 from gpipe_bench.pipeline.memory.profile import LayerProfile
-from gpipe_bench.pipeline.plan.partition import Partition, partition_by
-from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.partition import Partition, can_partition_by, partition_by
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
 
 class StagePeaks:
@@ -40,7 +40,8 @@ class StagePeaks:
                 "cut by costs instead (pipeline.partition)"
             )
         self.layers, self.loss, self.schedule, self.optimizer = tuple(layers), loss, schedule, optimizer
-        self.receive_ahead = receive_ahead
+        self._demands = demands(schedule.actions[0], receive_ahead)
+        self._num_microbatches = sum(action.kind is Kind.F for action in schedule.actions[0])
         # Stages of equal layers in a row are one content; contents are numbered as they turn up, each by the
         # content that is one layer shorter and the layer it adds.
         self._contents: dict[tuple[int, int], int] = {}
@@ -50,12 +51,12 @@ class StagePeaks:
 
     def memory(self, start: int, stop: int) -> StageMemory:
         """The stage of layers start..stop - 1 at its fullest."""
-        return stage_memory(
+        return fullest_moment(
             self._footprint(start, stop),
-            self.schedule.actions[0],
+            self._demands,
+            self._num_microbatches,
             self.optimizer,
             is_first=start == 0,
-            receive_ahead=self.receive_ahead,
         )
 
     def peak(self, start: int, stop: int) -> int:
@@ -87,8 +88,7 @@ class StagePeaks:
         state = OPTIMIZERS[self.optimizer].state
         # A graph stands beside the gradients from the second backward of a step on.
         both = any(
-            demand.after_first_backward and demand.moment in ("forward", "later")
-            for demand in demands(self.schedule.actions[0], self.receive_ahead)
+            demand.after_first_backward and demand.moment in ("forward", "later") for demand in self._demands
         )
         return [
             layer.parameter_bytes
@@ -101,5 +101,11 @@ class StagePeaks:
     def partition(self, cap_bytes: int) -> Partition | None:
         """The split whose fullest stage is smallest, None if no split keeps every stage within the cap."""
         return partition_by(
+            self.peak, len(self.layers), self.schedule.num_stages, cap=cap_bytes, floor=self.floor()
+        )
+
+    def fits(self, cap_bytes: int) -> bool:
+        """Whether `partition` finds a split under the cap, without looking for the best one."""
+        return can_partition_by(
             self.peak, len(self.layers), self.schedule.num_stages, cap=cap_bytes, floor=self.floor()
         )

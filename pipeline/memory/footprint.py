@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 
 from gpipe_bench.pipeline.memory.profile import LayerProfile
 from gpipe_bench.pipeline.memory.story import Received, Story
@@ -58,21 +58,21 @@ class Footprint:
 
 def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> Footprint:
     """Add up the profiles of a stage's layers; ``loss`` is the loss of the last stage, as one more layer."""
-    chain = (*layers, loss) if loss is not None else tuple(layers)
+    walked = (*layers, loss) if loss is not None else tuple(layers)
     target_bytes = loss.inputs.tensors[-1].num_bytes if loss is not None else 0
-    links = _link(chain)
-    saved_bytes, holder, forward = _walk_forward(chain, links)
+    links = _link(walked)
+    saved_bytes, holder, forward = _walk_forward(walked, links)
     inputs = layers[0].inputs
     saved_names = {
         name
-        for layer, ends in zip(chain, links.ends, strict=True)
+        for layer, ends in zip(walked, links.ends, strict=True)
         for storage, name in _names(layer.first, ends).items()
         if storage in layer.first.kept
     }
     return Footprint(
         num_parameters=sum(layer.num_parameters for layer in layers),
         parameter_bytes=sum(layer.parameter_bytes for layer in layers),
-        trained_sizes=tuple(size for layer in layers for size in layer.trained_sizes),
+        trained_sizes=tuple(chain.from_iterable(layer.trained_sizes for layer in layers)),
         buffer_bytes=sum(layer.buffer_bytes for layer in layers),
         gradient_bytes=sum(layer.gradient_bytes for layer in layers),
         input_bytes=inputs.num_bytes,
@@ -84,10 +84,10 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         target_bytes=target_bytes,
         output_gradient_bytes=0 if loss is not None else layers[-1].output_gradient_bytes,
         saved_bytes=saved_bytes,
-        free=_walk_free(chain, links),
+        free=_walk_free(walked, links),
         forward=forward,
-        backward_first=_walk_backward(chain, links, holder, saved_bytes, first=True),
-        backward=_walk_backward(chain, links, holder, saved_bytes, first=False),
+        backward_first=_walk_backward(walked, links, holder, saved_bytes, first=True),
+        backward=_walk_backward(walked, links, holder, saved_bytes, first=False),
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 
 from gpipe_bench.pipeline.memory.footprint import Footprint, Moment, footprint
 from gpipe_bench.pipeline.memory.profile import LayerProfile
@@ -108,11 +109,25 @@ def stage_memory(
     receive_ahead: int = 0,
 ) -> StageMemory:
     """Peak of one stage that executes ``actions``."""
+    num_microbatches = sum(action.kind is Kind.F for action in actions)
+    return fullest_moment(
+        stage, demands(actions, receive_ahead), num_microbatches, optimizer, is_first=is_first
+    )
+
+
+def fullest_moment(
+    stage: Footprint,
+    demanded: Sequence[Demand],
+    num_microbatches: int,
+    optimizer: str = "rmsprop",
+    *,
+    is_first: bool,
+) -> StageMemory:
+    """The same from the `demands` of its actions, which stages of one schedule share."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(OPTIMIZERS)}")
     rule = OPTIMIZERS[optimizer]
     state = rule.state * sum(stage.trained_sizes) + 4 * len(stage.trained_sizes) * rule.counts_steps
-    num_microbatches = sum(action.kind is Kind.F for action in actions)
     # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
     user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
 
@@ -141,7 +156,7 @@ def stage_memory(
         Moment(transients=_update_transients(rule, stage.trained_sizes)),
         stage.gradient_bytes, 0, 0, 0, "optimizer",
     )  # fmt: skip
-    for demand in demands(actions, receive_ahead):
+    for demand in demanded:
         candidate = at(
             moments[demand.moment],
             stage.gradient_bytes if demand.after_first_backward else 0,
@@ -157,8 +172,10 @@ def stage_memory(
 
 def _update_transients(rule: Optimizer, sizes: tuple[int, ...]) -> int:
     """Bytes of temporaries while an optimizer updates parameters of these sizes in turn."""
-    before = (0, *sizes) if rule.lingers else (0,) * (len(sizes) + 1)
-    return max((rule.temporaries * size + left for size, left in zip(sizes, before, strict=False)), default=0)
+    if not rule.lingers:
+        return rule.temporaries * max(sizes, default=0)
+    before = (0, *sizes)  # one longer than the sizes, where `map` stops
+    return max(map(add, map(rule.temporaries.__mul__, sizes), before), default=0)
 
 
 @dataclass(frozen=True)

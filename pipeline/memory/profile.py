@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec, as_tuple
 from gpipe_bench.pipeline.memory.signature import signature
 from gpipe_bench.pipeline.memory.story import Story
-from gpipe_bench.pipeline.memory.tracker import EventLog
+from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 
 
@@ -46,14 +46,35 @@ class LayerProfile:
     inputs: Boundary
     outputs: Boundary
     unused: frozenset[int]  # positions of outputs for which no gradient comes back
-    num_parameters: int  # trainable elements
-    parameter_bytes: int  # trained or not
+    parameter_counts: tuple[int, ...]  # elements of each trainable parameter tensor
+    parameter_sizes: tuple[int, ...]  # bytes of each parameter tensor, trained or not
     trained_sizes: tuple[int, ...]  # bytes of each parameter tensor that gets a gradient
-    buffer_bytes: int  # with what a stage adds for batch normalization (gpipe_bench.pipeline.stage.batchnorm)
-    gradient_bytes: int
+    buffer_sizes: tuple[
+        int, ...
+    ]  # with what a stage adds for batch normalization (gpipe_bench.pipeline.stage.batchnorm)
     free: Story
     first: Story
     later: Story
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Trainable elements."""
+        return sum(self.parameter_counts)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, trained or not."""
+        return sum(self.parameter_sizes)
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers, with what a stage adds for batch normalization."""
+        return sum(self.buffer_sizes)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of parameters, once they are there."""
+        return sum(self.first.sizes[storage] for storage in self.first.gradients)
 
     @cached_property
     def output_gradient_bytes(self) -> int:
@@ -81,7 +102,7 @@ class Profiler:
         """
         key = (signature(layer), inputs, unused)
         if key not in self._known:
-            with FakeTensorMode():
+            with FakeTensorMode(), no_collections():
                 self._known[key] = self._run(fake_copy(layer), inputs, unused)
         return self._known[key]
 
@@ -145,11 +166,10 @@ class Profiler:
             inputs=inputs,
             outputs=outputs,
             unused=unused,
-            num_parameters=sum(p.numel() for p in layer.parameters() if p.requires_grad),
-            parameter_bytes=sum(p.numel() * p.itemsize for p in layer.parameters()),
+            parameter_counts=tuple(p.numel() for p in layer.parameters() if p.requires_grad),
+            parameter_sizes=tuple(p.numel() * p.itemsize for p in layer.parameters()),
             trained_sizes=tuple(p.numel() * p.itemsize for p in trained),
-            buffer_bytes=sum(b.numel() * b.itemsize for b in layer.buffers()) + sum(added.sizes),
-            gradient_bytes=sum(first.sizes[storage] for storage in first.gradients),
+            buffer_sizes=(*(b.numel() * b.itemsize for b in layer.buffers()), *added.sizes),
             free=free,
             first=first,
             later=later,

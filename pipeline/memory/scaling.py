@@ -1,10 +1,11 @@
-"""Profiles of a family of layers from a few of them, exactly.
+"""Profiles of a family of layers from two of them, exactly.
 
 A search over widths and micro-batch sizes would profile the same cell hundreds of times. But a layer's
-story is the same at every size (same storages, same order), and the bytes of each storage are polynomials:
-affine in the micro-batch size, quadratic in the width. So a few profiles determine all; further ones check.
-Exactness is the point: the fit is done in fractions, must meet every sample to the byte, and refuses
-otherwise (a kernel that takes another path at some size shows up as another story).
+story is the same at every size (same storages, same order), and the size of one storage is one monomial: a
+weight is quadratic in the width, an activation linear in the width and in the micro-batch size. How a number
+grows from one sample to another tells which monomial it is, so two samples that lie far apart determine all.
+Exactness is the point: every number must meet every sample to the byte, and what grows in any other way is
+refused (a kernel that takes another path at some size shows up as another story).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import lcm, prod
+from math import prod
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import LayerProfile
@@ -23,86 +24,77 @@ Point = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ScaledProfile:
-    """All profiles of a family. ``coefficients[i][j] / denominator`` multiplies monomial j of number i."""
+    """All profiles of a family. Number i of a profile is ``sizes[numbers[i]]``: a monomial's index and its
+    factor, numerator and denominator.
+    """
 
     pattern: LayerProfile
     exponents: tuple[Point, ...]
-    coefficients: tuple[tuple[int, ...], ...]
-    denominator: int
+    sizes: tuple[tuple[int, int, int], ...]
+    numbers: tuple[int, ...]
 
     def at(self, point: Point) -> LayerProfile:
-        """The profile at ``point``. Raises ValueError where the polynomials give no whole bytes."""
-        terms = _monomials(point, self.exponents)
-        numbers = []
-        for row in self.coefficients:
-            value, rest = divmod(
-                sum(factor * term for factor, term in zip(row, terms, strict=True)), self.denominator
-            )
+        """The profile at ``point``. Raises ValueError where the monomials give no whole bytes."""
+        terms, values = _monomials(point, self.exponents), []
+        for monomial, numerator, denominator in self.sizes:
+            value, rest = divmod(numerator * terms[monomial], denominator)
             if rest or value < 0:
                 raise ValueError(
                     f"layer {self.pattern.name} cannot be scaled to {point}: not a whole size there"
                 )
-            numbers.append(value)
-        return _with_numbers(self.pattern, numbers)
+            values.append(value)
+        return _with_numbers(self.pattern, [values[each] for each in self.numbers])
 
 
 def fit(samples: Mapping[Point, LayerProfile], exponents: Sequence[Point]) -> ScaledProfile:
-    """Fit one polynomial with the monomials ``exponents`` to every number of the profiles.
+    """Find the monomial out of ``exponents`` that each number of the profiles follows.
 
     ``exponents`` of a family over (width, microbatch_size) that is quadratic and affine are (0, 0), (1, 0),
-    (2, 0), (0, 1), (1, 1), (2, 1). Raises ValueError with too few samples, different stories, or a sample
-    the polynomials miss.
+    (2, 0), (0, 1), (1, 1). Raises ValueError with too few samples, samples that do not tell the monomials
+    apart, different stories, or a number that is none of the monomials.
     """
     points = list(samples)
-    if len(points) < len(exponents):
-        raise ValueError(f"{len(points)} profiles cannot determine {len(exponents)} monomials: give more")
+    if len(points) < 2:
+        raise ValueError(f"{len(points)} profile cannot tell how sizes grow: give two or more")
     pattern = samples[points[0]]
     for point in points[1:]:
         if _structure(samples[point]) != _structure(pattern):
             raise ValueError(f"layer {pattern.name} behaves differently at {points[0]} and {point}")
-    basis = [_monomials(point, exponents) for point in points]
-    inverse = _inverse([[Fraction(term) for term in row] for row in basis[: len(exponents)]])
-    columns = list(zip(*(_numbers(samples[point]) for point in points), strict=True))
-    rows: list[list[Fraction]] = []
-    for values in columns:
-        known = values[: len(exponents)]
-        row = [sum((a * b for a, b in zip(line, known, strict=True)), Fraction(0)) for line in inverse]
-        for point, terms, value in zip(points, basis, values, strict=True):
-            if sum((a * b for a, b in zip(row, terms, strict=True)), Fraction(0)) != value:
-                raise ValueError(f"layer {pattern.name} does not scale as a polynomial: see {point}")
-        rows.append(row)
-    denominator = lcm(*(factor.denominator for row in rows for factor in row))
-    coefficients = tuple(tuple(int(factor * denominator) for factor in row) for row in rows)
-    return ScaledProfile(pattern, tuple(exponents), coefficients, denominator)
+    terms = [_monomials(point, exponents) for point in points]
+    monomials = {_growth(values): index for index, values in enumerate(zip(*terms, strict=True))}
+    if len(monomials) < len(exponents):
+        raise ValueError("the sampled points do not tell the monomials apart: spread them out")
+    sizes: dict[tuple[int, int, int], int] = {}
+    numbers: list[int] = []
+    for values in zip(*(_numbers(samples[point]) for point in points), strict=True):
+        size = (0, 0, 1)
+        if any(values):
+            monomial = monomials.get(_growth(values)) if values[0] else None
+            if monomial is None:
+                raise ValueError(
+                    f"layer {pattern.name} has a size that is no monomial of the family: "
+                    + ", ".join(f"{value} at {point}" for value, point in zip(values, points, strict=True))
+                )
+            factor = Fraction(values[0], terms[0][monomial])
+            size = (monomial, factor.numerator, factor.denominator)
+        numbers.append(sizes.setdefault(size, len(sizes)))
+    return ScaledProfile(pattern, tuple(exponents), tuple(sizes), tuple(numbers))
 
 
 def _monomials(point: Point, exponents: Sequence[Point]) -> list[int]:
     return [prod(x**power for x, power in zip(point, powers, strict=True)) for powers in exponents]
 
 
-def _inverse(matrix: list[list[Fraction]]) -> list[list[Fraction]]:
-    """Gauss-Jordan elimination in exact arithmetic."""
-    size = len(matrix)
-    rows = [[*row, *(Fraction(i == j) for j in range(size))] for i, row in enumerate(matrix)]
-    for column in range(size):
-        pivot = next((r for r in range(column, size) if rows[r][column]), None)
-        if pivot is None:
-            raise ValueError("the sampled points do not determine the polynomials: spread them out")
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        scale = rows[column][column]
-        rows[column] = [value / scale for value in rows[column]]
-        for other in range(size):
-            if other != column and rows[other][column]:
-                factor = rows[other][column]
-                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[column], strict=True)]
-    return [row[size:] for row in rows]
+def _growth(values: Sequence[int]) -> tuple[Fraction, ...]:
+    """How a number changes from the first sample to the others."""
+    return tuple(Fraction(value, values[0]) for value in values[1:])
 
 
 def _structure(profile: LayerProfile) -> tuple[object, ...]:
     return (
         profile.name,
         profile.unused,
-        len(profile.trained_sizes),
+        *(len(part) for part in _parts(profile)),
         *(story.plot for story in (profile.free, profile.first, profile.later)),
         *(
             (end.same_as, end.is_tuple, [(len(t.shape), replace(t, shape=())) for t in end.tensors])
@@ -111,47 +103,49 @@ def _structure(profile: LayerProfile) -> tuple[object, ...]:
     )
 
 
+def _parts(profile: LayerProfile) -> tuple[tuple[int, ...], ...]:
+    """Every number of the profile but the shapes at its ends. None is a sum, which would be no monomial."""
+    return (
+        profile.parameter_counts,
+        profile.parameter_sizes,
+        profile.trained_sizes,
+        profile.buffer_sizes,
+        profile.free.sizes,
+        profile.first.sizes,
+        profile.later.sizes,
+    )
+
+
 def _numbers(profile: LayerProfile) -> list[int]:
-    return [
-        profile.num_parameters,
-        profile.parameter_bytes,
-        profile.buffer_bytes,
-        profile.gradient_bytes,
-        *(
-            length
-            for end in (profile.inputs, profile.outputs)
-            for spec in end.tensors
-            for length in spec.shape
-        ),
-        *profile.trained_sizes,
-        *profile.free.sizes,
-        *profile.first.sizes,
-        *profile.later.sizes,
-    ]
+    ends = (profile.inputs, profile.outputs)
+    lengths = [length for end in ends for spec in end.tensors for length in spec.shape]
+    return [*lengths, *(number for part in _parts(profile) for number in part)]
 
 
 def _with_numbers(pattern: LayerProfile, numbers: Sequence[int]) -> LayerProfile:
     """The inverse of `_numbers`."""
-    values = iter(numbers)
+    taken = 0
 
     def take(count: int) -> tuple[int, ...]:
-        return tuple(next(values) for _ in range(count))
+        nonlocal taken
+        taken += count
+        return tuple(numbers[taken - count : taken])
 
     def end(boundary: Boundary) -> Boundary:
         tensors = tuple(replace(spec, shape=take(len(spec.shape))) for spec in boundary.tensors)
         return replace(boundary, tensors=tensors)
 
-    num_parameters, parameter_bytes, buffer_bytes, gradient_bytes = take(4)
+    inputs, outputs = end(pattern.inputs), end(pattern.outputs)
+    counts, sizes, trained, buffers, free, first, later = (take(len(part)) for part in _parts(pattern))
     return replace(
         pattern,
-        num_parameters=num_parameters,
-        parameter_bytes=parameter_bytes,
-        buffer_bytes=buffer_bytes,
-        gradient_bytes=gradient_bytes,
-        inputs=end(pattern.inputs),
-        outputs=end(pattern.outputs),
-        trained_sizes=take(len(pattern.trained_sizes)),
-        free=replace(pattern.free, sizes=take(len(pattern.free.sizes))),
-        first=replace(pattern.first, sizes=take(len(pattern.first.sizes))),
-        later=replace(pattern.later, sizes=take(len(pattern.later.sizes))),
+        inputs=inputs,
+        outputs=outputs,
+        parameter_counts=counts,
+        parameter_sizes=sizes,
+        trained_sizes=trained,
+        buffer_sizes=buffers,
+        free=replace(pattern.free, sizes=free),
+        first=replace(pattern.first, sizes=first),
+        later=replace(pattern.later, sizes=later),
     )

@@ -73,11 +73,13 @@ class Story:
         users = Counter(each.storage for each in given.values() if each is not None)
         stretches: list[Stretch] = []
         now, top = [0, 0, 0], [0, 0, 0]  # saved, gradients, other
+        live = peak = 0  # their sums
         for event in self.backward:
             storage, sign = abs(event) - 1, 1 if event > 0 else -1
             if storage in ends:
                 stretches.append(Stretch(top[0], top[1], top[2], now[0], now[1], now[2], storage))
                 now, top = [0, 0, 0], [0, 0, 0]
+                live = peak = 0
                 continue
             if storage in given:
                 real = given[storage]
@@ -86,11 +88,14 @@ class Story:
                 users[real.storage] -= 1
                 if users[real.storage] == 0 and not real.is_held:
                     now[2] -= real.num_bytes
+                    live -= real.num_bytes
                 continue
             kind = 0 if storage in self.kept else 1 if storage in self.gradients else 2
-            now[kind] += sign * self.sizes[storage]
-            if sum(now) > sum(top):
-                top = now.copy()
+            change = sign * self.sizes[storage]
+            now[kind] += change
+            live += change
+            if live > peak:
+                peak, top = live, now.copy()
         stretches.append(Stretch(top[0], top[1], top[2], now[0], now[1], now[2], None))
         return tuple(stretches)
 

@@ -11,6 +11,7 @@ and fragmentation. On a GPU `torch.cuda.max_memory_allocated` is the check for t
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -70,32 +71,43 @@ class StorageWatch(TorchDispatchMode):
         self._references[serial] = weakref.ref(storage, on_death)
         self.allocated(serial, storage.nbytes())
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under this mode, so torch need not guard each operation against it."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        given: set[int] | None = None
-        for tensor in _tensors(result):
-            address = tensor.untyped_storage()._cdata
-            if address in self._serials:
-                continue
-            if given is None:
-                given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
-            if address not in given:  # else: a view or in-place result of a storage that is not watched
-                self._register(tensor)
+        if func is _DEVICE_OF and hasattr(args[0], "fake_device"):
+            return args[0].fake_device  # autograd asks for it more often than for all operations together
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        made = [result] if isinstance(result, Tensor) else _tensors(result)
+        new = [each for each in made if each.untyped_storage()._cdata not in self._serials]
+        if new:
+            given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+            for tensor in new:  # unless a view or in-place result of a storage that is not watched
+                if tensor.untyped_storage()._cdata not in given:
+                    self._register(tensor)
         return result
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
+_DEVICE_OF = torch.ops.prim.device.default
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return [value] if isinstance(value, Tensor) else []
+    found: list[Tensor] = []
+    for each in value:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (tuple, list, dict)):
+            found += _tensors(each)
+    return found
 
 
 class LiveMemory(StorageWatch):
@@ -151,3 +163,17 @@ class EventLog(StorageWatch):
 
     def freed(self, serial: int) -> None:
         self.events.append(-serial - 1)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Storages die with their last reference and not where a garbage collection happens to strike. A
+    collection would also walk over all of torch's objects, every few layers.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -183,6 +183,29 @@ def partition_by(
     return tuple(stages)
 
 
+def can_partition_by(
+    stage_cost: Callable[[int, int], int],
+    num_layers: int,
+    num_stages: int,
+    *,
+    cap: int,
+    floor: Sequence[int] | None = None,
+) -> bool:
+    """Whether `partition_by` finds a split under ``cap``, for a fraction of the stage costs.
+
+    A search over models asks this of each and wants the best split of the last one only. Greedy filling
+    mostly finds some split; only where it does not are all stages looked at.
+    """
+    _check_counts(num_layers, num_stages)
+    bound = list(accumulate(floor if floor is not None else [0] * num_layers, initial=0))
+    if bound[-1] > num_stages * cap:
+        return False
+    if _greedy_bottleneck(stage_cost, bound, num_stages, cap) is not None:
+        return True
+    edges = _edges_under(stage_cost, bound, num_stages, cap)
+    return bool(_suffix_counts(edges, num_layers, cap)[0] >> num_stages & 1)
+
+
 def _reachable_cap(
     stage_cost: Callable[[int, int], int], bound: Sequence[int], num_stages: int, cap: int
 ) -> int:

@@ -58,3 +58,18 @@ def test_cut_under_a_cap(benchmark: Any, known: tuple[tuple[LayerProfile, ...], 
 
     stages = benchmark(cut)
     assert len(stages) == NUM_STAGES
+
+
+def test_whether_a_deep_model_fits(
+    benchmark: Any, known: tuple[tuple[LayerProfile, ...], LayerProfile]
+) -> None:
+    """What the search for the largest model asks of each: equal layers, as deep as the paper's deepest."""
+    (first, layer, *_, last), loss = known
+    layers = (first, *[layer] * 1663, last)
+    schedule = gpipe(128, 32, "always")
+    cap_bytes = StagePeaks(layers, loss, schedule).peak(1, 15)
+
+    def ask() -> bool:
+        return StagePeaks(layers, loss, schedule).fits(cap_bytes)
+
+    assert benchmark(ask)

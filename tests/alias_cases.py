@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.ranks import receiving, sending
+from gpipe_bench.pipeline.ranks.messages import receiving, sending
 
 mse_loss = nn.functional.mse_loss
 WIDTH = 6

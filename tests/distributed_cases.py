@@ -32,9 +32,10 @@ from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe
-from gpipe_bench.pipeline.ranks import distributed, introduction, receiving, sending
-from gpipe_bench.pipeline.ranks.connection import Connection
+from gpipe_bench.pipeline.ranks import distributed, introduction
 from gpipe_bench.pipeline.ranks.failure import Lookout
+from gpipe_bench.pipeline.ranks.messages import receiving, sending
+from gpipe_bench.pipeline.ranks.messages.connection import Connection
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 PATIENCE_S = 900.0

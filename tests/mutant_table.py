@@ -144,7 +144,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="shared memory given out while something lives in it",
-        file="pipeline/ranks/neighbour.py",
+        file="pipeline/ranks/messages/neighbour.py",
         old="            if not self._holders[buffer.data_ptr()].others:\n",
         new="            if True:\n",
         why="a message would overwrite what was made of an earlier one",

@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Schedule
-from gpipe_bench.pipeline.ranks import receiving, sending
+from gpipe_bench.pipeline.ranks.messages import receiving, sending
 
 NUM_PROCESSES = 3
 TIMEOUT_S = 30.0

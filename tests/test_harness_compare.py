@@ -134,7 +134,7 @@ def test_a_table_that_is_a_diagonal_is_a_list():
         ]
     )  # fmt: skip
     line = next(line for line in text_table(rows).splitlines() if "pipeline-128" in line)
-    assert re.search(r"Transformer.* 298x \\(means 297\\.3\\) +297.2 modelled +reproduced \\[\\d+\\]$", line)
+    assert re.search(r"Transformer.* 298x \(means 297\.3\) +297.2 modelled +reproduced \[\d+\]$", line)
 
 
 def test_a_gap_that_was_declared_is_a_footnote_also_where_it_is_reproduced():

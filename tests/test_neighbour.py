@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.ranks.introduction import machine_id, meet
-from gpipe_bench.pipeline.ranks.neighbour import Neighbour
+from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 
 TIMEOUT_S = 10.0
 

@@ -353,6 +353,8 @@ def test_an_own_folder_named_like_a_reference_is_told_apart(tmp_path):
 
 
 def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, monkeypatch):
+    some = {"fake": "fake_experiment", "table1": registry.EXPERIMENTS["table1"]}
+    monkeypatch.setattr(report_records, "EXPERIMENTS", some)
     broken = dataclasses.replace(FAKE, cells=lambda records: [records[0].details["a key of long ago"]])
     monkeypatch.setattr("fake_experiment.EXPERIMENT", broken)
     monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")

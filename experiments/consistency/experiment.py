@@ -18,8 +18,8 @@ from typing import Any
 
 from gpipe_bench.experiments.consistency.cells import cells
 from gpipe_bench.experiments.consistency.figures import figures
+from gpipe_bench.experiments.consistency.recipe import image_layout, subject_of
 from gpipe_bench.experiments.consistency.run import run, task_of
-from gpipe_bench.experiments.consistency.subject import image_layout, subject_of
 from gpipe_bench.experiments.consistency.tables import tables
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions
 from gpipe_bench.harness.shown import PaperTable

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.consistency.recipe import ImageRecipe
-from gpipe_bench.experiments.consistency.subject import CIFAR10, image_layout
+from gpipe_bench.experiments.consistency.recipe import CIFAR10, ImageRecipe, image_layout
 from gpipe_bench.experiments.consistency.task import Batch, chosen, derived, even_parts
 from gpipe_bench.experiments.consistency.updates import RMSPropTF
 from gpipe_bench.models import MODELS

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.consistency.recipe import TextRecipe
-from gpipe_bench.experiments.consistency.subject import read_text
+from gpipe_bench.experiments.consistency.recipe import TextRecipe, read_text
 from gpipe_bench.experiments.consistency.task import Batch, chosen, derived, even_parts
 from gpipe_bench.models import MODELS
 

@@ -13,8 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.consistency.recipe import DEEP, ImageRecipe
-from gpipe_bench.experiments.consistency.subject import Subject, subject_of
+from gpipe_bench.experiments.consistency.recipe import DEEP, ImageRecipe, Subject, subject_of
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.places import ROOT
 from gpipe_bench.harness.records.environment import code_state

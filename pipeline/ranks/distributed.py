@@ -21,13 +21,13 @@ from torch import distributed as dist
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
 from gpipe_bench.pipeline.plan.ring import activation_ring, gradient_ring
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.ranks.agreement import MOST_TENSORS, Agreement, Outline
-from gpipe_bench.pipeline.ranks.connection import Buffer, Connection, Form, Work, backend
 from gpipe_bench.pipeline.ranks.failure import Blackboard, Lookout
 from gpipe_bench.pipeline.ranks.introduction import meet
-from gpipe_bench.pipeline.ranks.neighbour import Neighbour
-from gpipe_bench.pipeline.ranks.receiving import Receiver
-from gpipe_bench.pipeline.ranks.sending import Sender, changed, conform
+from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, Agreement, Outline
+from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Form, Work, backend
+from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
+from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
+from gpipe_bench.pipeline.ranks.messages.sending import Sender, changed, conform
 from gpipe_bench.pipeline.ranks.store import Store
 from gpipe_bench.pipeline.ranks.together import Together
 from gpipe_bench.pipeline.stage.microbatch import Message, sizes

@@ -14,7 +14,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from gpipe_bench.pipeline.ranks.neighbour import Neighbour
+from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -18,9 +18,9 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.aside import wait_aside
-from gpipe_bench.pipeline.ranks.holders import Holders
-from gpipe_bench.pipeline.ranks.neighbour import Arrival, Departure, Neighbour
+from gpipe_bench.pipeline.ranks.messages.aside import wait_aside
+from gpipe_bench.pipeline.ranks.messages.holders import Holders
+from gpipe_bench.pipeline.ranks.messages.neighbour import Arrival, Departure, Neighbour
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 
 # No message has this tag, so a receive of it can only time out.

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gpipe_bench.pipeline.plan.ring import SENDS_ON_THE_WAY
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.agreement import MOST_TENSORS, SMALL_BYTES, Outline
-from gpipe_bench.pipeline.ranks.connection import Connection, Work, flat
+from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, SMALL_BYTES, Outline
+from gpipe_bench.pipeline.ranks.messages.connection import Connection, Work, flat
 
 
 class _Sending(NamedTuple):

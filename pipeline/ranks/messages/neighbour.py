@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.ranks.holders import Holders
+from gpipe_bench.pipeline.ranks.messages.holders import Holders
 
 _RECORD = struct.Struct("<BBIIQ")  # kind, channel, tag, segment, offset or size
 _SEGMENT, _POSTED, _DONE = 1, 2, 3

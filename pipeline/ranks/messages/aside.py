@@ -13,7 +13,7 @@ import threading
 from collections.abc import Collection
 from typing import Protocol
 
-from gpipe_bench.pipeline.ranks.neighbour import Neighbour, move_along
+from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour, move_along
 
 
 class _Work(Protocol):

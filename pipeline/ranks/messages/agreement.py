@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.ranks.connection import Form
+from gpipe_bench.pipeline.ranks.messages.connection import Form
 from gpipe_bench.pipeline.stage.microbatch import Structure
 
 # Tensors of a message have tags of their own: micro-batch * MOST_TENSORS + position.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.plan.ring import Ring
-from gpipe_bench.pipeline.ranks.agreement import MOST_TENSORS, SMALL_BYTES, Outline
-from gpipe_bench.pipeline.ranks.connection import Buffer, Connection, Work
+from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, SMALL_BYTES, Outline
+from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Work
 
 
 class Receiver:

@@ -63,6 +63,11 @@ def test_a_file_comes_back_as_the_same_schedule(tmp_path: Path) -> None:
             "gpipe --num-stages 99999 --num-microbatches 99999",
             "more than 500000 actions; give smaller numbers",
         ),
+        (
+            "naive --num-stages 1000 --num-microbatches 20",
+            "a picture of 60000000 slots; --json has the numbers",
+        ),
+        ("--from {tmp}/long.csv", "long.csv: it holds 500001 actions, more than 500000; give a smaller"),
         ("gpipe --num-stages 2 --num-microbatches 2 --csv {tmp}/no/file.csv", "in a folder that exists"),
         ("gpipe --num-stages 2 --from {tmp}/swapped.csv", "says it all; leave NAME, --num-stages out"),
         ("--from {tmp}/missing.csv", "missing.csv: No such file or directory; give a file that --csv wrote"),
@@ -80,6 +85,7 @@ def test_what_is_no_schedule_is_one_line_with_the_remedy(
     (tmp_path / "swapped.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B1,1B0\n")
     (tmp_path / "picture.csv").write_bytes(b"\x89PNG\xff")
     (tmp_path / "empty.csv").write_text("\n")
+    (tmp_path / "long.csv").write_text("0F0," * 500_000 + "0B0")
     (tmp_path / "prose.csv").write_text("stage 0\n")
     (tmp_path / "huge.csv").write_text("0" * 200_000)
     status, out, err = call("schedule", *arguments.format(tmp=tmp_path).split())

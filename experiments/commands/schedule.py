@@ -20,14 +20,17 @@ from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule, validate
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
-MOST_ACTIONS = 500_000
-"""More would take minutes and gigabytes, and no terminal shows them."""
+MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
+"""Of a schedule, and of a picture: more would take minutes and gigabytes, and no terminal shows them."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what is no valid schedule."""
     schedule = _named(arguments) if arguments.source is None else _read(arguments)
     timeline = replay(schedule, SLOTS)
+    slots = schedule.num_stages * round(timeline.makespan_s)
+    if slots > MOST_SLOTS and not arguments.json:
+        raise ValueError(f"that is a picture of {slots} slots; --json has the numbers without it")
     if arguments.csv is not None:
         _write(schedule, arguments.csv)
     facts = _facts(schedule, timeline)
@@ -78,6 +81,9 @@ def _read(arguments: argparse.Namespace) -> Schedule:
         raise ValueError(f"--from {path} is no text; give a file that --csv wrote") from error
     try:
         schedule = from_csv(text, path.stem, arguments.remat)
+        total = sum(map(len, schedule.actions))
+        if total > MOST_ACTIONS:
+            raise ValueError(f"it holds {total} actions, more than {MOST_ACTIONS}; give a smaller schedule")
         validate(schedule)
     except ValueError as error:
         raise ValueError(f"--from {path}: {error}") from error

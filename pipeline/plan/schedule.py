@@ -17,6 +17,7 @@ GPipe on K = 3 stages with M = 3 micro-batches, `remat="except_last"` (F, R, B t
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -293,7 +294,7 @@ def _validate_row(schedule: Schedule, stage: int, row: tuple[Action, ...]) -> No
             f"the row of stage {stage} holds {', '.join(strangers)}, outside stage {stage} or outside "
             f"micro-batches 0..{schedule.num_microbatches - 1}"
         )
-    repeated = sorted({str(a) for a in row if row.count(a) > 1} if len(set(row)) != len(row) else ())
+    repeated = sorted(str(action) for action, times in Counter(row).items() if times > 1)
     if repeated:
         raise ValueError(f"stage {stage} takes {', '.join(repeated)} more than once")
     present = set(row)

@@ -1,8 +1,8 @@
 """Layer profiles of the two model families of Table 1 at any size, for the price of a few.
 
 AmoebaNet's cells are profiled at two widths and micro-batch sizes, far apart, and scaled exactly from there;
-the Transformer of any depth is the same three layers. Whoever asks for profiles here need not know which it
-was.
+the Transformer of any depth is the same three layers, profiled at two micro-batch sizes. Whoever asks for
+profiles here need not know which it was.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.
 SAMPLED_AT = {144: 1, 1040: 5}
 """Widths and the examples in a micro-batch there: multiples of 16 other than 128, where the stem needs no
 projection."""
+SAMPLED_SIZES = (2, 16)
+"""Examples in a micro-batch of the Transformer, both of them numbers that Table 1 asks for."""
 # Weights are quadratic in the width, activations linear in the width and in the micro-batch size.
 _BY_FILTERS_AND_SIZE = ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
 _BY_FILTERS = ((0, 0), (1, 0), (2, 0))
+_BY_SIZE = ((0,), (1,))
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,23 @@ def transformer_profile(
 
 @cache
 def _transformer_parts(microbatch_size: int, precision: str, attention: str) -> tuple[LayerProfile, ...]:
-    model = meta_model("transformer", num_layers=1, attention=attention)
-    layers, loss = _profile(model, "transformer", microbatch_size, Profiler(PRECISIONS[precision]))
-    return (*layers, loss)
+    """Embedding, layer, softmax and loss. One example is a case of its own: a dimension of length 1 has no
+    layout, so less is copied.
+    """
+    if microbatch_size == 1 or microbatch_size in SAMPLED_SIZES:
+        model = meta_model("transformer", num_layers=1, attention=attention)
+        layers, loss = _profile(model, "transformer", microbatch_size, Profiler(PRECISIONS[precision]))
+        return (*layers, loss)
+    return tuple(scaled.at((microbatch_size,)) for scaled in _transformer_family(precision, attention))
+
+
+@cache
+def _transformer_family(precision: str, attention: str) -> tuple[ScaledProfile, ...]:
+    samples = {(size,): _transformer_parts(size, precision, attention) for size in SAMPLED_SIZES}
+    return tuple(
+        fit({point: parts[index] for point, parts in samples.items()}, _BY_SIZE)
+        for index in range(len(samples[SAMPLED_SIZES[:1]]))
+    )
 
 
 def _profile(

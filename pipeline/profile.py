@@ -21,9 +21,8 @@ return results in storages of their own size, while a few real ones return a sma
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -36,7 +35,7 @@ from pipeline.batchnorm import Statistics
 from pipeline.boundary import Boundary, TensorSpec, as_tuple
 from pipeline.signature import signature
 from pipeline.story import Story
-from pipeline.tracker import EventLog
+from pipeline.tracker import EventLog, no_collections
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +63,6 @@ class LayerProfile:
     def parameter_bytes(self) -> int:
         """Bytes of all parameters, trained or not."""
         return sum(self.parameter_sizes)
-
-    @cached_property
-    def trained_bytes(self) -> int:
-        """Bytes of the parameters that get a gradient."""
-        return sum(self.trained_sizes)
 
     @cached_property
     def buffer_bytes(self) -> int:
@@ -106,7 +100,7 @@ class Profiler:
         """
         key = (signature(layer), inputs, unused)
         if key not in self._known:
-            with FakeTensorMode(), _no_collections():
+            with FakeTensorMode(), no_collections():
                 self._known[key] = self._run(fake_copy(layer), inputs, unused)
         return self._known[key]
 
@@ -309,20 +303,6 @@ def _refuse_ties(layers: Iterable[nn.Module]) -> None:
                     f"layers {owners[parameter]} and {index} share the parameter {name!r}, which profiles "
                     "would count twice: put both layers into one module, or give each its own"
                 )
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Storages die with their last reference and not where a garbage collection happens to strike. A
-    collection would also walk over all of torch's objects, every few layers.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def fake_copy(layer: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ and fragmentation. On a GPU `torch.cuda.max_memory_allocated` is the check for t
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -162,3 +163,17 @@ class EventLog(StorageWatch):
 
     def freed(self, serial: int) -> None:
         self.events.append(-serial - 1)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Storages die with their last reference and not where a garbage collection happens to strike. A
+    collection would also walk over all of torch's objects, every few layers.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

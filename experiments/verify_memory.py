@@ -6,8 +6,10 @@ the engine, RMSProp with momentum, every stage owning its boundary tensors as on
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +32,6 @@ SCALED_DOWN: dict[str, dict[str, Any]] = {
         "num_layers": 6, "vocab_size": 512, "d_model": 64, "ffn_dim": 256, "num_heads": 4, "seq_len": 64,
     },
 }  # fmt: skip
-NUM_STEPS = 2  # the optimizer's state exists from the second step on
 
 
 @dataclass(frozen=True)
@@ -79,30 +80,54 @@ def _profiler() -> Profiler:
 def _train(
     pipeline: Pipeline, name: str, options: dict[str, Any], compute_loss: Any, memory: LiveMemory
 ) -> tuple[int, ...]:
-    """Peak bytes owned by each stage in the last of NUM_STEPS steps."""
+    """Peak bytes owned by each stage in its second step: the optimizer's state exists from then on.
+
+    The first one is not followed operation by operation, which takes longer than the step itself. What it
+    left behind is counted all the same: whatever tensor a stage still refers to, for what reason ever.
+    """
     stages = pipeline.stages
     optimizers = [
         torch.optim.RMSprop(_parameters(stage.layers), lr=1e-3, momentum=0.9, foreach=False)
         for stage in stages
     ]
-    with memory:
-        for stage in stages:
+    inputs, target = example_batch(name, BATCH_SIZE, **options)
+
+    def step() -> None:
+        pipeline.step(inputs, target, compute_loss, observe=lambda action: memory.owned_by(action.stage))
+        for stage, optimizer in zip(stages, optimizers, strict=True):
             with memory.owned_by(stage.index):
-                for layer in stage.layers:
-                    memory.watch([*layer.parameters(), *layer.buffers()])
-                stage.statistics.begin()  # what it keeps for batch normalization is the stage's
-        inputs, target = example_batch(name, BATCH_SIZE, **options)
-        for step in range(NUM_STEPS):
-            if step == NUM_STEPS - 1:
-                memory.reset_peaks()
-            pipeline.step(inputs, target, compute_loss, observe=lambda action: memory.owned_by(action.stage))
-            for stage, optimizer in zip(stages, optimizers, strict=True):
-                with memory.owned_by(stage.index):
-                    optimizer.step()
-                    optimizer.zero_grad()
-        # The mini-batch is the first stage's, its targets the last one's; they were made outside of both.
-        data = {0: inputs, len(stages) - 1: target} if len(stages) > 1 else {0: (inputs, target)}
+                optimizer.step()
+                optimizer.zero_grad()
+
+    step()
+    with memory:
+        for stage, optimizer in zip(stages, optimizers, strict=True):
+            with memory.owned_by(stage.index):
+                memory.watch(tensors_behind(stage, optimizer))
+        memory.reset_peaks()
+        step()
+    # The mini-batch is the first stage's, its targets the last one's; both are the user's.
+    data = {0: inputs, len(stages) - 1: target} if len(stages) > 1 else {0: (inputs, target)}
     return tuple(memory.peak_bytes[stage.index] + _num_bytes(data.get(stage.index, ())) for stage in stages)
+
+
+def tensors_behind(*roots: object) -> list[torch.Tensor]:
+    """Every tensor that the objects refer to, directly or through other objects; not through code."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting: list[object] = [*roots]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+            if each.grad is not None:
+                found.append(each.grad)
+        else:
+            waiting += gc.get_referents(each)
+    return found
 
 
 def _parameters(layers: tuple[nn.Module, ...]) -> list[nn.Parameter]:

@@ -1,0 +1,54 @@
+"""The check of the memory model by real steps counts all that lives from one step to the next."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from experiments import verify_memory
+from experiments.verify_memory import tensors_behind, verify
+from pipeline import Pipeline
+
+NAME = "transformer-lm"
+
+
+def test_the_model_meets_real_steps() -> None:
+    found = verify(NAME, 2, "always", 4)
+    assert len(found.tracked) == 2
+    assert found.largest_error < 1e-4
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_a_stage_keeps_from_the_first_step_is_counted(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = verify(NAME, 2, "always", 4).tracked
+
+    class Hoarding(Pipeline):
+        def step(self, *arguments: Any, **options: Any) -> Any:
+            result = super().step(*arguments, **options)
+            kept = self.stages[stage].__dict__.setdefault("kept", {})
+            kept.setdefault("first", [torch.zeros(2500)])  # 10,000 bytes, deep inside
+            return result
+
+    monkeypatch.setattr(verify_memory, "Pipeline", Hoarding)
+    after = verify(NAME, 2, "always", 4).tracked
+    assert [b - a for a, b in zip(before, after, strict=True)] == [
+        10_000 * (index == stage) for index in range(2)
+    ]
+
+
+def test_tensors_are_found_behind_objects_but_not_behind_code() -> None:
+    plain, graded, nested, elsewhere = (torch.zeros(size, requires_grad=True) for size in (1, 2, 3, 4))
+    graded.grad = torch.ones(2)
+
+    def function() -> torch.Tensor:
+        return elsewhere
+
+    root = SimpleNamespace(tensor=plain, items=[graded, {"deep": (nested, plain)}], code=function)
+    root.itself = root
+    found = {id(tensor) for tensor in tensors_behind(root)}
+    assert found == {id(plain), id(graded), id(graded.grad), id(nested)}

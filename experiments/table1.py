@@ -9,6 +9,7 @@ model at least as large as the paper's in the same memory. About a minute on two
 Nothing of the real size is allocated. Each distinct layer runs on fake tensors, the memory model adds the
 profiles up to the peak of every stage (`modelled`); real training steps of scaled-down models check it
 (`measured`), and on a GPU (`full`) so does every distinct stage at the paper's size under the paper's cap.
+Nothing is timed, so cases run beside each other on all cores.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ ATTENTIONS = {"amoebanet": ("none",), "transformer": ("explicit", "fused")}
 """How attention is computed: its softmax in memory, as in 2019, or by torch's fused kernels."""
 
 SMOKE_COLUMNS = {"amoebanet": ("pipeline-1",), "transformer": ("naive-1", "pipeline-8", "pipeline-128")}
+FIRST_PARTS = (("paper", "float32"), ("largest", "bfloat16"))
+"""The first cases of a precision, in which its layers are profiled ..."""
+FIRST_S = {"amoebanet": 5.0, "transformer": 1.0}
+"""... and how long that takes."""
+
 VERIFIED_MODELS = ("amoebanet-d", "transformer-lm")
 VERIFIED_STAGES = (1, 2, 4)
 VERIFIED_REMAT = ("never", "always")
@@ -34,34 +40,34 @@ VERIFIED_MICROBATCHES = (1, 4, 8)
 
 
 def cases(options: RunOptions) -> list[Case]:
+    """Cases of one group are about the same layers, which are profiled once."""
     smoke = options.profile == "smoke"
     found = []
-    for half, columns in COLUMNS.items():
-        for attention in ATTENTIONS[half]:
-            for each in columns:
-                if smoke and each.name not in SMOKE_COLUMNS[half]:
+    for part, precisions in (("paper", PRECISIONS[:1]), ("largest", PRECISIONS[:1] if smoke else PRECISIONS)):
+        for precision in precisions:
+            for half, columns in COLUMNS.items():
+                if smoke and (part, half) == ("largest", "amoebanet"):
                     continue
-                key = {"half": half, "column": each.name, "attention": attention}
-                first = each.name == columns[0].name and half == "amoebanet"
-                found.append(Case({"part": "paper", **key, "precision": "float32"}, 10.0 if first else 0.5))
-    for precision in PRECISIONS[:1] if smoke else PRECISIONS:
-        for half, columns in COLUMNS.items():
-            for attention in ATTENTIONS[half]:
-                for each in columns:
-                    if smoke and (half == "amoebanet" or each.name not in SMOKE_COLUMNS[half]):
-                        continue
-                    key = {"half": half, "column": each.name, "attention": attention}
-                    estimate = 2.0 if half == "amoebanet" else 0.6
-                    if precision == "bfloat16" and half == "amoebanet" and each.name == columns[0].name:
-                        estimate = 12.0
-                    found.append(Case({"part": "largest", **key, "precision": precision}, estimate))
+                for attention in ATTENTIONS[half]:
+                    group = f"{half} {attention} {precision}"
+                    profiling_s = FIRST_S[half] if (part, precision) in FIRST_PARTS else 0.0
+                    for each in columns:
+                        if smoke and each.name not in SMOKE_COLUMNS[half]:
+                            continue
+                        key = {"half": half, "column": each.name, "attention": attention}
+                        estimate_s = profiling_s + (0.5 if half == "amoebanet" else 0.2)
+                        found.append(Case({"part": part, **key, "precision": precision}, estimate_s, group))
+                        profiling_s = 0.0
     for model in VERIFIED_MODELS:
         for num_stages in VERIFIED_STAGES[1:2] if smoke else VERIFIED_STAGES:
             for remat in VERIFIED_REMAT[1:] if smoke else VERIFIED_REMAT:
                 for count in VERIFIED_MICROBATCHES[1:2] if smoke else VERIFIED_MICROBATCHES:
                     step: dict[str, Any] = {"model": model, "num_stages": num_stages, "remat": remat}
-                    estimate = 0.6 if model.startswith("amoeba") else 0.2
-                    found.append(Case({"part": "verify", **step, "num_microbatches": count}, estimate))
+                    estimate_s = 0.8 if model.startswith("amoeba") else 0.2
+                    group = f"{model} in {count} micro-batches"
+                    found.append(
+                        Case({"part": "verify", **step, "num_microbatches": count}, estimate_s, group)
+                    )
     if options.profile == "full":
         for half, columns in COLUMNS.items():
             found += [Case({"part": "device", "half": half, "column": each.name}, 30.0) for each in columns]
@@ -195,4 +201,5 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     options=("device",),
+    untimed=True,
 )

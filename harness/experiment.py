@@ -43,11 +43,13 @@ class RunOptions:
 class Case:
     """One unit of work that is run, stored and resumed as a whole; `estimate_s` on two laptop cores.
 
-    Raises ValueError for keys that would not survive being stored.
+    Cases of one `group` keep something in memory for one another, so where cases run beside each other
+    these run in turn in one process. Raises ValueError for keys that would not survive being stored.
     """
 
     key: dict[str, Scalar]
     estimate_s: float = 1.0
+    group: str = ""
 
     def __post_init__(self) -> None:
         for name, value in self.key.items():

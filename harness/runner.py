@@ -124,9 +124,7 @@ class _Run:
     def _beside_each_other(self, waiting: list[tuple[Case, str]], claims: Claims) -> None:
         pool = ThreadPoolExecutor(self.jobs)
         try:
-            futures = [
-                pool.submit(self._one, case, identity, claims, wait=False) for case, identity in waiting
-            ]
+            futures = [pool.submit(self._in_turn, group, claims) for group in _groups(waiting)]
             for future in as_completed(futures):
                 future.result()
         except BaseException:
@@ -135,6 +133,10 @@ class _Run:
             raise
         finally:
             pool.shutdown()
+
+    def _in_turn(self, waiting: list[tuple[Case, str]], claims: Claims) -> None:
+        for case, identity in waiting:
+            self._one(case, identity, claims, wait=False)
 
     def _one(self, case: Case, identity: str, claims: Claims, *, wait: bool) -> None:
         """Finds or makes the case's record; does nothing if another run is at work on it, unless `wait`."""
@@ -191,3 +193,13 @@ class _Run:
             self.reporter.warn(f"{error}; the result of {record.label} is printed on standard output")
         self.reporter.finished(case, record, reused=False)
         self.on_record(record, saved)
+
+
+def _groups(waiting: list[tuple[Case, str]]) -> list[list[tuple[Case, str]]]:
+    """Cases with their identities, those of one group together; the longest first, so that the last ones to
+    run are short and no process waits long for another.
+    """
+    groups: dict[str, list[tuple[Case, str]]] = {}
+    for case, identity in waiting:
+        groups.setdefault(case.group or identity, []).append((case, identity))
+    return sorted(groups.values(), key=lambda group: -sum(case.estimate_s for case, _ in group))

@@ -7,6 +7,7 @@ which the case `step=2` waits, FAKE_MEETING a named pipe at which `step=1` and `
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Sequence
@@ -29,13 +30,20 @@ def cases(options: RunOptions) -> list[Case]:
     ]
 
 
+def grouped_cases(options: RunOptions) -> list[Case]:
+    """The same, the odd ones as a group."""
+    return [
+        dataclasses.replace(case, group="odd" if case.key["kind"] == "odd" else "") for case in cases(options)
+    ]
+
+
 def run(case: Case, options: RunOptions) -> Outcome:
     """Logs itself, waits at the gate, fails on demand, then returns a parameter count."""
     step = case.key["step"]
     assert isinstance(step, int)
     if log := os.environ.get("FAKE_LOG"):
         fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(fd, f"{step}\n".encode())
+        os.write(fd, f"{step} {os.getpid()}\n".encode())
         os.close(fd)
     if (gate := os.environ.get("FAKE_GATE")) and step == 2:
         orphan = os.environ.get("FAKE_STEP_2") == "orphan"
@@ -75,7 +83,12 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 def steps(log: Path) -> list[int]:
     """The cases that were run, in order, from the file that FAKE_LOG names."""
-    return [int(step) for step in log.read_text().split()]
+    return [int(line.split()[0]) for line in log.read_text().splitlines()]
+
+
+def processes(log: Path) -> dict[int, int]:
+    """The number of the process that ran each case."""
+    return {int(step): int(process) for step, process in map(str.split, log.read_text().splitlines())}
 
 
 def cells(records: Sequence[Record]) -> list[Ours]:

@@ -13,7 +13,7 @@ import fake_experiment
 import psutil
 import pytest
 from command_line import START, Gate, lines, start
-from fake_experiment import steps
+from fake_experiment import processes, steps
 
 from experiments import consistency
 from experiments.registry import EXPERIMENTS, load
@@ -38,10 +38,10 @@ def gate(tmp_path):
     gate.close()
 
 
-def go(store, jobs, **arguments):
+def go(store, jobs, experiment=UNTIMED, **arguments):
     reporter = PlainReporter(io.StringIO())
     options = RunOptions(device="cpu")
-    return run_experiment(UNTIMED, options, store, reporter=reporter, jobs=jobs, **arguments)
+    return run_experiment(experiment, options, store, reporter=reporter, jobs=jobs, **arguments)
 
 
 def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatch):
@@ -61,6 +61,18 @@ def test_the_records_are_those_of_one_after_the_other(store, tmp_path, log):
         same = ("case", "status", "quantities", "details", "options", "identity")
         assert [getattr(one, name) for name in same] == [getattr(other, name) for name in same]
         assert one.environment["versions"] == other.environment["versions"]
+
+
+def test_cases_of_a_group_run_in_turn_in_one_process_and_the_longest_first(store, log):
+    """Steps 1, 3 and 5 are a group, longer than 2 and 4; the records stay in the order of the cases."""
+
+    result = go(store, 2, experiment=dataclasses.replace(UNTIMED, cases=fake_experiment.grouped_cases))
+    ran = steps(log)
+    assert [step for step in ran if step % 2] == [1, 3, 5]
+    assert 1 in ran[:2], "the group is begun before what is shorter"
+    assert [record.case["step"] for record in result.records] == [1, 2, 3, 4, 5]
+    process = processes(log)
+    assert process[1] == process[3] == process[5]
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -127,11 +139,11 @@ def test_the_processes_end_with_a_killed_run(tmp_path, gate):
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, FAKE_GATE=str(gate.folder),
     )  # fmt: skip
     gate.wait()
-    processes = psutil.Process(run.pid).children(recursive=True)
-    assert len(processes) >= 2
+    children = psutil.Process(run.pid).children(recursive=True)
+    assert len(children) >= 2
     run.kill()
     run.wait(60)
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
 
@@ -144,7 +156,7 @@ def test_as_many_by_default_as_the_cores_and_the_container_allow(monkeypatch, co
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_only_what_is_not_timed_runs_beside_itself(name):
-    assert load(name).untimed == (name == "consistency")
+    assert load(name).untimed == (name in ("consistency", "table1"))
 
 
 def test_the_experiment_can_go_to_other_processes():

@@ -7,8 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
+from gpipe_bench.harness.judging.spread import Spread
 from gpipe_bench.harness.records.record import Quantity, Record, Status
+
+Question = Literal["as published", "here"]
+"""What a number answers: whether our prediction for the paper's accelerators, at the paper's size, gives the
+printed number, or whether the paper's claim holds on this machine."""
+QUESTIONS: tuple[Question, ...] = ("as published", "here")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,14 +24,17 @@ class Entry:
 
     `gap` is a declared model gap relative to the paper's value (0.01 is 1 %) and needs `gap_reason`. A
     non-empty `not_comparable` says why the two numbers can't be held against each other. `note` explains
-    a difference that remains. `record` is the one that the number comes from, None where it is computed from
+    a difference that remains. `question` is which of the two it answers. `spread` is how far our number may
+    be off, where that is more than the quantity's own interval. `record` is the one that the number comes from, None where it is computed from
     several; `status` and `reason` are those of the record, for an entry without a number.
     """
 
     table: str
     row: str
     column: str
+    question: Question = "here"
     quantity: Quantity | None = None
+    spread: Spread | None = None
     record: Record | None = None
     gap: float = 0.0
     gap_reason: str = ""

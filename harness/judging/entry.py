@@ -24,9 +24,10 @@ class Entry:
 
     `gap` is a declared model gap relative to the paper's value (0.01 is 1 %) and needs `gap_reason`. A
     non-empty `not_comparable` says why the two numbers can't be held against each other. `note` explains
-    a difference that remains. `question` is which of the two it answers. `spread` is how far our number may
-    be off, where that is more than the quantity's own interval. `record` is the one that the number comes from, None where it is computed from
-    several; `status` and `reason` are those of the record, for an entry without a number.
+    a difference that remains. `question` is which of the two it answers. `spread` is how far our number
+    may be off, where that is more than the quantity's own interval. `record` is the one that the number
+    comes from, None where it is computed from several; `status` and `reason` are those of the record, for
+    an entry without a number.
     """
 
     table: str

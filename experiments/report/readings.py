@@ -147,7 +147,7 @@ def readings(
 
 def answers(found: Sequence[Reading]) -> list[Answer]:
     """One answer for each entry that any of the readings reports, from the first that has a number."""
-    chosen: dict[tuple[str, str, str], Answer] = {}
+    chosen: dict[tuple[str, str, str, str, str], Answer] = {}
     for reading in found:
         compared = {comparison.key: comparison for comparison in reading.shown.comparisons}
         for entry in reading.shown.entries:

@@ -32,6 +32,7 @@ from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.report.drawing import gantt_plot, paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
+from gpipe_bench.experiments.table4.sentences import sentences
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
@@ -96,7 +97,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
-    return [cell for record in records if record.status == "done" for cell in _cells(records, record)]
+    found = [cell for record in records if record.status == "done" for cell in _cells(records, record)]
+    return found + sentences(records, SHARE, NUM_MICROBATCHES)
 
 
 def _cells(records: Sequence[Record], record: Record) -> Iterator[Entry]:

@@ -485,7 +485,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="channels not checked",
-        file="pipeline/plan/schedule.py",
+        file="pipeline/plan/validate.py",
         old="    _validate_channels(schedule)\n    execution_order",
         new="    execution_order",
         why="messages that leave in another order than they are needed deadlock between processes",

@@ -13,14 +13,13 @@ checkpoints are interchangeable with it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.pipeline import engine
 from gpipe_bench.pipeline.arguments import (
     Device,
     costs_of,
@@ -31,8 +30,7 @@ from gpipe_bench.pipeline.arguments import (
     schedule_of,
     stage_of,
 )
-from gpipe_bench.pipeline.clock import Clock
-from gpipe_bench.pipeline.errors import ActionError, PeerError
+from gpipe_bench.pipeline.engine import Observer
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -40,9 +38,10 @@ from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.microbatch import Tree, merge, num_examples, sizes, split, tensors_of
+from gpipe_bench.pipeline.stage.microbatch import Tree, merge
 from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.transport import InProcess, Plan, Transport
+from gpipe_bench.pipeline.steps import Steps
+from gpipe_bench.pipeline.transport import InProcess, Transport
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
@@ -146,14 +145,7 @@ class Pipeline(nn.Module):
         }
 
     def _prepare(self) -> None:
-        self._programs = {
-            training: engine.prepare(self._schedule, self._stages, training=training)
-            for training in (True, False)
-        }
-        self._clocks = {
-            training: Clock([instruction.action for instruction in program], self._devices)
-            for training, program in self._programs.items()
-        }
+        self._steps = Steps(self._schedule, self._stages, self._devices, self._transport, self._replicas)
 
     def __getstate__(self) -> dict[str, Any]:
         """For `copy` and `pickle`: everything but what is made of the rest again."""
@@ -163,7 +155,7 @@ class Pipeline(nn.Module):
                 "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
                 "every rank and load its state_dict"
             )
-        made = ("_stages", "_programs", "_clocks")
+        made = ("_stages", "_steps")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -190,7 +182,7 @@ class Pipeline(nn.Module):
         """What happened when in the latest training step, in this process. On GPUs, asking waits for the
         device.
         """
-        return self._clocks[True].timeline(self._schedule.num_stages)
+        return self._steps.clock.timeline(self._schedule.num_stages)
 
     def gather_timeline(self) -> Timeline:
         """The timeline of all processes; all must call. The clocks of different hosts are compared for it."""
@@ -198,7 +190,7 @@ class Pipeline(nn.Module):
             return self.timeline
         (stage,) = self._stages.values()
         with self._ranks.together() as together:
-            return gather_timeline(together, self._clocks[True], stage.device)
+            return gather_timeline(together, self._steps.clock, stage.device)
 
     def gather(self, mine: T) -> list[T]:
         """What every rank brings, a picklable object, in the order of the ranks; all must call.
@@ -216,7 +208,7 @@ class Pipeline(nn.Module):
         target: Tree | None,
         loss_fn: LossFn,
         *,
-        observe: engine.Observer | None = None,
+        observe: Observer | None = None,
     ) -> Tensor:
         """One training step without the optimizer: gradients of the mean loss over the mini-batch are added
         to `.grad`.
@@ -230,7 +222,7 @@ class Pipeline(nn.Module):
             raise RuntimeError(
                 "step() trains, but gradients are disabled here; call the pipeline itself to evaluate"
             )
-        loss = self._run(batch, target, loss_fn, self.num_steps, observe)
+        loss = self._steps.take(self, self.num_steps, batch, target, loss_fn, observe)
         assert loss is not None
         self.num_steps += 1
         return loss
@@ -240,7 +232,7 @@ class Pipeline(nn.Module):
 
         With a process group, the output is on the last rank; the others return None.
         """
-        self._run(batch, None, None, _FORWARD_ONLY + self._num_forwards, None)
+        self._steps.take(self, _FORWARD_ONLY + self._num_forwards, batch)
         self._num_forwards += 1
         stage = self._stages.get(self._schedule.num_stages - 1)
         if stage is None:
@@ -276,90 +268,3 @@ class Pipeline(nn.Module):
             stage.refresh()
         if self._ranks is not None:
             self._ranks.refresh()
-
-    def _run(
-        self,
-        batch: Tree | None,
-        target: Tree | None,
-        loss_fn: LossFn | None,
-        number: int,
-        observe: engine.Observer | None,
-    ) -> Tensor | None:
-        """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only."""
-        training = loss_fn is not None
-        num_microbatches = self._schedule.num_microbatches
-        cache_casts = torch.is_autocast_cache_enabled()
-        # A cast cached without a graph must not meet one, and the cache would keep a copy of every weight.
-        torch.set_autocast_cache_enabled(False)
-        try:
-            plan, signature = None, None
-            feed: Sequence[Tree] = ()
-            if 0 in self._stages:
-                feed = _split(batch, num_microbatches, "the mini-batch")
-                plan = Plan(num_examples(batch), training)  # type: ignore[arg-type]
-                signature = self._signature(batch, training) if self._ranks is not None else None
-            plan = self._transport.begin(plan, signature)
-            for stage in self._stages.values():
-                targets: Sequence[Tree | None] = ()
-                if stage.is_last and training:
-                    targets = _targets(target, plan.examples, num_microbatches)
-                stage.begin(
-                    number,
-                    num_microbatches,
-                    training=training,
-                    feed=feed if stage.is_first else (),
-                    targets=targets,
-                    loss_fn=loss_fn,
-                    shares=tuple(size / plan.examples for size in sizes(plan.examples, num_microbatches)),
-                )
-            engine.run(self._programs[training], self._transport, self._clocks[training], observe)
-            last = self._stages.get(self._schedule.num_stages - 1)
-            loss = None
-            if training and last is not None:
-                loss = last.losses[0] if len(last.losses) == 1 else torch.stack(last.losses).sum()
-            loss = self._transport.finish(loss)
-            for stage in self._stages.values():
-                stage.finish()
-        except BaseException as error:
-            for stage in self._stages.values():
-                stage.reset()
-            # The other ranks must not wait, nor the other replicas.
-            failure = error if isinstance(error, ActionError) else self._transport.abort(None, error)
-            if self._replicas is not None:
-                self._replicas.tell(failure)
-            if isinstance(error, PeerError):
-                raise failure from error
-            raise
-        finally:
-            torch.set_autocast_cache_enabled(cache_casts)
-        return loss
-
-    def _signature(self, batch: Tree | None, training: bool) -> Hashable:
-        """What the shapes, dtypes and gradients of all messages may depend on."""
-        tensors = tensors_of(batch)  # type: ignore[arg-type]
-        return (
-            training,
-            self.training,
-            isinstance(batch, tuple),
-            tuple((tensor.shape, tensor.dtype) for tensor in tensors),
-            tuple(p.requires_grad for p in self.parameters()),
-            tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-        )
-
-
-def _split(batch: Tree | None, num_microbatches: int, what: str) -> tuple[Tree, ...]:
-    parts = batch if isinstance(batch, tuple) else (batch,)
-    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
-        raise ValueError(
-            "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
-        )
-    return split(batch, num_microbatches, what)  # type: ignore[arg-type]
-
-
-def _targets(target: Tree | None, examples: int, num_microbatches: int) -> Sequence[Tree | None]:
-    if target is None:
-        return [None] * num_microbatches
-    found = num_examples(target, "the target")
-    if found != examples:
-        raise ValueError(f"the mini-batch has {examples} examples but the target {found}")
-    return split(target, num_microbatches, "the target")

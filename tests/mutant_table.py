@@ -120,7 +120,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="gradients summed instead of averaged",
-        file="pipeline/api.py",
+        file="pipeline/steps.py",
         old="shares=tuple(size / plan.examples for",
         new="shares=tuple(size * num_microbatches / plan.examples for",
         why="the step is M times too long; an optimizer that normalizes would hide it",
@@ -390,7 +390,7 @@ BOUNDARIES = (
     ),
     Mutant(
         name="targets in reverse order",
-        file="pipeline/api.py",
+        file="pipeline/steps.py",
         old='    return split(target, num_microbatches, "the target")\n',
         new='    return split(target.flip(0), num_microbatches, "the target")\n',
         why="every micro-batch needs its own targets",
@@ -485,7 +485,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="channels not checked",
-        file="pipeline/plan/schedule.py",
+        file="pipeline/plan/validate.py",
         old="    _validate_channels(schedule)\n    execution_order",
         new="    execution_order",
         why="messages that leave in another order than they are needed deadlock between processes",

@@ -26,9 +26,9 @@ from gpipe_bench.pipeline.plan.schedule import (
     naive,
     one_f_one_b,
     transfers,
-    validate,
 )
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.plan.validate import validate
 
 seconds = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=12)
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 12))

@@ -11,7 +11,8 @@ from random_schedules import HELD_UP, LATE_WEIGHTS, random_schedule
 from test_schedule import schedules
 
 from gpipe_bench.pipeline.plan.ring import SENDS_ON_THE_WAY, Ring, activation_ring, gradient_ring
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, gpipe, one_f_one_b, validate
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.validate import validate
 
 
 def test_gpipe_posts_every_activation_at_once() -> None:

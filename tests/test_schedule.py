@@ -24,8 +24,8 @@ from gpipe_bench.pipeline.plan.schedule import (
     naive,
     one_f_one_b,
     transfers,
-    validate,
 )
+from gpipe_bench.pipeline.plan.validate import validate
 
 
 @st.composite

@@ -17,8 +17,9 @@ from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.drawing import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule, validate
+from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.plan.validate import validate
 
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 """Of a schedule, and of a picture: more would take minutes and gigabytes, and no terminal shows them."""

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec, as_tuple
+from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
+from gpipe_bench.pipeline.memory.ends import enter, follow
 from gpipe_bench.pipeline.memory.signature import signature
 from gpipe_bench.pipeline.memory.story import Story
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections
@@ -182,7 +183,7 @@ class Profiler:
         seed = torch.empty(())
         with EventLog() as log:
             values = [
-                _enter(leaf, spec, position, delivered)
+                enter(leaf, spec, position, delivered)
                 for position, (leaf, spec) in enumerate(zip(leaves, inputs.tensors, strict=True))
             ]
             values = [values[first] for first in inputs.same_as]
@@ -194,7 +195,7 @@ class Profiler:
             outputs = Boundary.of(result)
             output_storages = _serials(log, as_tuple(result))
             sent_back: list[int | None] = []
-            root = _follow(result, unused, log, sent_back) if torch.is_grad_enabled() else None
+            root = follow(result, unused, log, sent_back) if torch.is_grad_enabled() else None
             hidden = log.serial_of(root) if root is not None else None
             del result, values
             kept = frozenset(log.alive - {hidden})
@@ -226,40 +227,6 @@ class Profiler:
         return story, outputs
 
 
-class _Source(torch.autograd.Function):
-    """Makes an input that is no leaf, as between two layers, and takes its gradient as the layer before."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, position: int, delivered: dict[int, Tensor]) -> Tensor:
-        ctx.position, ctx.delivered = position, delivered
-        return torch.empty_like(leaf)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.delivered[ctx.position] = gradient
-        return None, None, None
-
-
-class _Tail(torch.autograd.Function):
-    """Stands for all that follows the layer: keeps nothing, sends fresh gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, log: EventLog, sent_back: list[int | None], *outputs: Tensor) -> Tensor:
-        ctx.log, ctx.sent_back = log, sent_back
-        ctx.specs = [(t.shape, t.dtype) if t.requires_grad else None for t in outputs]
-        ctx.same_as = Boundary.of(outputs).same_as
-        return torch.empty(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [
-            torch.empty(spec[0], dtype=spec[1]) if spec is not None and first == index else None
-            for index, (spec, first) in enumerate(zip(ctx.specs, ctx.same_as, strict=True))
-        ]
-        ctx.sent_back.extend(None if each is None else ctx.log.serial_of(each) for each in gradients)
-        return None, None, *gradients
-
-
 class LossLayer(nn.Module):
     """A loss function as a layer that takes ``(*outputs, target)``."""
 
@@ -270,20 +237,6 @@ class LossLayer(nn.Module):
     def forward(self, values: tuple[Tensor, ...]) -> Tensor:
         *outputs, target = values
         return self.loss_fn(tuple(outputs) if self.is_tuple else outputs[0], target)
-
-
-def _enter(leaf: Tensor, spec: TensorSpec, position: int, delivered: dict[int, Tensor]) -> Tensor:
-    if not (spec.requires_grad and torch.is_grad_enabled()):
-        return torch.empty_like(leaf)
-    made: Tensor = _Source.apply(leaf.requires_grad_(), position, delivered)
-    return made
-
-
-def _follow(result: Any, unused: frozenset[int], log: EventLog, sent_back: list[int | None]) -> Tensor:
-    # The graph of an output that nothing differentiates goes with the output, and its backward never runs.
-    followed = [t.detach() if position in unused else t for position, t in enumerate(as_tuple(result))]
-    root: Tensor = _Tail.apply(log, sent_back, *followed)
-    return root
 
 
 def _serials(log: EventLog, tensors: Iterable[Tensor]) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv", remat: str | None = None) -> Schedule:
     """Reads what `to_csv` writes. `remat` is recognised from the recomputations unless it is given.
 
-    The result is not yet validated: see `schedule.validate`.
+    The result is not yet validated: see `plan.validate`.
 
     Raises:
         ValueError: the text is no table, holds no actions or something that is not an action.

@@ -296,5 +296,5 @@ class _Step:
         if stuck:
             raise ValueError(
                 f"schedule {self.schedule.name!r} deadlocks: {', '.join(stuck)} wait for work that is never "
-                "done; schedule.validate says what is missing"
+                "done; plan.validate says what is missing"
             )

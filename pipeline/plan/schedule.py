@@ -17,7 +17,6 @@ GPipe on K = 3 stages with M = 3 micro-batches, `remat="except_last"` (F, R, B t
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -100,7 +99,8 @@ def recomputes(remat: str, microbatch: int, num_microbatches: int) -> bool:
     return remat == "always" or (remat == "except_last" and microbatch != num_microbatches - 1)
 
 
-def _check_sizes(num_stages: int, num_microbatches: int, remat: str) -> None:
+def check_sizes(num_stages: int, num_microbatches: int, remat: str) -> None:
+    """`ValueError` for sizes or a `remat` that no schedule has."""
     if num_stages < 1:
         raise ValueError(f"num_stages is {num_stages}; a pipeline has at least 1 stage")
     if num_microbatches < 1:
@@ -126,7 +126,7 @@ def naive(num_stages: int, num_microbatches: int = 1, remat: str = "never") -> S
 
     With one micro-batch, the paper's naive baseline; with more, they go through end to end one after another.
     """
-    _check_sizes(num_stages, num_microbatches, remat)
+    check_sizes(num_stages, num_microbatches, remat)
     rows = tuple(
         tuple(
             action
@@ -144,7 +144,7 @@ def gpipe(num_stages: int, num_microbatches: int, remat: str = "always") -> Sche
     The reverse drain is what lets the last micro-batch keep its activations (`except_last`): its backward
     follows its own forward on the last stage at once.
     """
-    _check_sizes(num_stages, num_microbatches, remat)
+    check_sizes(num_stages, num_microbatches, remat)
     rows = []
     for s in range(num_stages):
         row = [action for m in range(num_microbatches) for action in _forward(s, m)]
@@ -159,7 +159,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, remat: str = "never") ->
 
     Stage k warms up with as many forwards as there are stages behind it, then alternates; M < K is legal.
     """
-    _check_sizes(num_stages, num_microbatches, remat)
+    check_sizes(num_stages, num_microbatches, remat)
     rows = []
     for s in range(num_stages):
         warm_up = min(num_microbatches, num_stages - 1 - s)
@@ -266,63 +266,3 @@ def execution_order(schedule: Schedule) -> tuple[Action, ...]:
         order.append(action)
         stage = consumer.get(action, stage if action.kind is Kind.R else schedule.num_stages - 1)
     return tuple(order)
-
-
-def validate(schedule: Schedule) -> None:
-    """`ValueError` with the offending actions unless the schedule can be executed.
-
-    Checked: a row per stage that holds only its own stage's actions; every micro-batch once forward and once
-    backward (B, or I and W) on every stage, recomputed exactly where `remat` says so; messages between two
-    stages leave in the order in which they are needed (a channel is a queue, as in MPI and NCCL); and no
-    deadlock when every stage takes its row in order.
-    """
-    _check_sizes(schedule.num_stages, schedule.num_microbatches, schedule.remat)
-    if len(schedule.actions) != schedule.num_stages:
-        raise ValueError(
-            f"{len(schedule.actions)} rows of actions for {schedule.num_stages} stages; give one per stage"
-        )
-    for stage, row in enumerate(schedule.actions):
-        _validate_row(schedule, stage, row)
-    _validate_channels(schedule)
-    execution_order(schedule)
-
-
-def _validate_row(schedule: Schedule, stage: int, row: tuple[Action, ...]) -> None:
-    strangers = [str(a) for a in row if a.stage != stage or not 0 <= a.microbatch < schedule.num_microbatches]
-    if strangers:
-        raise ValueError(
-            f"the row of stage {stage} holds {', '.join(strangers)}, outside stage {stage} or outside "
-            f"micro-batches 0..{schedule.num_microbatches - 1}"
-        )
-    repeated = sorted(str(action) for action, times in Counter(row).items() if times > 1)
-    if repeated:
-        raise ValueError(f"stage {stage} takes {', '.join(repeated)} more than once")
-    present = set(row)
-    for microbatch in range(schedule.num_microbatches):
-        kinds = {kind for kind in Kind if Action(stage, kind, microbatch) in present}
-        again = {Kind.R} if schedule.recomputes(microbatch) else set()
-        if kinds - again not in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}) or not again <= kinds:
-            have = " ".join(sorted(kind.value for kind in kinds)) or "nothing"
-            want = "F R B" if again else "F B"
-            raise ValueError(
-                f"stage {stage} takes micro-batch {microbatch} through {have}; with remat="
-                f"{schedule.remat!r} it needs {want}, where B may be split into I W"
-            )
-
-
-def _validate_channels(schedule: Schedule) -> None:
-    sent: dict[tuple[int, int], list[Action]] = {}
-    needed: dict[tuple[int, int], list[Action]] = {}
-    position = {action: i for row in schedule.actions for i, action in enumerate(row)}
-    for transfer in transfers(schedule):
-        channel = (transfer.source.stage, transfer.target.stage)
-        sent.setdefault(channel, []).append(transfer.source)
-        needed.setdefault(channel, []).append(transfer.source)
-    for (source, target), messages in sent.items():
-        messages.sort(key=position.__getitem__)
-        for made, wanted in zip(messages, needed[source, target], strict=True):
-            if made != wanted:
-                raise ValueError(
-                    f"stage {source} sends {made} to stage {target}, which waits for {wanted} first; the "
-                    f"messages between two stages travel in one queue, so their orders must agree"
-                )

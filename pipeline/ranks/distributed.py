@@ -10,7 +10,6 @@ before each step, so the other ranks need not see the batch.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
@@ -25,6 +24,7 @@ from gpipe_bench.pipeline.ranks.failure import Blackboard, Lookout
 from gpipe_bench.pipeline.ranks.introduction import meet
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, Agreement, Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Form, Work, backend
+from gpipe_bench.pipeline.ranks.messages.control import Control, Header
 from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import Sender, changed, conform
@@ -34,8 +34,7 @@ from gpipe_bench.pipeline.stage.microbatch import Message, sizes
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.transport import Plan
 
-_OUTLINE_TAG, _HEADER_TAG, _LOSS_TAG = 0, 2**28, 2**29
-_HEADER = Form((3,), (1,), torch.int64)  # number of the agreement, examples, training or not
+_LOSS_TAG = 2**29
 
 
 class PointToPoint:
@@ -68,7 +67,7 @@ class PointToPoint:
             near = meet(store, self.rank, self.num_stages, willing=share_memory, timeout_s=timeout_s)
             near = {} if cuda else near
             # Headers and outlines are read by the host, so they never go through NCCL.
-            self._control = self._connect(store, "control", near, cuda=False, timeout_s=timeout_s)
+            control = self._connect(store, "control", near, cuda=False, timeout_s=timeout_s)
             self._activations = self._connect(store, "activations", near, cuda=cuda, timeout_s=timeout_s)
             self._gradients = self._connect(store, "gradients", near, cuda=cuda, timeout_s=timeout_s)
         except (PeerError, StoreError) as error:
@@ -76,7 +75,7 @@ class PointToPoint:
         except Exception as error:
             self.abort(None, error)  # the other ranks must not wait
             raise
-        self._together = Together(self._control, self.rank, self.num_stages)
+        self._together = Together(control, self.rank, self.num_stages)
         if cuda:
             self._lookout = Lookout(self._blackboard, self._notice, limit_s=timeout_s)
         self._agreements: list[Agreement] = []
@@ -86,11 +85,9 @@ class PointToPoint:
         # A receiver that knows no outline yet has posted nothing, and may wait for something else than it is
         # sent.
         self._patient = False
-        self._control_sender = Sender(self._control)
+        self._control = Control(control, self.rank)
         self._activation_sender = Sender(self._activations)
         self._gradient_sender = Sender(self._gradients)
-        self._header_buffer: Buffer | None = None
-        self._header_work: Work | None = None  # posted a step ahead
         self._loss_buffer: Buffer | None = None
         self._loss_work: Work | None = None
         row = schedule.actions[self.rank]
@@ -100,8 +97,7 @@ class PointToPoint:
         if self.rank > 0:
             ring = activation_ring(schedule, self.rank)
             self._inputs = Receiver(self._activations, self.rank - 1, ring, device)
-            self._header_buffer = self._control.buffer(_HEADER, self.rank - 1, torch.device("cpu"))
-            self._post_header()
+            self._control.expect_header()
         if self.rank + 1 < self.num_stages:
             ring = gradient_ring(schedule, self.rank)
             small = gradient_ring(schedule, self.rank, small=True)
@@ -126,18 +122,12 @@ class PointToPoint:
         self._refuse_after_notice()
         if plan is not None:
             number = self._numbers.setdefault(signature, len(self._numbers))
-            header = torch.tensor([number, plan.examples, int(plan.training)])
+            header = Header(number, plan.examples, plan.training)
         else:
-            assert self._header_buffer is not None
-            assert self._header_work is not None
-            self._control.wait(self._header_work, None, self.rank - 1)
-            header = self._header_buffer.tensor.clone()
-            self._post_header()
+            header = self._control.receive_header()
         if self.rank + 1 < self.num_stages:
-            target = Action(self.rank + 1, Kind.F, 0)
-            self._control_sender.send([header], target, _HEADER_TAG, bounded=self._patient)
-        number, examples, training = header.tolist()
-        self._training = bool(training)
+            self._control.send_header(header, bounded=self._patient)
+        number, examples, self._training = header
         self._patient = number < len(self._agreements)
         if not self._patient:
             self._agreements.append(Agreement(sizes(examples, self._schedule.num_microbatches)))
@@ -162,7 +152,7 @@ class PointToPoint:
             forms = tuple([Form.of(tensor) for tensor in message.tensors])
             outline = Outline(forms, message.structure, message.needs_grad)
             agreement.activations_sent[length] = outline
-            self._send_outline(outline, target)
+            self._control.send_outline(outline, target, bounded=self._patient)
         elif (message.structure, message.needs_grad) != (outline.structure, outline.needs_grad):
             raise changed(f"what the output of stage {stage} consists of and what needs a gradient")
         tensors = conform(message.tensors, outline, self._device, f"output of stage {stage}")
@@ -174,7 +164,7 @@ class PointToPoint:
         source = Action(stage - 1, Kind.F, microbatch)
         length = agreement.lengths[microbatch]
         if not receiver.is_posted(microbatch):
-            agreement.activations[length] = self._receive_outline(source)
+            agreement.activations[length] = self._control.receive_outline(source)
             receiver.post()
         for work in receiver.works(microbatch):
             self._activations.wait(work, source, self.rank - 1)
@@ -189,7 +179,7 @@ class PointToPoint:
         if outline is None:
             outline = Outline(tuple([None if g is None else Form.of(g) for g in gradients]))
             agreement.gradients_sent[length] = outline
-            self._send_outline(outline, target)
+            self._control.send_outline(outline, target, bounded=self._patient)
         tensors = conform(gradients, outline, self._device, f"gradient of the input of stage {stage}")
         self._gradient_sender.send(tensors, target, bounded=self._patient)
 
@@ -198,7 +188,7 @@ class PointToPoint:
         assert receiver is not None
         source = Action(stage + 1, self._gradient_kinds[microbatch], microbatch)
         if not receiver.is_posted(microbatch):
-            agreement.gradients[agreement.lengths[microbatch]] = self._receive_outline(source)
+            agreement.gradients[agreement.lengths[microbatch]] = self._control.receive_outline(source)
             receiver.post()
             self._post_loss()
         for work in receiver.works(microbatch):
@@ -236,7 +226,7 @@ class PointToPoint:
         """
         if self._training:
             loss = self._pass_loss(loss)
-        for sender in (self._activation_sender, self._gradient_sender, self._control_sender):
+        for sender in (self._activation_sender, self._gradient_sender, self._control):
             sender.finish()
         self._refuse_after_notice()  # or garbage would reach the optimizer
         return loss
@@ -272,12 +262,6 @@ class PointToPoint:
 
     # Parts of a step
 
-    def _post_header(self) -> None:
-        """Posts the receive of the next step's header."""
-        assert self._header_buffer is not None
-        self._header_work = self._control.receive(self._header_buffer, self.rank - 1, _HEADER_TAG)
-        self._control.flush(self.rank - 1)
-
     def _post_loss(self) -> None:
         """Posts the receive of the loss behind those of the gradients, whose queue it shares."""
         form, receiver = self._agreement.loss, self._output_gradients
@@ -295,7 +279,7 @@ class PointToPoint:
         if loss is None:
             source = Action(self.rank + 1, Kind.B, 0)
             if agreement.loss is None:
-                (agreement.loss,) = self._receive_outline(source).forms
+                (agreement.loss,) = self._control.receive_outline(source).forms
             self._post_loss()
             assert self._loss_work is not None
             assert self._loss_buffer is not None
@@ -307,25 +291,6 @@ class PointToPoint:
         if self.rank > 0:
             target = Action(self.rank - 1, Kind.B, 0)
             if new:
-                self._send_outline(Outline((agreement.loss,)), target)
+                self._control.send_outline(Outline((agreement.loss,)), target, bounded=self._patient)
             self._gradient_sender.send([loss], target, _LOSS_TAG, bounded=self._patient)
         return loss
-
-    def _send_outline(self, outline: Outline, target: Action) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(outline)), dtype=torch.uint8)
-        length = torch.tensor([len(data)])
-        self._control_sender.send([length, data], target, _OUTLINE_TAG, bounded=self._patient)
-
-    def _receive_outline(self, source: Action) -> Outline:
-        length = self._receive_now(Form((1,), (1,), torch.int64), source, _OUTLINE_TAG)
-        data = self._receive_now(Form((int(length),), (1,), torch.uint8), source, _OUTLINE_TAG + 1)
-        outline = pickle.loads(data.numpy().tobytes())
-        assert isinstance(outline, Outline)
-        return outline
-
-    def _receive_now(self, form: Form, source: Action, tag: int) -> Tensor:
-        buffer = self._control.buffer(form, source.stage, torch.device("cpu"))
-        self._control.wait(self._control.receive(buffer, source.stage, tag, source), source, source.stage)
-        data = buffer.tensor.clone()
-        self._control.give_back(buffer, source.stage)
-        return data

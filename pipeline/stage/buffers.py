@@ -23,45 +23,29 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
+
+from gpipe_bench.pipeline.stage.buffer_state import (
+    ABSENT,
+    Absent,
+    Key,
+    State,
+    Value,
+    buffer_of,
+    copy_of,
+    same,
+)
 
 # A buffer of which a copy is kept although it has never changed.
 SMALL_BYTES = 2**16
-
-Key = tuple[nn.Module, str]
-
-
-class _Absent:
-    """Stands for a buffer that had not been registered yet."""
-
-
-_ABSENT = _Absent()
-_Value = Tensor | None | _Absent
-
-
-class _State(NamedTuple):
-    """A buffer at a moment: which tensor, and how often it has been changed in place."""
-
-    tensor: Tensor | None
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor | None) -> _State:
-        # Tensors made in inference mode have no version, and cannot change outside of it.
-        return cls(tensor, 0 if tensor is None or tensor.is_inference() else tensor._version)
-
-    def has_moved(self, tensor: Tensor | None) -> bool:
-        return tensor is not self.tensor or self.version != _State.of(tensor).version
 
 
 @dataclass
 class Saved:
     """What a forward saw of the buffers that change, and which of them it did change."""
 
-    copies: dict[Key, _Value] = field(default_factory=dict)
+    copies: dict[Key, Value] = field(default_factory=dict)
     moved: frozenset[Key] = frozenset()
 
 
@@ -75,14 +59,14 @@ class Buffers:
         self._modules: dict[nn.Module, str] = {}  # those that have buffers, and what to call them
         self._training: list[bool] = []  # whether each of them was in training mode when we looked
         self._changing: set[Key] = set()
-        self._still: dict[Key, _State] = {}
+        self._still: dict[Key, State] = {}
         self._shadows: dict[Key, Tensor | None] = {}  # values of the small ones that have not changed
         self._silent: set[Key] = set()  # change behind torch's back
         self._moved: set[Key] = set()  # have changed in this step
         self._before: dict[
-            Key, _Value
+            Key, Value
         ] = {}  # of those that began to change in this step: the value until then
-        self._states: dict[Key, _State] = {}  # of those that change, before the forward of the moment
+        self._states: dict[Key, State] = {}  # of those that change, before the forward of the moment
         self._learning = True
         self._begun = False
         self._find_modules()
@@ -129,23 +113,23 @@ class Buffers:
         for module, name in kept:
             tensor = module._buffers.get(name)
             if id(tensor) not in copies:
-                copies[id(tensor)] = _copy(tensor)
+                copies[id(tensor)] = copy_of(tensor)
             saved.copies[module, name] = copies[id(tensor)]
-        self._states = {key: _State.of(_buffer(key)) for key in self._changing}
+        self._states = {key: State.of(buffer_of(key)) for key in self._changing}
         return saved
 
     def look(self, saved: Saved) -> None:
         """After that forward."""
-        moved = {key for key, state in self._states.items() if state.has_moved(_buffer(key))}
+        moved = {key for key, state in self._states.items() if state.has_moved(buffer_of(key))}
         moved.update(self._notice(saved))
         if self._learning:
-            for key in [key for key in self._still if not _same(saved.copies[key], _buffer(key))]:
+            for key in [key for key in self._still if not same(saved.copies[key], buffer_of(key))]:
                 self._silent.add(key)
                 self._begins_to_change(key, saved.copies[key])
             for key in self._find():
-                saved.copies[key] = _ABSENT
+                saved.copies[key] = ABSENT
             for key in self._still:
-                if saved.copies.get(key) is not _ABSENT:
+                if saved.copies.get(key) is not ABSENT:
                     saved.copies.pop(key, None)
         saved.moved = frozenset(moved)
         self._moved |= moved
@@ -154,23 +138,23 @@ class Buffers:
     def as_saved(self, saved: Saved) -> Iterator[None]:
         """While a recomputation runs, the buffers are copies of what its forward saw."""
         self._notice()
-        values: dict[Key, _Value] = {**self._before, **saved.copies}
+        values: dict[Key, Value] = {**self._before, **saved.copies}
         originals = {module: dict(module._buffers) for module, _ in values}
-        states: dict[Key, _State] = {}
+        states: dict[Key, State] = {}
         copies: dict[int, Tensor | None] = {}
         for (module, name), value in values.items():
-            if isinstance(value, _Absent):
+            if isinstance(value, Absent):
                 del module._buffers[name]
                 continue
             if id(value) not in copies:
-                copies[id(value)] = _copy(value)
+                copies[id(value)] = copy_of(value)
             module._buffers[name] = copies[id(value)]
-            states[module, name] = _State.of(copies[id(value)])
+            states[module, name] = State.of(copies[id(value)])
         try:
             yield
-            moved = {key for key, state in states.items() if state.has_moved(_buffer(key))}
-            moved.update(key for key, state in self._still.items() if state.has_moved(_buffer(key)))
-            moved.difference_update(key for key, value in values.items() if isinstance(value, _Absent))
+            moved = {key for key, state in states.items() if state.has_moved(buffer_of(key))}
+            moved.update(key for key, state in self._still.items() if state.has_moved(buffer_of(key)))
+            moved.difference_update(key for key, value in values.items() if isinstance(value, Absent))
         finally:
             for module, buffers in originals.items():
                 module._buffers.clear()
@@ -208,7 +192,7 @@ class Buffers:
             self._find()
             return
         for key, state in self._still.items():  # what the user has changed between two steps
-            if state.has_moved(_buffer(key)):
+            if state.has_moved(buffer_of(key)):
                 self._record(key)
 
     def _find_modules(self) -> None:
@@ -235,19 +219,19 @@ class Buffers:
         return new
 
     def _record(self, key: Key) -> None:
-        tensor = _buffer(key)
-        self._still[key] = _State.of(tensor)
+        tensor = buffer_of(key)
+        self._still[key] = State.of(tensor)
         self._shadows.pop(key, None)
         if tensor is None or tensor.nbytes <= SMALL_BYTES:
-            self._shadows[key] = _copy(tensor)
+            self._shadows[key] = copy_of(tensor)
 
     def _notice(self, saved: Saved | None = None) -> list[Key]:
         """Takes in which buffers have begun to change since the last look, in the forward of `saved` or by
         something that is not recomputed; their values until then are still known.
         """
-        found = [key for key, state in self._still.items() if state.has_moved(_buffer(key))]
+        found = [key for key, state in self._still.items() if state.has_moved(buffer_of(key))]
         for key in found:
-            value: _Value
+            value: Value
             if saved is not None and key in saved.copies:
                 value = saved.copies[key]
             elif key in self._shadows:
@@ -266,7 +250,7 @@ class Buffers:
             self._begins_to_change(key, value)
         return found
 
-    def _begins_to_change(self, key: Key, value: _Value) -> None:
+    def _begins_to_change(self, key: Key, value: Value) -> None:
         """From now on it is copied before each forward, and so are the small buffers of the same module."""
         self._before[key] = value
         module, _ = key
@@ -274,7 +258,7 @@ class Buffers:
         for each in (key, *siblings):
             self._changing.add(each)
             self._still.pop(each, None)
-            shadow = self._shadows.pop(each, _ABSENT)
+            shadow = self._shadows.pop(each, ABSENT)
             if each != key:
                 self._before[each] = shadow
 
@@ -283,7 +267,7 @@ class Buffers:
         changing = self._moved | self._silent
         modules = {module for module, _ in changing}
         for key in self._changing - changing:
-            tensor = _buffer(key)
+            tensor = buffer_of(key)
             if key[0] not in modules or (tensor is not None and tensor.nbytes > SMALL_BYTES):
                 self._changing.remove(key)
                 self._record(key)
@@ -291,18 +275,3 @@ class Buffers:
     def _name(self, key: Key) -> str:
         module, name = key
         return f"buffer {name!r} of {self._modules[module]}"
-
-
-def _buffer(key: Key) -> Tensor | None:
-    module, name = key
-    return module._buffers.get(name)
-
-
-def _copy(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.detach().clone()
-
-
-def _same(value: _Value, tensor: Tensor | None) -> bool:
-    if value is None or tensor is None or isinstance(value, _Absent):
-        return value is tensor
-    return torch.equal(value, tensor)

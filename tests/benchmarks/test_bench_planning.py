@@ -10,7 +10,8 @@ import pytest
 from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, execution_order, gpipe, transfers, validate
+from gpipe_bench.pipeline.plan.schedule import SCHEDULES, execution_order, gpipe, transfers
+from gpipe_bench.pipeline.plan.validate import validate
 
 NUM_STAGES, NUM_MICROBATCHES = 8, 32
 NUM_LAYERS = 1665  # the paper's deepest Transformer

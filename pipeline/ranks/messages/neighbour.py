@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.ranks.messages.holders import Holders
+from gpipe_bench.pipeline.ranks.messages.segment import Segment
 
 _RECORD = struct.Struct("<BBIIQ")  # kind, channel, tag, segment, offset or size
 _SEGMENT, _POSTED, _DONE = 1, 2, 3
@@ -54,7 +55,7 @@ class Neighbour:
         self._poll.register(link, select.POLLIN)
         self._unread = self._unwritten = b""
         self._descriptors: deque[int] = deque()
-        self._mine: list[_Segment] = []  # memory to receive into
+        self._mine: list[Segment] = []  # memory to receive into
         self._places: dict[int, tuple[int, int]] = {}  # address of a buffer -> segment, offset
         self._holders: dict[int, Holders] = {}  # address of a buffer -> whether tensors live in it
         self._unused: dict[int, list[Tensor]] = {}  # buffers that were given back, by their length
@@ -79,7 +80,7 @@ class Neighbour:
                 return unused.pop(position)
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if not self._mine or self._mine[-1].free < size:
-            self._mine.append(_Segment(max(size, _SMALLEST_SEGMENT)))
+            self._mine.append(Segment(max(size, _SMALLEST_SEGMENT)))
             self._announce(self._mine[-1])
         offset = self._mine[-1].take(size)
         buffer = torch.frombuffer(self._mine[-1].memory, dtype=torch.uint8, count=num_bytes, offset=offset)
@@ -227,7 +228,7 @@ class Neighbour:
         elif not writable:
             raise RuntimeError(f"timed out after {self._timeout_s:g} s")
 
-    def _announce(self, segment: _Segment) -> None:
+    def _announce(self, segment: Segment) -> None:
         self.flush()
         record = _RECORD.pack(_SEGMENT, 0, 0, 0, segment.size)
         descriptors = array.array("i", [segment.descriptor])
@@ -284,21 +285,3 @@ class Departure:
         """Until the tensor that was sent may change."""
         if not self.gone:
             self._neighbour.wait_until(lambda: self.gone)
-
-
-class _Segment:
-    """Memory of this process that a neighbour maps, given out from the front."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self._used = size, 0
-        self.descriptor = os.memfd_create("pipeline")
-        os.posix_fallocate(self.descriptor, 0, size)  # a lack of memory is an error here, not a signal later
-        self.memory = mmap.mmap(self.descriptor, size)
-
-    @property
-    def free(self) -> int:
-        return self.size - self._used
-
-    def take(self, size: int) -> int:
-        offset, self._used = self._used, self._used + size
-        return offset

@@ -1,0 +1,148 @@
+"""One mini-batch through the stages of this process: divided, run, and ended on every rank whatever happens.
+
+A training step and a forward-only pass differ in a loss and in which actions are left. Between them and the
+engine's loop is what must hold for both: the stages get their micro-batches and targets, all ranks learn how
+many examples there are, no cast is cached across the pass, and a failure leaves no rank waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_bench.pipeline import engine
+from gpipe_bench.pipeline.clock import Clock
+from gpipe_bench.pipeline.errors import ActionError, PeerError
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.ranks.distributed import PointToPoint
+from gpipe_bench.pipeline.ranks.replicas import Replicas
+from gpipe_bench.pipeline.stage.layers import LossFn
+from gpipe_bench.pipeline.stage.microbatch import Tree, num_examples, sizes, split, tensors_of
+from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.transport import Plan, Transport
+
+
+class Steps:
+    """Takes mini-batches through `stages`, those of this process by their indices.
+
+    `devices` is the device of each stage of the pipeline; `replicas` are told of failures.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        devices: Sequence[torch.device],
+        transport: Transport,
+        replicas: Replicas | None,
+    ) -> None:
+        self._schedule, self._stages = schedule, stages
+        self._transport, self._replicas = transport, replicas
+        self._asks = isinstance(transport, PointToPoint)  # which mini-batches have messages of equal shapes
+        self._programs = {
+            training: engine.prepare(schedule, stages, training=training) for training in (True, False)
+        }
+        self._clocks = {
+            training: Clock([instruction.action for instruction in program], devices)
+            for training, program in self._programs.items()
+        }
+
+    @property
+    def clock(self) -> Clock:
+        """Of training steps."""
+        return self._clocks[True]
+
+    def take(
+        self,
+        model: nn.Module,
+        number: int,
+        batch: Tree | None,
+        target: Tree | None = None,
+        loss_fn: LossFn | None = None,
+        observe: engine.Observer | None = None,
+    ) -> Tensor | None:
+        """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only.
+
+        `model` is the whole module of this process, `number` keys the random streams. Returns the mean loss
+        of a training step; the outputs of forwards are left in the last stage.
+        """
+        training = loss_fn is not None
+        num_microbatches = self._schedule.num_microbatches
+        cache_casts = torch.is_autocast_cache_enabled()
+        # A cast cached without a graph must not meet one, and the cache would keep a copy of every weight.
+        torch.set_autocast_cache_enabled(False)
+        try:
+            plan, signature = None, None
+            feed: Sequence[Tree] = ()
+            if 0 in self._stages:
+                feed = _feed(batch, num_microbatches, "the mini-batch")
+                plan = Plan(num_examples(batch), training)  # type: ignore[arg-type]
+                signature = _signature(model, batch, training) if self._asks else None
+            plan = self._transport.begin(plan, signature)
+            for stage in self._stages.values():
+                targets: Sequence[Tree | None] = ()
+                if stage.is_last and training:
+                    targets = _targets(target, plan.examples, num_microbatches)
+                stage.begin(
+                    number,
+                    num_microbatches,
+                    training=training,
+                    feed=feed if stage.is_first else (),
+                    targets=targets,
+                    loss_fn=loss_fn,
+                    shares=tuple(size / plan.examples for size in sizes(plan.examples, num_microbatches)),
+                )
+            engine.run(self._programs[training], self._transport, self._clocks[training], observe)
+            last = self._stages.get(self._schedule.num_stages - 1)
+            loss = None
+            if training and last is not None:
+                loss = last.losses[0] if len(last.losses) == 1 else torch.stack(last.losses).sum()
+            loss = self._transport.finish(loss)
+            for stage in self._stages.values():
+                stage.finish()
+        except BaseException as error:
+            for stage in self._stages.values():
+                stage.reset()
+            # The other ranks must not wait, nor the other replicas.
+            failure = error if isinstance(error, ActionError) else self._transport.abort(None, error)
+            if self._replicas is not None:
+                self._replicas.tell(failure)
+            if isinstance(error, PeerError):
+                raise failure from error
+            raise
+        finally:
+            torch.set_autocast_cache_enabled(cache_casts)
+        return loss
+
+
+def _signature(model: nn.Module, batch: Tree | None, training: bool) -> Hashable:
+    """What the shapes, dtypes and gradients of all messages may depend on."""
+    tensors = tensors_of(batch)  # type: ignore[arg-type]
+    return (
+        training,
+        model.training,
+        isinstance(batch, tuple),
+        tuple((tensor.shape, tensor.dtype) for tensor in tensors),
+        tuple(p.requires_grad for p in model.parameters()),
+        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+    )
+
+
+def _feed(batch: Tree | None, num_microbatches: int, what: str) -> tuple[Tree, ...]:
+    parts = batch if isinstance(batch, tuple) else (batch,)
+    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+        raise ValueError(
+            "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
+        )
+    return split(batch, num_microbatches, what)  # type: ignore[arg-type]
+
+
+def _targets(target: Tree | None, examples: int, num_microbatches: int) -> Sequence[Tree | None]:
+    if target is None:
+        return [None] * num_microbatches
+    found = num_examples(target, "the target")
+    if found != examples:
+        raise ValueError(f"the mini-batch has {examples} examples but the target {found}")
+    return split(target, num_microbatches, "the target")

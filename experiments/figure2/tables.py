@@ -26,8 +26,8 @@ from gpipe_bench.harness.report.table import text_table
 TABLE = "formulas"
 MOST_STAGES = 8  # of the paper's Table 2, about which it says that M >= 4K is enough
 ENOUGH = (
-    "The least whole M / K with which (K-1)/(M+K-1) keeps below a negligible share at K = 8, for the two ends "
-    "of what negligible may mean."
+    "The least whole M / K with which (K-1)/(M+K-1) keeps below a negligible share at K = 8, for the two "
+    "ends of what negligible may mean."
 )
 
 

@@ -55,6 +55,12 @@ def spawning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw no figures, which takes longer than many a case and is asserted elsewhere."""
+    monkeypatch.setattr("gpipe_bench.experiments.commands.run.draw", lambda *arguments: [])
+
+
+@pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "results")
 

@@ -22,7 +22,6 @@ import torch
 from command_line import free_port
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 from torch import Tensor, distributed, nn
 
 from gpipe_bench.experiments.commands import cli
@@ -230,6 +229,7 @@ def test_own_images_of_any_layout(tmp_path: Path) -> None:
 def cifar10_archive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Digits as an archive in CIFAR-10's format, with the checksums torchvision expects of the real one."""
     import_torchvision()
+    from sklearn.datasets import load_digits
     from torchvision.datasets import CIFAR10
 
     root = folder / CIFAR10.base_folder
@@ -257,6 +257,8 @@ def cifar10_archive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_cifar10_is_read_in_its_own_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sklearn.datasets import load_digits
+
     path = str(cifar10_archive(tmp_path, monkeypatch))
     images = own_images(path, 28, False, 0, None)
     assert (len(images.train), len(images.held_out), images.num_classes) == (200, 40, 10)

@@ -6,6 +6,7 @@ Two cores run the whole suite, so every test uses one compute thread; a test tha
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -23,18 +24,12 @@ torch.set_num_threads(1)
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-PRELOADED = [
-    "torch.distributed.tensor", "torch.distributed.launcher.api", "torch.distributed.checkpoint",
-    "hypothesis", "sklearn.datasets", "gpipe_bench.pipeline.ranks.launch", "gpipe_bench.models",
-]  # fmt: skip
-
-
 @pytest.fixture(scope="session", autouse=True)
 def forking() -> Iterator[None]:
     """Launched processes are forked from one that has imported torch, which takes them two seconds
     otherwise. Where starting them is what is tested, `spawning` undoes it.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "LaunchConfig", _forking)
         yield
@@ -44,10 +39,25 @@ def _forking(**options: object) -> LaunchConfig:
     return LaunchConfig(**{**options, "start_method": "forkserver"})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What is imported by now is not looked through when garbage is collected: a quarter of a second each
+    time, and steps that are timed ask for it.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def spawning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches start their processes as they do for users."""
     monkeypatch.setattr(launch, "LaunchConfig", LaunchConfig)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw no figures, which takes longer than many a case and is asserted elsewhere."""
+    monkeypatch.setattr("gpipe_bench.experiments.commands.run.draw", lambda *arguments: [])
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ TRANSFORMER = {
     "num_layers": 6, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "vocab_size": 50, "seq_len": 6,
     "dropout": 0.2,
 }  # fmt: skip
-NUM_STEPS = 5
+NUM_STEPS = 3
 cross_entropy = nn.functional.cross_entropy
 
 

@@ -22,7 +22,6 @@ import torch
 from command_line import free_port
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 from torch import Tensor, distributed, nn
 
 from gpipe_bench.experiments.commands import cli
@@ -31,7 +30,7 @@ from gpipe_bench.experiments.consistency import run as consistency_run
 from gpipe_bench.experiments.consistency import training as consistency_training
 from gpipe_bench.experiments.consistency.asynchronous import train_asynchronously
 from gpipe_bench.experiments.consistency.disk import Trained, is_statistic, latest_checkpoint
-from gpipe_bench.experiments.consistency.images import ImageTask, digits, own_images
+from gpipe_bench.experiments.consistency.images import Images, ImageTask, digits, own_images
 from gpipe_bench.experiments.consistency.language import TextTask, TranslationTask, blocks_of, topics
 from gpipe_bench.experiments.consistency.recipe import DAWNBENCH, DIGITS, TOPICS
 from gpipe_bench.experiments.consistency.task import chosen, even_parts
@@ -42,16 +41,24 @@ from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.models.torchvision_shim import import_torchvision
 
-TEXT = replace(TOPICS, num_steps=4, d_model=16, ffn_dim=32, seq_len=12, batch_size=8, vocab_size=256)
-IMAGES = replace(DIGITS, num_filters=8, stem_filters=8, image_size=9, num_epochs=1, batch_size=300)
+TEXT = replace(
+    TOPICS, num_steps=4, num_layers=2, d_model=16, ffn_dim=32, seq_len=12, batch_size=8, vocab_size=256
+)
+IMAGES = replace(DIGITS, num_filters=8, stem_filters=8, image_size=9, num_epochs=1, batch_size=50)
 
 
 def text_task() -> TextTask:
-    return TextTask(TEXT, topics()[:60_000], 0, "the beginning of the topics")
+    task = TextTask(TEXT, topics()[:60_000], 0, "the beginning of the topics")
+    task.evaluate_every = 2
+    return task
 
 
 def image_task() -> ImageTask:
-    return ImageTask(IMAGES, digits(9, 0))
+    """Four steps of the digits' first 200 images."""
+    whole = digits(9, 0)
+    train, held_out = whole.train[:200], whole.held_out[:50]
+    classes = [whole.load(index, None)[1] for index in held_out]
+    return ImageTask(IMAGES, Images(whole.load, train, held_out, classes, whole.num_classes))
 
 
 def same_weights(ours: Trained, wanted: Trained, *, statistics: bool = True) -> bool:
@@ -178,6 +185,7 @@ def test_a_translation_is_trained_through_the_same_code(tmp_path: Path) -> None:
     target = "\n".join(" ".join(reversed(line.split())) for line in source.splitlines())
     recipe = replace(TEXT, vocab_size=40, num_layers=4, num_steps=40, learning_rate=1.0)
     task = TranslationTask(recipe, source, target, 0, "the files")
+    task.evaluate_every = recipe.num_steps
     trained = train(task, Setting(num_stages=4, num_microbatches=2), tmp_path / "four")
     assert trained.score < task.unigram
     assert same_weights(trained, train(task, Setting(num_microbatches=2), tmp_path / "one"))
@@ -221,6 +229,7 @@ def test_own_images_of_any_layout(tmp_path: Path) -> None:
 def cifar10_archive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Digits as an archive in CIFAR-10's format, with the checksums torchvision expects of the real one."""
     import_torchvision()
+    from sklearn.datasets import load_digits
     from torchvision.datasets import CIFAR10
 
     root = folder / CIFAR10.base_folder
@@ -248,6 +257,8 @@ def cifar10_archive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_cifar10_is_read_in_its_own_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sklearn.datasets import load_digits
+
     path = str(cifar10_archive(tmp_path, monkeypatch))
     images = own_images(path, 28, False, 0, None)
     assert (len(images.train), len(images.held_out), images.num_classes) == (200, 40, 10)

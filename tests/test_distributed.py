@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import distributed_cases
 import psutil
 import pytest
 import torch
+import torch.distributed.run
 from command_line import free_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -82,22 +81,38 @@ def test_the_launcher_ends_with_the_first_error() -> None:
     assert not [line for line in left if "spawn_main" in " ".join(line)]
 
 
-def test_two_agents_as_on_two_hosts() -> None:
+def agent(folder: Path, arguments: list[str], output: Path) -> None:
+    """What `torchrun` does, in a process that has imported torch; its workers are started as for users."""
+    os.chdir(folder)
+    os.environ.update(PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
+    with output.open("wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.distributed.run.main(arguments)
+
+
+def test_two_agents_as_on_two_hosts(tmp_path: Path) -> None:
     """The command of docs/running.md, once per "host"; between the two the tensors go through the network."""
-    root = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-               "--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", f"localhost:{free_port()}",
-               "docs/distributed_example.py", "--steps", "50", "--network"]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    arguments = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "two",
+                 "--rdzv-endpoint", f"localhost:{free_port()}", "docs/distributed_example.py",
+                 "--steps", "50", "--network"]  # fmt: skip
+    outputs = [tmp_path / "one host", tmp_path / "other host"]
+    context = multiprocessing.get_context("forkserver")
     agents = [
-        subprocess.Popen(
-            command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
+        context.Process(target=agent, args=(Path(__file__).parents[1], arguments, output))
+        for output in outputs
     ]
-    outputs = [agent.communicate(timeout=120) for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    (printed,) = [out for out, _ in outputs if out]
-    losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if line.startswith("step")]
+    for process in agents:
+        process.start()
+    try:
+        for process in agents:
+            process.join(distributed_cases.PATIENCE_S)
+    finally:
+        for process in agents:
+            process.kill()
+    said = [output.read_text() for output in outputs]
+    assert [process.exitcode for process in agents] == [0, 0], "\n".join(said)
+    printed = [line for text in said for line in text.splitlines() if line.startswith("step")]
+    losses = [float(line.rpartition(" ")[2]) for line in printed]
     assert len(losses) == 5
     assert losses[-1] < 0.7 * losses[0]

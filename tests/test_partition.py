@@ -41,7 +41,7 @@ def assert_covers(stages: Partition, num_layers: int, num_stages: int) -> None:
     assert all(len(stage) > 0 for stage in stages)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(costs_lists, st.integers(1, 9))
 def test_bottleneck_equals_brute_force(costs: list[float], num_stages: int) -> None:
     num_stages = min(num_stages, len(costs))
@@ -51,7 +51,7 @@ def test_bottleneck_equals_brute_force(costs: list[float], num_stages: int) -> N
     assert max(stage_sums(costs, stages)) == best
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(costs_lists, st.integers(1, 9))
 def test_variance_equals_brute_force(costs: list[float], num_stages: int) -> None:
     num_stages = min(num_stages, len(costs))
@@ -64,7 +64,7 @@ def test_variance_equals_brute_force(costs: list[float], num_stages: int) -> Non
     assert squares(stages) == min(squares(split) for split in all_splits(len(costs), num_stages))
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data(), st.integers(1, 7), st.integers(1, 7), st.integers(0, 40))
 def test_arbitrary_stage_costs_equal_brute_force(
     data: st.DataObject, num_layers: int, num_stages: int, cap: int

@@ -94,6 +94,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("results")
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("command", commands())
 def test_command_lines_run(command: str, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they stand there, but for cases of the smoke profile that cost nothing."""
@@ -106,7 +107,7 @@ def test_command_lines_run(command: str, results: Path, monkeypatch: pytest.Monk
         return
     if "run" in arguments:
         arguments += ["--profile", "smoke", "--results", str(results), "--only", "half=transformer"]
-        arguments += ["--only", "part=paper"]
+        arguments += ["--only", "part=paper", "--jobs", "1"]
     elif "compare" in arguments and "--results" not in arguments:
         # A fresh clone has the reference records alone.
         arguments += ["--results", str(readme.RECORDS.relative_to(ROOT))]

@@ -226,8 +226,18 @@ def test_a_signal_that_the_shell_told_it_to_ignore_stays_ignored(tmp_path, gate)
     assert [step for step, _ in kept(tmp_path)] == [1, 2, 3, 4, 5]
 
 
+@pytest.fixture
+def default_handlers():
+    """Also in a background job, which was told to ignore interrupts: it would wait for one for ever."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(("number", "status"), ENDINGS)
-def test_the_way_out_is_taken_in_good_order(number, status):
+def test_the_way_out_is_taken_in_good_order(number, status, default_handlers):
     cleaned, before = [], signal.getsignal(number)
 
     def work():
@@ -245,7 +255,7 @@ def test_the_way_out_is_taken_in_good_order(number, status):
     assert signal.getsignal(number) is before
 
 
-def test_what_is_held_together_is_done_whole():
+def test_what_is_held_together_is_done_whole(default_handlers):
     done = []
 
     def work():
@@ -258,7 +268,7 @@ def test_what_is_held_together_is_done_whole():
     assert done == ["whole"]
 
 
-def test_the_signals_of_a_forked_child_are_its_own():
+def test_the_signals_of_a_forked_child_are_its_own(default_handlers):
     with stopping():
         child = os.fork()
         if child == 0:

@@ -20,7 +20,7 @@ Smoke = tuple[Path, tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     results = tmp_path_factory.mktemp("results")
-    return results, call("run", "table1", "--profile", "smoke", "--results", results)
+    return results, call("run", "table1", "--profile", "smoke", "--results", results, "--jobs", "1")
 
 
 def record_of(case: Case) -> Record:
@@ -103,6 +103,7 @@ def test_smoke_prints_the_table_and_draws_it(smoke: Smoke) -> None:
     assert (results / "figures" / "table1-amoebanet.svg").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_second_run_reuses_every_record(smoke: Smoke) -> None:
     results, _ = smoke
     before = (results / "table1.jsonl").read_bytes()

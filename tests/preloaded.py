@@ -1,0 +1,22 @@
+"""What launched processes are forked with: the fork server imports this once, from the root of the project.
+
+torch takes two seconds to import, and what its first optimizer imports two more. Whatever lives by then is
+frozen, so that a collection of garbage, which timed steps ask for each time, does not look through it.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import hypothesis  # noqa: F401
+import sklearn.datasets  # noqa: F401
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.launcher.api
+import torch.distributed.tensor  # noqa: F401
+
+import gpipe_bench.models
+import gpipe_bench.pipeline.api
+import gpipe_bench.pipeline.ranks.launch  # noqa: F401
+
+gc.freeze()

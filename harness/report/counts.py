@@ -13,7 +13,7 @@ from typing import Literal, cast
 
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import QUESTIONS, Question
-from gpipe_bench.harness.judging.verdict import JUDGED, VERDICTS, Verdict
+from gpipe_bench.harness.judging.verdict import JUDGED, Verdict
 
 Evidence = Literal["measured", "replayed", "modelled", "identity", "no number"]
 """What a verdict rests on: how our number was made, or that it follows by arithmetic from others."""
@@ -81,8 +81,8 @@ class Counts:
 
     @property
     def present(self) -> tuple[Evidence, ...]:
-        """The evidence there is, in order; what was not run rests on nothing."""
-        return tuple(e for e in EVIDENCE if any(self.at(e, v) for v in VERDICTS if v != "not run"))
+        """What the verdicts on judged numbers and identities rest on, in order."""
+        return tuple(e for e in EVIDENCE if any(self.at(e, verdict) for verdict in JUDGED))
 
     @property
     def judged_text(self) -> str:

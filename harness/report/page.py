@@ -212,9 +212,11 @@ def _table(
     used = [row.answer for row in rows if row.answer is not None and row.answer.answers]
     others = [cell for place, cell in published.items() if cell.source != "paper" and place not in answered]
     ours = {row.comparison.place: row.comparison for row in rows if row.comparison.ours is not None}
-    main = [cell for cell in published.values() if cell.source == "paper" and cell.counted] or others
-    locations = dict.fromkeys(cell.location for cell in main if cell.location)
-    hardware = dict.fromkeys(cell.hardware for cell in published.values() if cell.hardware)
+    papers = [cell for cell in published.values() if cell.source == "paper"]
+    locations = dict.fromkeys(
+        cell.location for cell in [each for each in papers if each.counted] or others if cell.location
+    )
+    hardware = dict.fromkeys(cell.hardware for cell in papers or others if cell.hardware)
     settings = [row for row in rows if _is_setting(row.comparison)]
     return TableView(
         name=name,

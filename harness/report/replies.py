@@ -16,7 +16,7 @@ from gpipe_bench.harness.judging.entry import Question
 from gpipe_bench.harness.judging.verdict import UNEXPLAINED, Verdict
 from gpipe_bench.harness.report.counts import ASKED, Counts, counts_of
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.report.table import ours_text, range_text
+from gpipe_bench.harness.report.table import ours_text, range_text, times_text
 
 MOST = 3
 RULE = (
@@ -27,8 +27,7 @@ RULE = (
 """How the differences that are named were chosen."""
 
 _WIDTH = 110
-_COLUMNS: tuple[Verdict, ...] = ("reproduced", "undecided", "above", "below", "identity", "not comparable")
-_ALWAYS = _COLUMNS[:4]
+_COLUMNS: tuple[Verdict, ...] = ("reproduced", "undecided", "above", "below", "identity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +45,8 @@ class Reply:
 
     @property
     def columns(self) -> tuple[Verdict, ...]:
-        """The verdicts that its table by evidence shows: what is judged, and whatever else occurs."""
-        return tuple(verdict for verdict in _COLUMNS if verdict in _ALWAYS or self.counts[verdict])
+        """The verdicts that its table by evidence shows: those of what is judged, and identities if any."""
+        return _COLUMNS if self.counts["identity"] else _COLUMNS[:-1]
 
 
 def replies_to(cells: Iterable[Comparison]) -> tuple[Reply, ...]:
@@ -69,7 +68,7 @@ def apart_text(cell: Comparison) -> str:
     """`above by at least a factor of 5.4`; only the verdict where there is no factor."""
     if not cell.factor:
         return cell.verdict
-    return f"{cell.verdict} by at least a factor of {max(cell.factor, 1 / cell.factor):.3g}"
+    return f"{cell.verdict} by at least a factor of {times_text(max(cell.factor, 1 / cell.factor))}"
 
 
 def why_text(cell: Comparison) -> str:

@@ -22,7 +22,7 @@ from gpipe_bench.harness.report.grid import Grid
 _WIDTH = 110
 _ABSENT = "-"
 _DIGITS = 5
-"""Significant digits of an end of a range: one more than a number has by itself."""
+"""Significant digits of where a verdict turns: one more than a number has by itself."""
 _FAILS = "fails below / above"
 
 Part = Literal["as published", "here", "others' numbers"]
@@ -131,7 +131,7 @@ def range_text(entry: Comparison) -> str:
     """`3.1 to 4.2 GB`: over everything that is not known; nothing where the interval says it all."""
     if not entry.parts or entry.range_low is None or entry.range_high is None:
         return ""
-    return _pair(entry.range_low, entry.range_high, entry.unit, " to ")
+    return _pair(entry.range_low, entry.range_high, entry.unit, " to ", 4)
 
 
 def parts_text(entry: Comparison) -> str:
@@ -149,11 +149,10 @@ def fails_text(entry: Comparison, none: str = "–", between: str = " / ") -> st
     return between.join("never" if end is None else show(end, entry.unit, _DIGITS) for end in ends)
 
 
-def _pair(low: float, high: float, unit: str, between: str) -> str:
+def _pair(low: float, high: float, unit: str, between: str, digits: int = _DIGITS) -> str:
     """The unit once, behind both, unless it scales them (`81.3M`)."""
-    first, second = show(low, unit, _DIGITS), show(high, unit, _DIGITS)
-    end = f" {unit}"
-    return f"{first.removesuffix(end)}{between}{second}"
+    first, second = show(low, unit, digits), show(high, unit, digits)
+    return f"{first.removesuffix(f' {unit}')}{between}{second}"
 
 
 def verdict_text(entry: Comparison, times: str = " x") -> str:
@@ -164,7 +163,9 @@ def verdict_text(entry: Comparison, times: str = " x") -> str:
 
 
 def times_text(ratio: float) -> str:
-    """`0.78`, to three digits, or to as many as tell it from 1, up to five."""
+    """`0.78`, `2060`: to three digits, or to as many as tell it from 1, up to five."""
+    if ratio >= 1000:
+        return f"{ratio:.0f}" if ratio < 1e6 else f"{ratio:.1e}"
     return next((text for digits in (3, 4, 5) if (text := f"{ratio:.{digits}g}") != "1"), "1")
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpipe_bench.experiments.figure3.sentences import sentences
 from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
@@ -105,7 +106,8 @@ def laid_out_with(configuration: Configuration) -> tuple[int, ...]:
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
-    return [cell for record in records if record.status == "done" for cell in _cells(records, record)]
+    found = [cell for record in records if record.status == "done" for cell in _cells(records, record)]
+    return found + sentences(records)
 
 
 def _cells(records: Sequence[Record], record: Record) -> Iterator[Entry]:

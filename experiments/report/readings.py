@@ -62,7 +62,7 @@ def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
     """
     entries = experiment.cells(records)
     try:
-        comparisons = compare(entries)
+        comparisons = compare(entries, whole=experiment.paper_tables)
     except ValueError as error:  # not the user's mistake, so it must not look like bad usage
         raise RuntimeError(f"the cells of {experiment.name} can't be compared") from error
     tables = experiment.tables

@@ -18,6 +18,7 @@ from gpipe_bench.experiments.measuring.step_text import (
     published,
     replay_errors,
 )
+from gpipe_bench.experiments.table2.sentences import sentences
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Record, find
@@ -49,8 +50,9 @@ def facts_of(record: Record, num_stages: int, num_microbatches: int) -> dict[str
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
-    """A cell for each (K, M) of each model on record."""
-    return [cell for model in TABLES for cell in _of_model(records, model)]
+    """An entry for each (K, M) of each model on record, and for the sentences about them."""
+    found = [cell for model in TABLES for cell in _of_model(records, model)]
+    return found + sentences(records, JUDGED)
 
 
 def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:

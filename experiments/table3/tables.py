@@ -13,6 +13,7 @@ from typing import Any
 
 from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.step_text import SMOKE, interval, percent, published
+from gpipe_bench.experiments.table3.sentences import sentences
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar, find
@@ -28,8 +29,8 @@ def stage_counts(record: Record) -> list[int]:
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
-    """A cell for each K of each model whose steps were measured; the modelled ones are shown beside them."""
-    return [cell for model in TABLES for cell in _of_model(records, model)]
+    """An entry for each K of each model whose steps were measured, and for the sentences about them."""
+    return [cell for model in TABLES for cell in _of_model(records, model)] + sentences(records)
 
 
 def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:

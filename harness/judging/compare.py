@@ -7,7 +7,7 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gpipe_bench.harness.judging.entry import QUESTIONS, Entry, Question
@@ -79,11 +79,18 @@ class Comparison:
 
 
 def compare(
-    ours: Sequence[Entry], paper: Sequence[PaperCell] | None = None, tolerance: float = 1.0
+    ours: Sequence[Entry],
+    paper: Sequence[PaperCell] | None = None,
+    tolerance: float = 1.0,
+    whole: Collection[str] | None = None,
 ) -> list[Comparison]:
     """The rows of every table that `ours` touches, by question, in the paper's order, then our other cells.
 
-    `tolerance` multiplies the width of every range (see `gpipe_bench.harness.judging.verdict.judge`).
+    Args:
+        ours: our entries
+        paper: the published numbers; by default those of the file
+        tolerance: multiplies the width of every range (see `gpipe_bench.harness.judging.verdict.judge`)
+        whole: the tables whose unanswered numbers are rows too; by default all that `ours` touches
 
     Raises ValueError where a cell is given twice for one question or its unit can't be converted to the
     paper's.
@@ -101,6 +108,7 @@ def compare(
         absent(cell)
         for key, cell in published.items()
         if key not in answered and cell.source == "paper" and cell.counted
+        if whole is None or cell.table in whole
     ]
     first = {table: place for place, table in enumerate(tables)}
     place = {key: place for place, key in enumerate(published)}

@@ -165,7 +165,7 @@ def _factor(verdict: Verdict, allowed: Allowed, low: float, high: float) -> floa
 
 
 def _apart(factor: float | None) -> str:
-    return "" if factor is None else f", at least a factor of {factor:.3g} away"
+    return "" if factor is None else f", at least a factor of {max(factor, 1 / factor):.3g} away"
 
 
 def _made_of(ours: Entry) -> str:

@@ -84,28 +84,16 @@ class Counts:
         """What the verdicts on judged numbers and identities rest on, in order."""
         return tuple(e for e in EVIDENCE if any(self.at(e, verdict) for verdict in JUDGED))
 
-    @property
-    def judged_text(self) -> str:
-        """`3 reproduced, 8 undecided, 2 above of 13 judged`."""
-        found = [f"{n} {verdict}" for verdict in JUDGED if (n := self.judged_as(verdict))]
-        return f"{', '.join(found)} of {self.judged} judged" if found else "nothing judged"
-
-    @property
-    def apart_text(self) -> str:
-        """`14 identities; 2 not comparable; 30 not run`, or nothing."""
-        held, all_of_them = self["identity"], self.identities
-        parts = []
-        if held < all_of_them:
-            parts.append(f"{held} of {all_of_them} identities hold")
-        elif held:
-            parts.append("1 identity" if held == 1 else f"{held} identities")
-        return "; ".join(parts + [f"{self[verdict]} {verdict}" for verdict in _APART if self[verdict]])
-
     def __str__(self) -> str:
-        """`3 reproduced, 8 undecided of 11 judged; 14 identities; 30 not run`."""
-        if not self.total:
-            return "nothing counted"
-        return f"{self.judged_text}; {self.apart_text}".removesuffix("; ")
+        """`3 reproduced, 8 undecided of 11 judged; 14 identities; 2 not comparable; 30 not run`."""
+        found = [f"{n} {verdict}" for verdict in JUDGED if (n := self.judged_as(verdict))]
+        held, identities = self["identity"], self.identities
+        parts = [f"{', '.join(found)} of {self.judged} judged"] if found else []
+        if identities:
+            name = "identity" if identities == 1 else "identities"
+            parts.append(f"{held} {name}" if held == identities else f"{held} of {identities} {name} hold")
+        apart = [f"{self[verdict]} {verdict}" for verdict in _APART if self[verdict]]
+        return "; ".join([*(parts or ["nothing judged"]), *apart]) if self.total else "nothing counted"
 
 
 def counts_of(cells: Iterable[Comparison]) -> dict[Question, Counts]:

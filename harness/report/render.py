@@ -210,8 +210,8 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
     )  # fmt: skip
     environment.globals.update(
         verdicts=VERDICTS, marks=MARKS, meanings=MEANINGS, side_markdown=side_markdown,
-        verdict_text=verdict_text, replies_markdown=replies_markdown, rule=RULE, questions=QUESTIONS, judged=JUDGED,
-        asked=ASKED,
+        verdict_text=verdict_text, replies_markdown=replies_markdown, rule=RULE, questions=QUESTIONS,
+        asked=ASKED, judged=JUDGED,
     )  # fmt: skip
     return environment
 

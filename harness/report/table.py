@@ -80,8 +80,9 @@ class Table(Generic[R]):
 
     @property
     def diagonal(self) -> bool:
-        """Whether hardly more than a diagonal is filled, so that a list takes less room."""
-        return len(self.rows) < len(self.columns) + len(self.groups)
+        """Whether it is a single column or mostly empty, such as a diagonal, so that a list takes less room."""
+        places = len(self.columns) * len(self.groups)
+        return len(self.columns) == 1 or 2 * len(self.rows) <= places
 
 
 def numbered(notes_of: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:

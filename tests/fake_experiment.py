@@ -16,7 +16,7 @@ from pathlib import Path
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Quantity, Record
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.shown import PaperTable, Plot
 
 TABLE = "table1-amoebanet"
 COLUMNS = {1: "naive-1", 2: "pipeline-1", 3: "pipeline-2", 4: "pipeline-4", 5: "pipeline-8"}
@@ -136,4 +136,5 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     figures=figures,
+    paper_tables={TABLE: PaperTable(title="Table 1, AmoebaNet-D", short="Table 1", about="Parameters.")},
 )

@@ -79,7 +79,7 @@ def test_it_is_listed(project: Path) -> None:
 
 
 def test_it_runs_and_draws(project: Path, ran: str) -> None:
-    assert "2 of 2 reproduced" in ran
+    assert "here: 2 identities" in ran
     local = project / "results" / "local"
     assert len((local / "idle.jsonl").read_text().splitlines()) == 2
     assert (local / "figures" / "idle.svg").exists()
@@ -89,15 +89,15 @@ def test_compare_holds_it_against_the_paper(project: Path, ran: str) -> None:
     lines = python(project, "-m", "experiments", "compare", "idle", "--json").splitlines()
     cells = {cell["column"]: cell for cell in map(json.loads, lines)}
     assert {column: cell["verdict"] for column, cell in cells.items()} == {
-        "M=1": "reproduced",
-        "M=6": "reproduced",
+        "M=1": "identity",
+        "M=6": "identity",
     }
     assert cells["M=6"]["ours"] == 25
 
 
 def test_the_report_has_its_table_figure_chart_and_words(project: Path, ran: str) -> None:
     said = python(project, "-m", "experiments", "report")
-    assert "2 of " in said
+    assert "here: 2 identities" in said
     page = (project / "results" / "local" / "report.html").read_text(encoding="utf-8")
     text = (project / "results" / "local" / "report.md").read_text(encoding="utf-8")
     assert "### Idle share of three stages" in text

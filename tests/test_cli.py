@@ -32,7 +32,7 @@ def test_a_run_shows_the_table_and_keeps_records_and_figures(tmp_path):
     status, out, err = run_fake(tmp_path)
     assert status == 0
     assert "ours (modelled)  81.79M" in out
-    assert "4 of 20 reproduced, 1 deviates, 15 not run" in out
+    assert "as published: nothing judged; 15 not run\nhere: 4 of 5 identities hold\n" in out
     assert "[5/5] step=5 kind=odd: done in" in err
     assert len((tmp_path / "fake.jsonl").read_text().splitlines()) == 5
     assert (tmp_path / "figures" / "fake.txt").read_text().count("step=") == 5
@@ -59,7 +59,7 @@ def test_only_narrows_and_the_table_still_knows_the_rest(tmp_path):
     _, out, _ = run_fake(tmp_path, "--only", "kind=odd", "--only", "step=1", "--only", "step=3", "--json")
     assert [record["case"]["step"] for record in lines(out)] == [1, 3]
     _, out, _ = run_fake(tmp_path, "--only", "step=2")
-    assert "2 of 20 reproduced, 1 deviates, 17 not run" in out
+    assert "as published: nothing judged; 17 not run\nhere: 2 of 3 identities hold\n" in out
 
 
 def test_a_failed_case_is_status_3_and_everything_else_is_done(tmp_path):
@@ -79,8 +79,8 @@ def test_a_failed_case_is_status_3_and_everything_else_is_done(tmp_path):
 def test_assert_fails_on_deviations_after_printing(tmp_path):
     status, out, err = run_fake(tmp_path, "--assert")
     assert status == 1
-    assert "1 deviates" in out
-    assert "deviates: table1-amoebanet / parameters / pipeline-2: 541.0M is 0.095 % below the band" in err
+    assert "4 of 5 identities hold" in out
+    assert "below: table1-amoebanet / parameters / pipeline-2: 541.0M lies below 541.50M to 542.50M" in err
     assert run_fake(tmp_path)[0] == 0
 
 
@@ -97,7 +97,7 @@ def test_results_that_can_not_be_written_are_printed(tmp_path):
     assert status == 3
     records = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert [record["case"]["step"] for record in records] == [1, 2]
-    assert "2 of 20 reproduced" in out
+    assert "here: 2 identities\n" in out
     assert "fake.jsonl: Not a directory; choose another folder with --results" in err
     assert "error: 2 results could not be written" in err
     assert "Traceback" not in err
@@ -185,7 +185,7 @@ def test_compare_makes_the_table_from_records_alone_without_torch(tmp_path):
     assert (status, err) == (0, "")
     table = out[out.index("table1-amoebanet") :]
     assert table.rstrip() in ran
-    assert "| reproduced " in call("compare", "fake", "--results", tmp_path, "--markdown")[1]
+    assert "| identity " in call("compare", "fake", "--results", tmp_path, "--markdown")[1]
 
 
 def test_compare_gives_each_cell_as_a_line(tmp_path):
@@ -201,7 +201,7 @@ def test_compare_gives_each_cell_as_a_line(tmp_path):
         assert cell["reason"]
     found = next(cell for cell in cells if (cell["row"], cell["column"]) == ("parameters", "naive-1"))
     assert (found["paper"], found["ours"], found["unit"]) == (82e6, 81_785_166, "parameters")
-    assert (found["provenance"], found["verdict"], found["peer"]) == ("modelled", "reproduced", 81.5e6)
+    assert (found["provenance"], found["verdict"], found["peer"]) == ("modelled", "identity", 81.5e6)
 
 
 def test_compare_takes_the_latest_profile_or_the_one_asked_for(tmp_path):

@@ -232,7 +232,7 @@ def test_a_read_only_folder_is_used_as_far_as_it_goes(tmp_path):
     assert steps(tmp_path / "log") == [2, 3, 4, 5]
     assert "can't write figures to" in err
     assert "fake.jsonl: Read-only file system; choose another folder with --results" in err
-    assert "1 of 20 reproduced" in compared
+    assert "here: 1 identity" in compared
     assert "report.html: Read-only file system; choose another folder with --output" in err
     assert [line for line in err.splitlines() if line.startswith("status")] == ["status 3", "status 2"]
     assert "Traceback" not in err
@@ -273,7 +273,7 @@ def test_a_log_that_can_not_be_written_stops_nobody(tmp_path):
         process = start("run", "fake", "--device", "cpu", "--results", tmp_path, stderr=full)
     out = process.communicate(timeout=60)[0].decode()
     assert process.returncode == 0
-    assert "4 of 20 reproduced" in out
+    assert "here: 4 of 5 identities hold" in out
     assert stored(tmp_path) == [1, 2, 3, 4, 5]
 
 
@@ -369,7 +369,7 @@ def test_a_whole_record_that_its_experiment_can_not_read_costs_only_itself(tmp_p
         status, out, err = call(*arguments, "--results", tmp_path)
         assert status == 0, err
         assert "warning: fake can't read its record of step=99 (KeyError: 99); left out" in err
-        assert "4 of 20 reproduced, 1 deviates" in out
+        assert "here: 4 of 5 identities hold" in out
     store = Store(tmp_path / "alone")
     store.append(record(99))
     status, out, err = call("compare", "fake", "--results", store.root)
@@ -505,7 +505,7 @@ def test_a_terminal_gets_a_bar_where_it_can_show_one_and_lines_elsewhere(tmp_pat
     status, content = on_terminal(tmp_path / "results", columns, FAKE_STEP_2="print", **variables)
     text = content.decode("utf-8" if bar else variables.get("PYTHONIOENCODING", "utf-8"))
     assert status == 0
-    assert "4 of 20 reproduced" in text
+    assert "here: 4 of 5 identities hold" in text
     assert "Traceback" not in text
     assert ("\x1b" in text) == bar
     assert ("[5/5] step=5 kind=odd: done in" in text) != bar

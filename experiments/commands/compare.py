@@ -17,6 +17,7 @@ from gpipe_bench.experiments.report.records import select_records
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.verdict import NO_RECORD
 from gpipe_bench.harness.records.store import Loaded, Problem, Store, left_out, lines_of
+from gpipe_bench.harness.report.replies import replies_markdown
 from gpipe_bench.harness.report.table import markdown_table
 
 
@@ -54,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         for comparison in comparisons:
             print_line(msgspec.json.encode(comparison))
     elif arguments.markdown:
-        print(markdown_table(comparisons))
+        answers = replies_markdown(comparisons)
+        print("\n\n".join([*([answers] if answers else []), markdown_table(comparisons)]))
     else:
         print(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
         print(shown.text)

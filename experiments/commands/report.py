@@ -1,4 +1,4 @@
-"""`report`: the scorecard of everything on record, as one HTML page and one markdown file.
+"""`report`: the scorecard of everything on record, as one HTML page, one markdown file and one CSV file.
 
 Reads records and draws; needs neither torch nor a device.
 """
@@ -7,32 +7,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
-from gpipe_bench.experiments.report.figures import Picture, pictures_of
-from gpipe_bench.experiments.report.readings import Reading, answers, readings
-from gpipe_bench.experiments.report.records import folders, load_all, sources
-from gpipe_bench.experiments.report.tables import table_infos
-from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.experiments.report.build import build, short_path
 from gpipe_bench.harness.records.files import write_whole
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import lines_of
-from gpipe_bench.harness.report.page import Answer, table_views, totals
-from gpipe_bench.harness.report.render import ExperimentView, Machine, Page, environment_facts, html, markdown
-from gpipe_bench.harness.report.side import SideBySide, side_by_side
-from gpipe_bench.harness.report.summary import summary
+from gpipe_bench.harness.report.cells import cells_csv
+from gpipe_bench.harness.report.counts import counts_lines
+from gpipe_bench.harness.report.render import html, markdown
 
-HTML, MARKDOWN = "report.html", "report.md"
-COMMAND = "nox -s report"
+HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,58 +30,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         for table in page.tables:
             for row in (*table.rows, *table.settings):
-                machine = row.answer.machine if row.answer is not None and row.answer.answers else None
-                line = {**msgspec.to_builtins(row.comparison), "kind": row.kind, "machine": machine,
+                line = {**msgspec.to_builtins(row.comparison), "machine": row.machine,
                         "at_half": row.narrow, "at_twice": row.wide}  # fmt: skip
                 print_line(msgspec.json.encode(line))
         return exits.DONE
     folder = arguments.output or arguments.results
-    print(f"{page.counts}\n")
-    for name, text in ((HTML, html(page)), (MARKDOWN, markdown(page))):
+    print("\n".join(counts_lines(row.comparison for table in page.tables for row in table.rows)), end="\n\n")
+    files = ((HTML, html(page)), (MARKDOWN, markdown(page)), (CELLS, cells_csv(page.tables)))
+    for name, text in files:
         write(folder / name, text)
-        print(f"report: {_short(folder / name)}")
+        print(f"report: {short_path(folder / name)}")
     return exits.DONE
-
-
-def build(results: Path, *, figures: bool = True) -> Page:
-    """The whole report as data, from the records in `results` and the committed reference records."""
-    experiments, warnings = load_all()
-    places = folders(results)
-    paper = load_paper()
-    found: dict[str, list[Reading]] = {}
-    for experiment in experiments:
-        groups, problems = sources(experiment, places)
-        found[experiment.name], left_out = readings(experiment, groups)
-        warnings += lines_of(problems) + [f"{_short(group.folder)}: {line}" for group, line in left_out]
-    given: dict[tuple[str, str, str, str, str], Answer] = {}
-    for experiment in experiments:
-        for answer in answers(found[experiment.name]):
-            given.setdefault(answer.entry.key, answer)  # an entry belongs to the first that reports it
-    profiles = {name: {each.source.profile for each in several} for name, several in found.items()}
-    tables = table_views(list(given.values()), paper, table_infos(experiments, profiles))
-    shown = {name: _shown(several) for name, several in found.items()}
-    pictures: list[Picture] = []
-    if figures:
-        drawing = [(e, reading.source) for e in experiments for reading in shown[e.name][:1]]
-        pictures, failed = pictures_of(drawing)
-        warnings += failed
-    narrow, counts, wide = totals(tables)
-    return Page(
-        tables=tables,
-        narrow=narrow,
-        counts=counts,
-        wide=wide,
-        summary=summary(tables, paper),
-        experiments=tuple(
-            _view(experiment, shown[experiment.name], pictures)
-            for experiment in experiments
-            if shown[experiment.name]
-        ),
-        machines=tuple(_machine(name, folder, found, own=n == 0) for n, (name, folder) in enumerate(places)),
-        side=_side(experiments, shown),
-        warnings=tuple(warnings),
-        command=COMMAND,
-    )
 
 
 def write(path: Path, text: str) -> None:
@@ -105,76 +51,3 @@ def write(path: Path, text: str) -> None:
         raise ValueError(
             f"can't write {path}: {error.strerror or error}; choose another folder with --output"
         ) from error
-
-
-def _shown(several: Sequence[Reading]) -> list[Reading]:
-    """One reading for each machine, the one its numbers are taken from."""
-    first: dict[str, Reading] = {}
-    for reading in several:
-        first.setdefault(reading.source.machine, reading)
-    return list(first.values())
-
-
-def _view(experiment: Experiment, several: Sequence[Reading], pictures: Sequence[Picture]) -> ExperimentView:
-    charts = several[0].charts
-    return ExperimentView(
-        name=experiment.name,
-        title=experiment.title,
-        source=experiment.source,
-        describe=experiment.describe,
-        runs=tuple(
-            (
-                each.source.machine,
-                each.source.profile,
-                experiment.profiles.get(each.source.profile, ""),
-                _statuses(each.source.records),
-            )
-            for each in several
-        ),
-        text=several[0].shown.text,
-        pictures=tuple(
-            picture
-            for picture in pictures
-            if picture.experiment == experiment.name and not (charts and picture.of_timelines)
-        ),
-        charts=tuple(chart for chart in charts if chart.boxes),
-        traces=tuple(chart for chart in charts if not chart.boxes),
-    )
-
-
-def _statuses(records: Sequence[Record]) -> str:
-    counts = Counter(record.status for record in records)
-    return ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.items())
-
-
-def _machine(name: str, folder: Path, found: dict[str, list[Reading]], *, own: bool) -> Machine:
-    sources = [each.source for several in found.values() for each in several]
-    records = [record for source in sources if source.folder == folder for record in source.records]
-    return Machine(
-        name=name,
-        own=own,
-        place=_short(folder),
-        records=len(records),
-        facts=environment_facts([record.environment for record in records]),
-    )
-
-
-def _side(experiments: Sequence[Experiment], shown: dict[str, list[Reading]]) -> SideBySide | None:
-    """All experiments that at least two machines have records of, in one table."""
-    compared: dict[str, list[Comparison]] = {}
-    environments: dict[str, list[Mapping[str, Any]]] = {}
-    for experiment in experiments:
-        if len(shown[experiment.name]) < 2:
-            continue
-        for each in shown[experiment.name]:
-            machine = each.source.machine
-            compared.setdefault(machine, []).extend(each.shown.comparisons)
-            environments.setdefault(machine, []).extend(r.environment for r in each.source.records)
-    return side_by_side(compared, environments) if len(compared) > 1 else None
-
-
-def _short(path: Path) -> str:
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

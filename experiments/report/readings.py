@@ -23,6 +23,7 @@ from gpipe_bench.harness.records.environment import differences
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.chart import Chart
 from gpipe_bench.harness.report.page import Answer
+from gpipe_bench.harness.report.replies import replies_text
 from gpipe_bench.harness.report.table import text_table
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ class Shown:
 
 
 def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
-    """The experiment's entries beside the paper's numbers, and its text.
+    """The experiment's entries beside the paper's numbers, and its text with the two answers before it.
 
     Raises RuntimeError where the entries contradict themselves, and whatever the experiment stumbles over.
     """
@@ -66,7 +67,8 @@ def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
         raise RuntimeError(f"the cells of {experiment.name} can't be compared") from error
     tables = experiment.tables
     text = text_table(comparisons) if tables is None else tables(records, comparisons)
-    return Shown(tuple(records), tuple(entries), tuple(comparisons), text)
+    short = replies_text(comparisons)
+    return Shown(tuple(records), tuple(entries), tuple(comparisons), f"{short}\n\n{text}" if short else text)
 
 
 def environment_warnings(records: Sequence[Record]) -> list[str]:

@@ -25,7 +25,9 @@ class Comparison:
     value as published, `corrected` the one judged instead where an erratum gives it. `low` and `high` are our
     95 % interval, `range_low` and `range_high` how far our number may lie over everything that is not known.
     The verdict would have been against a published number below `fails_below` or above `fails_above`.
-    `ratio` is ours over the value judged. `peer` is the same number as published for torchgpipe.
+    `ratio` is ours over the value judged, `factor` how far the nearest ends of the two ranges are apart where
+    they don't meet. `counted` says whether it counts among the paper's numbers: no context, no repetition,
+    nobody else's. `peer` is the same number as published for torchgpipe.
     """
 
     table: str
@@ -34,6 +36,7 @@ class Comparison:
     source: str
     question: Question
     kind: str
+    counted: bool
     paper: float | None
     printed: str
     corrected: float | None
@@ -49,6 +52,7 @@ class Comparison:
     fails_below: float | None
     fails_above: float | None
     ratio: float | None
+    factor: float | None
     peer: float | None
     peer_printed: str
     verdict: Verdict
@@ -155,6 +159,7 @@ def compare_entry(
         source=ours.source,
         question=ours.question,
         kind="ours" if cell is None else cell.kind,
+        counted=cell is not None and cell.source == "paper" and cell.counted,
         paper=None if cell is None else cell.value,
         printed="" if cell is None else cell.printed,
         corrected=None if cell is None else cell.corrected_value,
@@ -170,6 +175,7 @@ def compare_entry(
         fails_below=judgement.fails_below,
         fails_above=judgement.fails_above,
         ratio=value / cell.target if cell is not None and value is not None and cell.target else None,
+        factor=judgement.factor,
         peer=None if peer is None or not unit else convert(peer.value, peer.unit, unit),
         peer_printed="" if peer is None else peer.printed,
         verdict=judgement.verdict,

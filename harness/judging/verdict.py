@@ -52,6 +52,7 @@ class Judgement:
     high: float | None = None
     fails_below: float | None = None
     fails_above: float | None = None
+    factor: float | None = None
 
 
 def judge(cell: PaperCell | None, ours: Entry, tolerance: float = 1.0) -> Judgement:
@@ -75,13 +76,15 @@ def judge(cell: PaperCell | None, ours: Entry, tolerance: float = 1.0) -> Judgem
         return Judgement("not comparable", ours.not_comparable, low, high)
     allowed = (ours.allowed or printed(cell)).scaled(tolerance, cell.target)
     verdict = _verdict(cell.kind, allowed, low, high)
+    factor = _factor(verdict, allowed, low, high)
     return Judgement(
         verdict,
-        _reason(verdict, cell, ours, allowed, (value, low, high)),
+        _reason(verdict, cell, ours, allowed, (value, low, high), factor),
         low,
         high,
         _finite(low - (allowed.possible_high - cell.target)),
         _finite(high + (cell.target - allowed.possible_low)),
+        factor,
     )
 
 
@@ -118,7 +121,12 @@ def _without_number(ours: Entry) -> Judgement:
 
 
 def _reason(
-    verdict: Verdict, cell: PaperCell, ours: Entry, allowed: Allowed, found: tuple[float, float, float]
+    verdict: Verdict,
+    cell: PaperCell,
+    ours: Entry,
+    allowed: Allowed,
+    found: tuple[float, float, float],
+    factor: float | None,
 ) -> str:
     value, low, high = found
     parts = []
@@ -143,15 +151,21 @@ def _reason(
         case "undecided":
             parts.append(f"{mine} meets {theirs}, and would meet much else")
         case _:
-            parts.append(f"{mine} lies {verdict} {theirs}{_factor(verdict, allowed, low, high)}")
+            parts.append(f"{mine} lies {verdict} {theirs}{_apart(factor)}")
             parts.append(f"it would not, {ours.explained_by}" if ours.explained_by else UNEXPLAINED)
     return "; ".join(parts)
 
 
-def _factor(verdict: Verdict, allowed: Allowed, low: float, high: float) -> str:
+def _factor(verdict: Verdict, allowed: Allowed, low: float, high: float) -> float | None:
     """How far the nearest ends are apart."""
+    if verdict not in DIFFERS:
+        return None
     near, edge = (low, allowed.possible_high) if verdict == "above" else (high, allowed.possible_low)
-    return f", at least a factor of {near / edge:.3g} away" if edge > 0 and near > 0 else ""
+    return near / edge if edge > 0 and near > 0 else None
+
+
+def _apart(factor: float | None) -> str:
+    return "" if factor is None else f", at least a factor of {max(factor, 1 / factor):.3g} away"
 
 
 def _made_of(ours: Entry) -> str:

@@ -6,15 +6,16 @@ and a test can hold either against the records.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_bench.harness.judging.compare import Comparison, absent, compare_entry
-from gpipe_bench.harness.judging.entry import QUESTIONS, Entry
+from gpipe_bench.harness.judging.entry import QUESTIONS, Entry, Question
 from gpipe_bench.harness.judging.paper import PaperCell
 from gpipe_bench.harness.judging.verdict import Verdict, judge
 from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.report.table import Counts, Row, Table, numbered
+from gpipe_bench.harness.report.counts import Counts, evidence
+from gpipe_bench.harness.report.table import PARTS, Part, Row, Table, numbered, part_of
 
 NARROW, WIDE = 0.5, 2.0
 """Factors on the width of every range under which the verdicts are counted again."""
@@ -57,38 +58,83 @@ class PageRow(Row):
     """One published number (or one of ours that the paper doesn't print) and its verdict.
 
     `reason` is the verdict's without what stands in the notes `marks` refer to; `narrow` and `wide` are the
-    verdicts under other tolerances. Settings and numbers the paper doesn't print are not `counted`.
+    verdicts with every range half and twice as wide.
     """
 
-    kind: str
-    counted: bool
     reason: str
     narrow: Verdict
     wide: Verdict
     answer: Answer | None
 
+    @property
+    def machine(self) -> str | None:
+        """Where its number comes from; None where there is none."""
+        return self.answer.machine if self.answer is not None and self.answer.answers else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """A number that others than the paper published: torchgpipe's, or what theory allows."""
+    """A number of others that nothing of ours answers. `ours` is our number at the same place, if any."""
 
     cell: PaperCell
+    comparison: Comparison
     ours: Comparison | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableView(Table[PageRow]):
-    """One table of the page. `commands` made its rows; `settings` and `others` stand below them."""
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Counts of the same numbers as judged, and with every range half and twice as wide."""
 
-    info: TableInfo
-    location: str
-    hardware: str
-    settings: tuple[PageRow, ...]
-    others: tuple[Published, ...]
-    commands: tuple[tuple[str, str, str], ...]  # command, machine, profile
     counts: Counts
     narrow: Counts
     wide: Counts
+
+    @classmethod
+    def of(cls, rows: Iterable[PageRow]) -> Scores:
+        """Of the rows that count."""
+        counted = [row for row in rows if row.comparison.counted]
+        rests_on = [evidence(row.comparison) for row in counted]
+
+        def of(verdicts: Iterable[Verdict]) -> Counts:
+            return Counts.of(zip(rests_on, verdicts, strict=True))
+
+        return cls(
+            of(row.comparison.verdict for row in counted),
+            of(row.narrow for row in counted),
+            of(row.wide for row in counted),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartView(Table[PageRow]):
+    """What a table says to one question, or holds against the numbers of others."""
+
+    scores: Scores
+
+    @property
+    def run(self) -> bool:
+        """Whether it says more than that nothing of it was run."""
+        return any(row.comparison.verdict != "not run" for row in self.rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableView:
+    """One table of the page, part by part. `commands` made its rows; `settings` and `others` stand below."""
+
+    name: str
+    info: TableInfo
+    location: str
+    hardware: str
+    parts: tuple[PartView, ...]
+    settings: tuple[PageRow, ...]
+    others: tuple[Published, ...]
+    notes: tuple[str, ...]
+    commands: tuple[tuple[str, str, str], ...]  # command, machine, profile
+
+    @property
+    def rows(self) -> tuple[PageRow, ...]:
+        """Those of all parts."""
+        return tuple(row for part in self.parts for row in part.rows)
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -110,14 +156,10 @@ def table_views(
     return tuple(_table(name, given, paper, infos.get(name) or _unknown(name)) for name in order)
 
 
-def totals(tables: Sequence[TableView]) -> tuple[Counts, Counts, Counts]:
-    """Counts over all tables under half, the declared and twice the tolerance."""
-    rows = [row for table in tables for row in table.rows if row.counted]
-    return (
-        Counts.of([row.narrow for row in rows]),
-        Counts.of([row.comparison.verdict for row in rows]),
-        Counts.of([row.wide for row in rows]),
-    )
+def totals(tables: Sequence[TableView]) -> dict[Question, Scores]:
+    """The scores of each question over all tables."""
+    rows = [row for table in tables for row in table.rows]
+    return {q: Scores.of(row for row in rows if row.comparison.question == q) for q in QUESTIONS}
 
 
 def _unknown(name: str) -> TableInfo:
@@ -156,43 +198,53 @@ def _table(
         for entry in listed
     ]
     notes, marks = numbered(map(_notes, shown))
-    rows = []
-    for entry, comparison, of_row in zip(listed, shown, marks, strict=True):
-        cell_of_row = published.get((entry.source, *entry.place))
-        rows.append(
-            PageRow(
-                comparison=comparison,
-                kind="ours" if cell_of_row is None else cell_of_row.kind,
-                counted=cell_of_row is not None and cell_of_row.counted,
-                reason=comparison.reason,
-                marks=of_row,
-                narrow=judge(cell_of_row, entry, NARROW).verdict,
-                wide=judge(cell_of_row, entry, WIDE).verdict,
-                answer=mine.get(entry.key),
-            )
+    rows = [
+        PageRow(
+            comparison=comparison,
+            reason=comparison.reason,
+            marks=of_row,
+            narrow=judge(published.get((entry.source, *entry.place)), entry, NARROW).verdict,
+            wide=judge(published.get((entry.source, *entry.place)), entry, WIDE).verdict,
+            answer=mine.get(entry.key),
         )
+        for entry, comparison, of_row in zip(listed, shown, marks, strict=True)
+    ]
     used = [row.answer for row in rows if row.answer is not None and row.answer.answers]
-    counted = [row for row in rows if row.counted]
     others = [cell for place, cell in published.items() if cell.source != "paper" and place not in answered]
     ours = {row.comparison.place: row.comparison for row in rows if row.comparison.ours is not None}
-    main = [published[row.comparison.source, *row.comparison.place] for row in counted] or others
-    locations = dict.fromkeys(cell.location for cell in main if cell.location)
-    hardware = dict.fromkeys(cell.hardware for cell in published.values() if cell.hardware)
-    is_setting = [row.kind != "ours" and not row.counted and row.comparison.ours is None for row in rows]
+    papers = [cell for cell in published.values() if cell.source == "paper"]
+    locations = dict.fromkeys(
+        cell.location for cell in [each for each in papers if each.counted] or others if cell.location
+    )
+    hardware = dict.fromkeys(cell.hardware for cell in papers or others if cell.hardware)
+    settings = [row for row in rows if _is_setting(row.comparison)]
     return TableView(
         name=name,
         info=info,
         location="; ".join(locations),
         hardware="; ".join(hardware),
-        rows=tuple(row for row, setting in zip(rows, is_setting, strict=True) if not setting),
-        settings=tuple(row for row, setting in zip(rows, is_setting, strict=True) if setting),
-        others=tuple(Published(cell=cell, ours=ours.get(cell.key)) for cell in others),
+        parts=tuple(
+            PartView(name=name, part=part, rows=tuple(found), notes=notes, scores=Scores.of(found))
+            for part in PARTS
+            if (found := [r for r in rows if _shown_in(part, r.comparison)])
+        ),
+        settings=tuple(settings),
+        others=tuple(
+            Published(cell=cell, comparison=compare_entry(absent(cell), cell), ours=ours.get(cell.key))
+            for cell in others
+        ),
         notes=notes,
         commands=tuple(dict.fromkeys((a.command, a.machine, a.profile) for a in used)),
-        counts=Counts.of([row.comparison.verdict for row in counted]),
-        narrow=Counts.of([row.narrow for row in counted]),
-        wide=Counts.of([row.wide for row in counted]),
     )
+
+
+def _shown_in(part: Part, cell: Comparison) -> bool:
+    return part_of(cell) == part and not _is_setting(cell)
+
+
+def _is_setting(cell: Comparison) -> bool:
+    """Whether it is only context: a setting or a repetition that nothing of ours answers."""
+    return cell.source == "paper" and cell.kind != "ours" and not cell.counted and cell.ours is None
 
 
 def _notes(comparison: Comparison) -> list[str]:

@@ -10,19 +10,33 @@ import base64
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.entry import QUESTIONS
 from gpipe_bench.harness.judging.verdict import JUDGED, VERDICTS
-from gpipe_bench.harness.report.chart import Chart
+from gpipe_bench.harness.report.cells import cells_csv
+from gpipe_bench.harness.report.chart import Chart, data_url
+from gpipe_bench.harness.report.counts import ASKED
 from gpipe_bench.harness.report.grid import escaped
 from gpipe_bench.harness.report.page import TableView
+from gpipe_bench.harness.report.replies import RULE, apart_text, replies_markdown, why_text
 from gpipe_bench.harness.report.side import SideBySide, entry_text, side_markdown, value_text
 from gpipe_bench.harness.report.summary import Summary
-from gpipe_bench.harness.report.table import Counts, interval_text, ours_text, paper_text, verdict_text
+from gpipe_bench.harness.report.table import (
+    fails_text,
+    interval_text,
+    ours_text,
+    paper_text,
+    parts_text,
+    range_text,
+    times_text,
+    verdict_text,
+)
 
 if TYPE_CHECKING:
     import jinja2
@@ -36,13 +50,14 @@ MARKS = {
 """A shape beside each verdict, because colour alone reaches not everybody and no printer."""
 
 MEANINGS = {
-    "reproduced": "our range is narrow and meets what the printed number stands for",
+    "reproduced": "our range meets what the printed number stands for and is narrow: at most 20 % to either "
+    "side of its middle",
     "identity": "the number follows by arithmetic from others, and does; it confirms nothing else",
-    "undecided": "our range meets it and is too wide to say something",
+    "undecided": "our range meets it and is wider, so that it would have met much else",
     "above": "all of our range lies above it",
     "below": "all of our range lies below it, or memory ran out",
     "not comparable": "the paper contradicts itself there, or what the number depends on is different here",
-    "not run": "there is no number of ours, with the reason",
+    "not run": "there is no number of ours; what it would take stands beside it",
 }
 
 _FIELDS = (
@@ -87,15 +102,17 @@ class Page:
     """All of the report."""
 
     tables: tuple[TableView, ...]
-    narrow: Counts
-    counts: Counts
-    wide: Counts
     summary: Summary
     experiments: tuple[ExperimentView, ...]
     machines: tuple[Machine, ...]
     side: SideBySide | None
     warnings: tuple[str, ...]
     command: str
+
+    @property
+    def shown(self) -> Mapping[str, int]:
+        """How many rows there are of each verdict, whether they count or not."""
+        return Counter(row.comparison.verdict for table in self.tables for row in table.rows)
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
@@ -116,21 +133,34 @@ def html(page: Page) -> str:
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = _environment(autoescape=True).get_template("report.html.j2")
-    return template.render(page=page, style=style, script=script, script_digest=f"sha256-{digest}")
+    cells = data_url(cells_csv(page.tables).encode(), "text/csv;charset=utf-8")
+    return template.render(
+        page=page,
+        style=style,
+        script=script,
+        script_digest=f"sha256-{digest}",
+        cells_url=cells,
+        names=_names(page),
+    )
 
 
 def markdown(page: Page) -> str:
     """The same numbers, verdicts and reasons as markdown."""
-    return _environment(autoescape=False).get_template("report.md.j2").render(page=page)
+    return _environment(autoescape=False).get_template("report.md.j2").render(page=page, names=_names(page))
+
+
+def _names(page: Page) -> dict[str, str]:
+    return {table.name: table.info.short for table in page.tables}
 
 
 def ratio_text(ratio: float) -> str:
-    """`×0.98`, to two digits after the point near one and to two digits elsewhere."""
-    return f"×{ratio:.2f}" if 0.1 <= ratio < 10 else f"×{ratio:.2g}"
+    """`×0.98`, to as many digits as tell it from 1."""
+    return f"×{times_text(ratio)}"
 
 
 def plot(cell: Comparison) -> dict[str, Any] | None:
-    """Where ours, our interval and the band lie beside the paper's number, in percent of a small scale.
+    """Where ours and our range lie beside the paper's number, and between which numbers the paper's would not
+    have been contradicted, in percent of a small scale.
 
     The scale is logarithmic, the paper's number is in the middle; beyond a factor of 3 the mark sticks to the
     edge and `clipped` says so. None where there is nothing to place.
@@ -172,13 +202,16 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        ours=ours_text, interval=interval_text, paper=paper_text, plot=plot, ratio=ratio_text,
-        entry=entry_text, slug=lambda text: text.replace(" ", "-"), pipes=escaped, breakable=_breakable,
-        ticks=_ticks,
+        ours=ours_text, interval=interval_text, range=range_text, parts=parts_text, fails=fails_text,
+        paper=paper_text, plot=plot, ratio=ratio_text, apart=apart_text, reasoned=why_text,
+        times=lambda factor: times_text(max(factor, 1 / factor)), key=lambda cell: "|".join(cell.key),
+        capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
+        entry=entry_text, pipes=escaped, breakable=_breakable, ticks=_ticks,
     )  # fmt: skip
     environment.globals.update(
         verdicts=VERDICTS, marks=MARKS, meanings=MEANINGS, side_markdown=side_markdown,
-        verdict_text=verdict_text,
+        verdict_text=verdict_text, replies_markdown=replies_markdown, rule=RULE, questions=QUESTIONS,
+        asked=ASKED, judged=JUDGED,
     )  # fmt: skip
     return environment
 

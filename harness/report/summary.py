@@ -1,14 +1,16 @@
-"""The first screen: what holds, what differs and what was not decided, in a line for each table."""
+"""The first screen: each question with its reply, and a line for each table on what holds and differs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gpipe_bench.harness.judging.entry import Question
 from gpipe_bench.harness.judging.paper import PaperCell
 from gpipe_bench.harness.judging.verdict import DIFFERS, Verdict
-from gpipe_bench.harness.report.page import PageRow, TableView
+from gpipe_bench.harness.report.page import PageRow, Scores, TableView, totals
+from gpipe_bench.harness.report.replies import Reply, replies_to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,50 +24,40 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
-    """What holds, what doesn't, and what was not decided, from the tables alone."""
+class QuestionView:
+    """The reply to a question, and what holds, what differs and what is open, from the tables alone."""
 
+    reply: Reply
+    scores: Scores
     holds: tuple[Finding, ...] = ()
     differs: tuple[Finding, ...] = ()
     undecided: tuple[Finding, ...] = ()
+
+    @property
+    def question(self) -> Question:
+        return self.reply.question
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """Both questions in their order, and the errata of the paper."""
+
+    questions: tuple[QuestionView, ...] = ()
     errata: tuple[tuple[str, str, str, str], ...] = ()  # table, its short name, cells, erratum
 
 
 def summary(tables: Sequence[TableView], paper: Sequence[PaperCell]) -> Summary:
     """The findings of the first screen and the errata of the paper, each once."""
-    found: dict[str, list[Finding]] = {"holds": [], "differs": [], "undecided": []}
-    for table in tables:
-        sorts: dict[str, list[str]] = {"holds": [], "differs": [], "undecided": []}
-        places: dict[str, list[PageRow]] = {"holds": [], "differs": [], "undecided": []}
-        for label, rows in table.groups:
-            counted = [row for row in rows if row.counted]
-            for sort, verdicts in _SORTS.items():
-                these = [row for row in counted if row.comparison.verdict in verdicts]
-                if these:
-                    sorts[sort].append(_phrase(label, these, len(counted)))
-                    places[sort] += these
-        for sort, phrases in sorts.items():
-            if phrases:
-                text = _joined(phrases, places[sort], sum(row.counted for row in table.rows))
-                found[sort].append(
-                    Finding(
-                        table=table.name,
-                        short=table.info.short,
-                        text=text,
-                        all_not_run=table.counts["not run"] == table.counts.total,
-                    )
-                )
+    scores = totals(tables)
+    replies = replies_to(row.comparison for table in tables for row in table.rows)
     errata: dict[tuple[str, str], list[str]] = {}
     for cell in paper:
         if cell.erratum and cell.kind != "external":
             errata.setdefault((cell.table, cell.erratum), []).append(f"{cell.row}, {cell.column}")
     short = {table.name: table.info.short for table in tables}
-    listed = tuple((table, short[table], _places(cells), text) for (table, text), cells in errata.items())
     return Summary(
-        holds=tuple(found["holds"]),
-        differs=tuple(found["differs"]),
-        undecided=tuple(found["undecided"]),
-        errata=listed,
+        questions=tuple(_question(reply, scores[reply.question], tables) for reply in replies),
+        errata=tuple((table, short[table], _places(cells), text) for (table, text), cells in errata.items()),
     )
 
 
@@ -77,13 +69,56 @@ _SORTS: dict[str, tuple[Verdict, ...]] = {
 _MOST_PHRASES = 3
 
 
+def _question(reply: Reply, scores: Scores, tables: Sequence[TableView]) -> QuestionView:
+    found: dict[str, list[Finding]] = {sort: [] for sort in _SORTS}
+    for table in tables:
+        for part in table.parts:
+            if part.part == reply.question:
+                for sort, finding in _findings(table, part.groups):
+                    found[sort].append(finding)
+    return QuestionView(
+        reply=reply,
+        scores=scores,
+        holds=tuple(found["holds"]),
+        differs=tuple(found["differs"]),
+        undecided=tuple(found["undecided"]),
+    )
+
+
+def _findings(
+    table: TableView, groups: Sequence[tuple[str, Sequence[PageRow]]]
+) -> Iterable[tuple[str, Finding]]:
+    counted = [(label, [row for row in rows if row.comparison.counted]) for label, rows in groups]
+    every = [row for _, rows in counted for row in rows]
+    for sort, verdicts in _SORTS.items():
+        chosen = [
+            (label, rows, [r for r in rows if r.comparison.verdict in verdicts]) for label, rows in counted
+        ]
+        phrases = [_phrase(label, these, len(rows)) for label, rows, these in chosen if these]
+        if phrases:
+            places = [row for _, _, these in chosen for row in these]
+            yield (
+                sort,
+                Finding(
+                    table=table.name,
+                    short=table.info.short,
+                    text=_joined(phrases, places, len(every)),
+                    all_not_run=all(row.comparison.verdict == "not run" for row in every),
+                ),
+            )
+
+
 def _phrase(label: str, rows: Sequence[PageRow], of: int) -> str:
-    """`peak activation memory ×0.78 to ×5.5 (5 of 5 deviate)`."""
+    """`peak activation memory ×0.78 to ×5.5 (3 above, 2 below)`."""
     counts = Counter(row.comparison.verdict for row in rows)
     if set(counts) == {"reproduced"}:
         return f"{label} ({len(rows)} of {of})"
-    words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    return f"{label}{_span(rows)} ({words})"
+    return f"{label}{_span(rows)} ({_each(counts)})"
+
+
+def _each(counts: Counter[Verdict]) -> str:
+    words = {"identity": ("identity", "identities")}
+    return ", ".join(f"{n} {words.get(v, (v, v))[n > 1]}" for v, n in counts.items())
 
 
 def _span(rows: Sequence[PageRow]) -> str:
@@ -105,8 +140,7 @@ def _joined(phrases: Sequence[str], rows: Sequence[PageRow], of: int) -> str:
         return f"all {of}" if verdict == "reproduced" else f"all {of} {verdict}{_span(rows)}"
     if len(phrases) <= _MOST_PHRASES:
         return "; ".join(phrases)
-    each = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    return f"{each} of {of}{_span(rows)}"
+    return f"{_each(counts)} of {of}{_span(rows)}"
 
 
 def _places(cells: Sequence[str]) -> str:

@@ -1,24 +1,39 @@
 """A table of the paper with our numbers in it: one object, shown as text, as markdown and as HTML.
 
-What stands in an entry is decided here, in words, and so is the layout of text and markdown: like the paper's
-table, the three lines of an entry below each other. Where it stands on a page is the matter of its template.
+What was predicted for the paper's accelerators and what was found here are tables of their own, and so is
+what was held against the numbers of others. What stands in an entry is decided here, in words, and so is the
+layout of text and markdown: like the paper's table, the lines of an entry below each other. Where it stands
+on a page is the matter of its template.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show, show_interval, show_with_interval
-from gpipe_bench.harness.judging.verdict import DIFFERS, VERDICTS, Verdict
+from gpipe_bench.harness.judging.verdict import DIFFERS, JUDGED
+from gpipe_bench.harness.report.counts import counts_lines
 from gpipe_bench.harness.report.grid import Grid
 
 _WIDTH = 110
 _ABSENT = "-"
+_DIGITS = 5
+"""Significant digits of where a verdict turns: one more than a number has by itself."""
+_FAILS = "fails below / above"
+
+Part = Literal["as published", "here", "others' numbers"]
+PARTS: tuple[Part, ...] = ("as published", "here", "others' numbers")
+"""The tables that one table of the paper is shown as, in order: its two questions, and whatever is held
+against somebody else's numbers."""
+
+
+def part_of(cell: Comparison) -> Part:
+    """Where the cell is shown."""
+    return cell.question if cell.source == "paper" else "others' numbers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,15 +43,22 @@ class Row:
     comparison: Comparison
     marks: tuple[int, ...] = ()
 
+    @property
+    def label(self) -> str:
+        """The name of the row; beside others' numbers also whose it is and what is asked."""
+        cell = self.comparison
+        return cell.row if cell.source == "paper" else f"{cell.row} ({cell.source}, {cell.question})"
+
 
 R = TypeVar("R", bound=Row)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table(Generic[R]):
-    """All entries of one table of the paper, in its order. `notes` are what the rows' marks count."""
+    """Entries of one table of the paper that answer the same, in its order. `notes` are what marks count."""
 
     name: str
+    part: Part
     rows: tuple[R, ...]
     notes: tuple[str, ...]
 
@@ -48,8 +70,8 @@ class Table(Generic[R]):
     @property
     def groups(self) -> list[tuple[str, list[R]]]:
         """The rows by their label, in order."""
-        labels = dict.fromkeys(row.comparison.row for row in self.rows)
-        return [(label, [row for row in self.rows if row.comparison.row == label]) for label in labels]
+        labels = dict.fromkeys(row.label for row in self.rows)
+        return [(label, [row for row in self.rows if row.label == label]) for label in labels]
 
     @property
     def flat(self) -> bool:
@@ -58,32 +80,9 @@ class Table(Generic[R]):
 
     @property
     def diagonal(self) -> bool:
-        """Whether hardly more than a diagonal is filled, so that a list takes less room."""
-        return len(self.rows) < len(self.columns) + len(self.groups)
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """How many entries have each verdict."""
-
-    by_verdict: Mapping[Verdict, int]
-
-    @classmethod
-    def of(cls, verdicts: Sequence[Verdict]) -> Counts:
-        counted = Counter(verdicts)
-        return cls({verdict: counted[verdict] for verdict in VERDICTS})
-
-    @property
-    def total(self) -> int:
-        return sum(self.by_verdict.values())
-
-    def __getitem__(self, verdict: Verdict) -> int:
-        return self.by_verdict[verdict]
-
-    def __str__(self) -> str:
-        """`7 of 10 reproduced, 2 above, 1 not run`."""
-        others = [f"{self[verdict]} {verdict}" for verdict in VERDICTS[1:] if self[verdict]]
-        return ", ".join([f"{self['reproduced']} of {self.total} reproduced", *others])
+        """Whether it is a single column or mostly empty, such as a diagonal, so that a list takes less room."""
+        places = len(self.columns) * len(self.groups)
+        return len(self.columns) == 1 or 2 * len(self.rows) <= places
 
 
 def numbered(notes_of: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
@@ -94,13 +93,14 @@ def numbered(notes_of: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], list[t
 
 
 def tables_of(comparisons: Sequence[Comparison]) -> list[Table[Row]]:
-    """A table for each that the comparisons touch; their notes are numbered through all of them."""
-    notes, marks = numbered(comparison.footnotes for comparison in comparisons)
+    """The tables that the comparisons touch, part by part; their notes are numbered through all of them."""
+    notes, marks = numbered([*c.footnotes, *_made_of(c)] for c in comparisons)
     rows = [Row(comparison=c, marks=of_row) for c, of_row in zip(comparisons, marks, strict=True)]
-    names = dict.fromkeys(comparison.table for comparison in comparisons)
     return [
-        Table(name=name, rows=tuple(row for row in rows if row.comparison.table == name), notes=notes)
-        for name in names
+        Table(name=name, part=part, rows=found, notes=notes)
+        for name in dict.fromkeys(comparison.table for comparison in comparisons)
+        for part in PARTS
+        if (found := tuple(r for r in rows if r.comparison.table == name and part_of(r.comparison) == part))
     ]
 
 
@@ -128,11 +128,46 @@ def interval_text(entry: Comparison) -> str:
     return show_interval(entry.low, entry.high, entry.unit)
 
 
+def range_text(entry: Comparison) -> str:
+    """`3.1 to 4.2 GB`: over everything that is not known; nothing where the interval says it all."""
+    if not entry.parts or entry.range_low is None or entry.range_high is None:
+        return ""
+    return _pair(entry.range_low, entry.range_high, entry.unit, " to ", 4)
+
+
+def parts_text(entry: Comparison) -> str:
+    """`share of the peak, error of the replay`: what our range is made of, or nothing."""
+    return ", ".join(part.replace("_", " ") for part in entry.parts)
+
+
+def fails_text(entry: Comparison, none: str = "–", between: str = " / ") -> str:
+    """`3.1 / 4.2 GB`: a paper that printed less than the first, or more than the second, fails."""
+    if entry.verdict not in JUDGED or (entry.fails_below is None and entry.fails_above is None):
+        return none
+    if entry.fails_below is not None and entry.fails_above is not None:
+        return _pair(entry.fails_below, entry.fails_above, entry.unit, between)
+    ends = (entry.fails_below, entry.fails_above)
+    return between.join("never" if end is None else show(end, entry.unit, _DIGITS) for end in ends)
+
+
+def _pair(low: float, high: float, unit: str, between: str, digits: int = _DIGITS) -> str:
+    """The unit once, behind both, unless it scales them (`81.3M`)."""
+    first, second = show(low, unit, digits), show(high, unit, digits)
+    return f"{first.removesuffix(f' {unit}')}{between}{second}"
+
+
 def verdict_text(entry: Comparison, times: str = " x") -> str:
     """`below x0.78`: the verdict, and ours over the paper's where the two differ."""
     if entry.verdict in DIFFERS and entry.ratio is not None:
-        return f"{entry.verdict}{times}{entry.ratio:.3g}"
+        return f"{entry.verdict}{times}{times_text(entry.ratio)}"
     return entry.verdict
+
+
+def times_text(ratio: float) -> str:
+    """`0.78`, `2060`: to three digits, or to as many as tell it from 1, up to five."""
+    if ratio >= 1000:
+        return f"{ratio:.0f}" if ratio < 1e6 else f"{ratio:.1e}"
+    return next((text for digits in (3, 4, 5) if (text := f"{ratio:.{digits}g}") != "1"), "1")
 
 
 def text_table(comparisons: Sequence[Comparison]) -> str:
@@ -159,19 +194,28 @@ def _notes(tables: Sequence[Table[Row]]) -> tuple[str, ...]:
     return tables[0].notes if tables else ()
 
 
+def _made_of(cell: Comparison) -> list[str]:
+    """A note on a range that is more than an interval."""
+    return [f"Our range is over: {parts_text(cell)}"] if range_text(cell) else []
+
+
 def _joined(parts: Sequence[str], notes: Sequence[str], comparisons: Sequence[Comparison]) -> str:
-    counts = Counts.of([comparison.verdict for comparison in comparisons])
-    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else []), str(counts)])
+    lines = "\n".join(counts_lines(comparisons))
+    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else []), lines])
 
 
 def _grid(table: Table[Row]) -> Grid:
     """The table as the paper prints it, or a line for each entry where that would be mostly empty."""
+    ranged = any(range_text(row.comparison) for row in table.rows)
+    judged = any(fails_text(row.comparison, "") for row in table.rows)
     if table.diagonal:
+        columns = ["", "", "paper", "ours", *(["our range"] if ranged else []), "verdict"]
         lines = [
-            [row.comparison.row, row.comparison.column, _paper(row), _ours(row, True), _verdict(row)]
+            [row.label, row.comparison.column, _paper(row), _ours(row, True),
+             *([_range(row)] if ranged else []), _verdict(row), *([_fails(row)] if judged else [])]
             for row in table.rows
-        ]
-        return Grid(title=_title(table), columns=["", "", "paper", "ours", "verdict"], lines=lines)
+        ]  # fmt: skip
+        return Grid(title=_title(table), columns=columns + [_FAILS] * judged, lines=lines)
     columns = table.columns
     lines = []
     for label, rows in table.groups:
@@ -179,12 +223,17 @@ def _grid(table: Table[Row]) -> Grid:
         entries = [at.get(column) for column in columns]
         provenances = {row.comparison.provenance for row in rows if row.comparison.provenance}
         uniform = provenances.pop() if len(provenances) == 1 else ""
-        lines.append([label, "paper", *map(_paper, entries)])
+        lines.append([label, "paper" if table.part != "others' numbers" else "theirs", *map(_paper, entries)])
         if any(row.comparison.peer_printed for row in rows):
             lines.append(["", "torchgpipe", *map(_peer, entries)])
         ours = f"ours ({uniform})" if uniform else "ours"
-        lines.append(["", ours, *(_ours(entry, not uniform) for entry in entries)])
+        if provenances or uniform:
+            lines.append(["", ours, *(_ours(entry, not uniform) for entry in entries)])
+        if any(range_text(row.comparison) for row in rows):
+            lines.append(["", "our range", *map(_range, entries)])
         lines.append(["", "verdict", *map(_verdict, entries)])
+        if any(fails_text(row.comparison, "") for row in rows):
+            lines.append(["", _FAILS, *map(_fails, entries)])
     return Grid(title=_title(table), columns=["", "", *columns], lines=lines)
 
 
@@ -192,7 +241,8 @@ def _title(table: Table[Row]) -> str:
     places = dict.fromkeys(row.comparison.location for row in table.rows if row.comparison.location)
     hardware = dict.fromkeys(row.comparison.hardware for row in table.rows if row.comparison.hardware)
     known = "; ".join([*places, *(f"paper on {name}" for name in hardware)])
-    return f"{table.name} ({known})" if known else table.name
+    name = f"{table.name}, {table.part}"
+    return f"{name} ({known})" if known else name
 
 
 def _paper(row: Row | None) -> str:
@@ -208,6 +258,14 @@ def _ours(row: Row | None, with_provenance: bool) -> str:
         return _ABSENT
     number = ours_with_interval(row.comparison)
     return f"{number} {row.comparison.provenance}" if with_provenance else number
+
+
+def _range(row: Row | None) -> str:
+    return _ABSENT if row is None else range_text(row.comparison) or _ABSENT
+
+
+def _fails(row: Row | None) -> str:
+    return _ABSENT if row is None else fails_text(row.comparison, _ABSENT)
 
 
 def _verdict(row: Row | None) -> str:

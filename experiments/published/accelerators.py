@@ -37,8 +37,8 @@ class Accelerator:
 
 
 _JOUPPI = (
-    "Jouppi et al., A domain-specific supercomputer for training deep neural networks, 2020: {chip}; a core is "
-    "half a chip; products are of bfloat16 whichever way the tensors are kept; compiled by XLA"
+    "Jouppi et al., A domain-specific supercomputer for training deep neural networks, 2020: {chip}; a core "
+    "is half a chip; products are of bfloat16 whichever way the tensors are kept; compiled by XLA"
 )
 
 TPU_V2 = Accelerator(

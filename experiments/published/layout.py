@@ -1,9 +1,9 @@
 """GPipe's step laid out for many settings at once.
 
-The replay (pipeline/plan/replay.py) lays out one step in milliseconds; all combinations of what a paper leaves
-open are tens of thousands. GPipe's order on every stage and every link is known beforehand, so the same times
-follow from one pass over stages and micro-batches in which every time is an array over the settings. Tests hold
-it to the replay, and its shares to the breakdown (pipeline/plan/breakdown.py), number by number.
+The replay (pipeline/plan/replay.py) lays out one step in milliseconds; all combinations of what a paper
+leaves open are tens of thousands. GPipe's order on every stage and every link is known beforehand, so these
+times follow from one pass over stages and micro-batches in which every time is an array over the settings.
+Tests hold it to the replay, and its shares to the breakdown (pipeline/plan/breakdown.py), number by number.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Steps:
         again = [self.num_recomputed * f for f in self.forward_s]
         work = [computing, again, updates, setups]
         each = [np.broadcast_arrays(*part, steps[0])[:k] for part in work]
-        busy = sum(np.stack(part) for part in each)
+        busy = np.sum([np.stack(part) for part in each], axis=0)
         slowest = busy.argmax(axis=0)[None]
         whole = [np.stack(part).sum(axis=0) for part in each]
         alone = [np.take_along_axis(np.stack(part), slowest, 0)[0] for part in each]

@@ -1,8 +1,9 @@
 """Whether a step of a published model fits into an accelerator's memory, by the project's own memory model.
 
-Layers are profiled on fake tensors for two sizes of the micro-batch, and scaled from there (every number of a
-profile is constant or grows with the examples, which is checked to the byte at both). A single example, and
-formats of 16 bits other than bfloat16, are taken as what that gives, though kernels may take other paths there.
+Layers are profiled on fake tensors for two sizes of the micro-batch, and scaled from there (every number of
+a profile is constant or grows with the examples, which is checked to the byte at both). A single example, and
+formats of 16 bits other than bfloat16, are taken as what that gives, though kernels may take other paths
+there.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def _family(
     for profiles in zip(*samples.values(), strict=True):
         key = tuple(map(id, profiles))
         if key not in known:
-            at = {(examples,): each for examples, each in zip(EXAMPLES, profiles, strict=True)}
+            at: dict[tuple[int, ...], LayerProfile] = {
+                (examples,): each for examples, each in zip(EXAMPLES, profiles, strict=True)
+            }
             known[key] = fit(at, _BY_EXAMPLES)
         found.append(known[key])
     return tuple(found)

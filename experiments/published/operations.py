@@ -8,7 +8,6 @@ with the examples, the others do not, so the operations of any micro-batch follo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
@@ -163,7 +162,7 @@ def _convolution(args: Any, output: Any) -> list[tuple[int, ...]]:
 def _convolution_backward(args: Any, output: Any) -> list[tuple[int, ...]]:
     groups, mask = args[9], args[10]
     rows, inner, columns = _as_product(args[0].shape, args[2].shape, groups)
-    products = [(groups, rows, columns, inner)] if mask[0] else []
+    products: list[tuple[int, ...]] = [(groups, rows, columns, inner)] if mask[0] else []
     return [*products, (groups, inner, rows, columns)] if mask[1] else products
 
 

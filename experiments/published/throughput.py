@@ -1,13 +1,13 @@
 """Predictions of throughput over stages and micro-batches: Tables 2 and 3, Figure 3.
 
-Each table has its own way to choose the mini-batch: Table 2 "adjusted" it in one of three ways, Table 3 has one
-for all its entries, Figure 3 the fastest of each column. Everything else is the same walk.
+Each table has its own way to choose the mini-batch: Table 2 "adjusted" it in one of three ways, Table 3 has
+one for all its entries, Figure 3 the fastest of each column. Everything else is the same walk.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,8 @@ from gpipe_bench.experiments.published import paper_models
 from gpipe_bench.experiments.published.accelerators import P100_12, P100_16, TPU_V2, TPUS, Accelerator
 from gpipe_bench.experiments.published.full_size import FullSize
 from gpipe_bench.experiments.published.walk import Axis, Cell, Walk
-from gpipe_bench.harness.judging.unknowns import Settings, Unknown, Value, load_unknowns
+from gpipe_bench.harness.judging.unknowns import Settings, Unknown, load_unknowns
+from gpipe_bench.harness.records.record import Scalar
 
 Array = NDArray[np.float64]
 
@@ -114,6 +115,9 @@ def fitting(
     return np.moveaxis(found.reshape(len(cost.values), len(rule.values), len(batches), len(caps)), -1, 0)
 
 
+BATCH_AXIS = -4
+"""Of rates and of what fits: (..., cost, rule, batch, share, bandwidth, latency)."""
+
 # Table 2 ----------------------------------------------------------------------------------------------------
 
 TABLE2_STAGES = (2, 4, 8)
@@ -133,7 +137,7 @@ def table2(model: str, *, quick: bool = False) -> Prediction:
     unknowns = Unknowns(f"table2-{model}", settings, quick)
     batch = Axis.of(unknowns.find("batch_size"))  # of the quick walk too: the batch must be at least M
     batches = whole(batch)
-    classes = unknowns.axes("num_classes") if model == "amoebanet" else [Axis("num_classes", (0,), (0,))]
+    classes = unknowns.axes("num_classes") if model == "amoebanet" else [Axis("", (1000,), (0,))]
     accelerator, activation_format = unknowns.axes("accelerator", "activation_format")
     caps = [
         Axis.of(settings.find(CAPS_OF[name], "memory_cap_bytes"), quick=quick) for name in words(accelerator)
@@ -174,14 +178,9 @@ def table2(model: str, *, quick: bool = False) -> Prediction:
     )
 
 
-def any_everywhere(
-    admitted: Sequence[NDArray[np.bool_]] | Mapping[object, NDArray[np.bool_]] | object,
-) -> bool:
+def any_everywhere(admitted: Iterable[NDArray[np.bool_]]) -> bool:
     """Whether some setting admits a batch in every entry. The batch is the fourth dimension from behind."""
-    return bool(np.all([each.any(axis=-4) for each in admitted], axis=0).any())  # type: ignore[attr-defined]
-
-
-BATCH_AXIS = -4
+    return bool(np.all([each.any(axis=BATCH_AXIS) for each in admitted], axis=0).any())
 
 
 def _adjusted(
@@ -195,7 +194,8 @@ def _adjusted(
     """The walk with one more axis: which batches, under each way to adjust them.
 
     One batch for the table: the same in all entries. One for each M: the entry's row and the first row have
-    their own. One for each entry: the entry and K=2, M=1 have their own. A batch must fit wherever it is used.
+    their own. One for each entry: the entry and K=2, M=1 have their own. A batch must fit wherever it is
+    used.
     """
     count = len(batch.values)
     rate = {key: np.moveaxis(each, BATCH_AXIS, -1) for key, each in rates.items()}
@@ -254,7 +254,7 @@ def _adjusted(
 # Table 3 ----------------------------------------------------------------------------------------------------
 
 TABLE3_STAGES = (2, 4, 8)
-P100_OF: dict[Value, Accelerator] = {12 * 2**30: P100_12, 16 * 2**30: P100_16}
+P100_OF: dict[Scalar, Accelerator] = {12 * 2**30: P100_12, 16 * 2**30: P100_16}
 
 
 def table3(model: str, *, quick: bool = False) -> Prediction:
@@ -270,7 +270,7 @@ def table3(model: str, *, quick: bool = False) -> Prediction:
     cap = Axis.of(unknowns.find("memory_cap_bytes"))
     batches = whole(batch)
     names = ("num_classes",) if model == "amoebanet" else ()
-    classes = unknowns.axes(*names) or [Axis("num_classes", (0,), (0,))]
+    classes = unknowns.axes(*names) or [Axis("", (1000,), (0,))]
     models = [paper_models.table3(model, number, quick=quick) for number in whole(classes[0])]
     rates: dict[int, list[Array]] = {}
     fits: dict[int, list[NDArray[np.bool_]]] = {}
@@ -318,10 +318,10 @@ def figure3(model: str, *, quick: bool = False) -> Prediction:
     settings = load_unknowns()
     table = f"figure3-{model}"
     unknowns = Unknowns(table, settings, quick)
-    classes = unknowns.axes("num_classes") if model == "amoebanet" else [Axis("num_classes", (1000,), (0,))]
+    classes = unknowns.axes("num_classes") if model == "amoebanet" else [Axis("", (1000,), (0,))]
     activation_format, cap, count = unknowns.axes("activation_format", "memory_cap_bytes", "num_microbatches")
     # Of Figure 3(b) the text says that naive-1 is without recomputation.
-    naive = unknowns.axis("naive_remat") if model == "amoebanet" else Axis("naive_remat", ("never",), (0,))
+    naive = unknowns.axis("naive_remat") if model == "amoebanet" else Axis("", ("never",), (0,))
     models = [paper_models.figure3(model, number, quick=quick) for number in whole(classes[0])]
     batches = whole(Axis.of(unknowns.find("batch_size")))
     stages = FIGURE3_STAGES[model]
@@ -350,7 +350,7 @@ def largest(values: Array, axis: int) -> Array:
     """The largest along an axis; NaN where there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return np.nanmax(values, axis=axis)
+        return np.asarray(np.nanmax(values, axis=axis))
 
 
 PREDICTIONS: dict[str, Callable[..., Prediction]] = {"table2": table2, "table3": table3, "figure3": figure3}

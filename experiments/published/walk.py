@@ -49,7 +49,7 @@ def ranks(unknown: Unknown) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting in a walk. `only` are the places at which it alone is changed, all by default."""
+    """A setting in a walk: its values, and how many steps each is from the middle."""
 
     name: str
     values: tuple[Scalar, ...]
@@ -87,7 +87,10 @@ class Walk:
         values: Mapping[Cell, Array],
         parts: Sequence[tuple[str, int, tuple[int, ...]]] = (),
     ) -> Walk:
-        """A walk with the reference that the rule gives. Raises ValueError where nothing is admitted."""
+        """A walk with the reference that the rule gives; an axis without a name is no setting.
+
+        Raises ValueError where nothing is admitted.
+        """
         shape = tuple(len(axis.values) for axis in axes)
         every = [np.broadcast_to(value, shape) for value in values.values()]
         admitted = np.all([np.isfinite(value) for value in every], axis=0)
@@ -95,19 +98,25 @@ class Walk:
             raise ValueError(
                 f"no combination of {', '.join(axis.name for axis in axes)} is admitted for all cells"
             )
-        places = np.argwhere(admitted)
+        places = np.argwhere(admitted)  # in order, so that the first of equals is a rule, too
         steps = np.array([[axis.ranks[p] for axis, p in zip(axes, place, strict=True)] for place in places])
         fewest = min(range(len(places)), key=lambda number: (steps[number].sum(), *steps[number]))
         chosen = tuple(int(place) for place in places[fewest])
-        alone = tuple(parts) or tuple(
-            (axis.name, number, tuple(range(len(axis.values)))) for number, axis in enumerate(axes)
-        )
-        return cls(tuple(axes), dict(zip(values, every, strict=True)), chosen, alone)
+        alone = [part for part in parts if part[0]] or [
+            (axis.name, number, tuple(range(len(axis.values))))
+            for number, axis in enumerate(axes)
+            if axis.name
+        ]
+        return cls(tuple(axes), dict(zip(values, every, strict=True)), chosen, tuple(alone))
 
     @property
     def settings(self) -> dict[str, Scalar]:
         """The reference's."""
-        return {axis.name: axis.values[place] for axis, place in zip(self.axes, self.reference, strict=True)}
+        return {
+            axis.name: axis.values[place]
+            for axis, place in zip(self.axes, self.reference, strict=True)
+            if axis.name
+        }
 
     def middle(self, cell: Cell) -> float:
         """What the reference gives."""

@@ -2,9 +2,9 @@
 
 An operation takes the longer of two times: its floating-point operations at a share of the accelerator's
 peak, and the bytes it moves at the bandwidth of the memory. Where products run on a systolic array they are
-padded to it: the inner dimension and the columns to its side, the rows to 8; tensors are kept in tiles of 8 by
-128, of which the compiler picks the direction that pads less, and a micro-batch of fewer than 8 images takes as
-long as one of 8. Only the standard library and numpy are imported.
+padded to it: the inner dimension and the columns to its side, the rows to 8; tensors are kept in tiles of 8
+by 128, of which the compiler picks the direction that pads less, and a micro-batch of fewer than 8 images
+takes as long as one of 8. Only the standard library and numpy are imported.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class Dim(NamedTuple):
 
 
 class Product(NamedTuple):
-    """`count` products of (rows x inner) and (inner x columns)."""
+    """`groups` products of (rows x inner) and (inner x columns)."""
 
-    count: Dim
+    groups: Dim
     rows: Dim
     inner: Dim
     columns: Dim
 
     def flops(self, examples: int, unit: int = 0) -> int:
         """Floating-point operations, padded to a systolic array of that side where it is not 0."""
-        count, rows, inner, columns = (dim.at(examples) for dim in self)
+        groups, rows, inner, columns = (dim.at(examples) for dim in self)
         if unit:
             rows, inner, columns = padded(rows, ROWS), padded(inner, unit), padded(columns, unit)
-        return 2 * count * rows * inner * columns
+        return 2 * groups * rows * inner * columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """All layers of a model with the loss in the last, how many parameters each has, and the model's inputs."""
+    """All layers of a model with the loss in the last, their counts of parameters, and its inputs."""
 
     layers: tuple[LayerWork, ...]
     parameters: tuple[int, ...]

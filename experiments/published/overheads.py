@@ -63,9 +63,8 @@ def table4(model: str = "resnet101", *, quick: bool = False) -> Prediction:
             values["claims-text", "recomputation over the next largest overhead", "ResNet-101"] = (
                 found["recompute"] / rest
             )
-        values["breakdown-v1", "load imbalance", f"K={k}"] = found["load imbalance"]
-        most = values.get(("breakdown-v1", "recompute", "K=2 and K=4"), found["recompute"])
-        values["breakdown-v1", "recompute", "K=2 and K=4"] = np.maximum(most, found["recompute"])
+        else:
+            values["breakdown-v1", "load imbalance", f"K={k}"] = found["load imbalance"]
     axes = [activation_format, cap, count, place, *unknowns.cuts, *unknowns.link, over]
     return Prediction(FIGURE3_TITLES[model], Walk.with_rule(axes, values))
 

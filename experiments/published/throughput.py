@@ -115,6 +115,13 @@ def fitting(
     return np.moveaxis(found.reshape(len(cost.values), len(rule.values), len(batches), len(caps)), -1, 0)
 
 
+ONE_BATCH, EACH_M, EACH_ENTRY = (
+    "one batch for the table",
+    "one batch for each M",
+    "one batch for each entry",
+)
+"""Ways to adjust the batch, as in results/unknowns.toml."""
+
 BATCH_AXIS = -4
 """Of rates and of what fits: (..., cost, rule, batch, share, bandwidth, latency)."""
 
@@ -122,6 +129,24 @@ BATCH_AXIS = -4
 
 TABLE2_STAGES = (2, 4, 8)
 TABLE2_MICROBATCHES = (1, 4, 32)
+_CONSTANT = "throughput without pipelining, over the accelerators"
+TABLE2_TEXT: dict[str, dict[tuple[str, str], tuple[tuple[int, int], tuple[int, int], float]]] = {
+    "table2-amoebanet": {
+        (_CONSTANT, "AmoebaNet-D (18, 256): K=8 / K=2, M=1"): ((8, 1), (2, 1), 1.0),
+        ("AmoebaNet-D: share of a linear speed-up", "K=8 over K=2, M=32"): ((8, 32), (2, 32), 4.0),
+    },
+    "table2-transformer": {
+        (_CONSTANT, "Transformer-48: K=8 / K=2, M=1"): ((8, 1), (2, 1), 1.0),
+        ("Transformer-48: speed-up with four times the accelerators", "K=8 / K=2, M=32"): (
+            (8, 32), (2, 32), 1.0,
+        ),
+        ("Transformer-48: share of a linear speed-up at M >> K", "K=8 over K=2, M=32"): (
+            (8, 32), (2, 32), 4.0,
+        ),
+    },
+}  # fmt: skip
+"""Sentences about Table 2: the (K, M) whose throughput is divided by that of another, and by a number."""
+
 CAPS_OF = {"TPUv2 core": "table2-amoebanet", "TPUv3 core": "table2-transformer"}
 """Where the memory of an accelerator's core stands: a constraint of the unknowns."""
 
@@ -204,32 +229,48 @@ def _adjusted(
     everywhere = np.all(list(fits.values()), axis=0)
     base = (TABLE2_STAGES[0], TABLE2_MICROBATCHES[0])
     possible = {
-        "one batch for the table": everywhere.any(axis=-1),
-        "one batch for each M": np.all([row.any(axis=-1) for row in rows.values()], axis=0),
-        "one batch for each entry": np.all([each.any(axis=-1) for each in fits.values()], axis=0),
+        ONE_BATCH: everywhere.any(axis=-1),
+        EACH_M: np.all([row.any(axis=-1) for row in rows.values()], axis=0),
+        EACH_ENTRY: np.all([each.any(axis=-1) for each in fits.values()], axis=0),
     }
     values: dict[Cell, Array] = {}
     pairs = count * count
+    every, diagonal = np.ones((count, count), dtype=bool), np.eye(count, dtype=bool)
+
+    def both(one: NDArray[np.bool_], other: NDArray[np.bool_], only: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        return (one[..., :, None] & other[..., None, :] & only).reshape(*one.shape[:-1], pairs)
+
     for key in rate:
         k, m = key
         same = rate[key] / rate[base]
         crossed = (rate[key][..., :, None] / rate[base][..., None, :]).reshape(*same.shape[:-1], pairs)
-        diagonal = np.eye(count, dtype=bool)
-
-        def both(
-            one: NDArray[np.bool_], other: NDArray[np.bool_], only: NDArray[np.bool_]
-        ) -> NDArray[np.bool_]:
-            return (one[..., :, None] & other[..., None, :] & only).reshape(*one.shape[:-1], pairs)
-
-        every = np.ones((count, count), dtype=bool)
         in_row = both(rows[m], rows[base[1]], diagonal if m == base[1] else every)
         in_cell = both(fits[key], fits[base], diagonal if key == base else every)
         parts = [
             np.where(everywhere, same, np.nan),
-            np.where(in_row & possible["one batch for each M"][..., None], crossed, np.nan),
-            np.where(in_cell & possible["one batch for each entry"][..., None], crossed, np.nan),
+            np.where(in_row & possible[EACH_M][..., None], crossed, np.nan),
+            np.where(in_cell & possible[EACH_ENTRY][..., None], crossed, np.nan),
         ]
         values[table, f"M={m}", f"K={k}"] = np.concatenate(parts, axis=-1)
+    for (row, column), (over, under, divisor) in TABLE2_TEXT[table].items():
+        m = over[1]
+        same = rate[over] / rate[under] / divisor
+        crossed = (rate[over][..., :, None] / rate[under][..., None, :] / divisor).reshape(
+            *same.shape[:-1], pairs
+        )
+        in_row = (rows[m][..., :, None] & rows[base[1]][..., None, :]) & (diagonal if m == base[1] else every)
+        parts = [
+            np.where(everywhere, same, np.nan),
+            np.where(in_row & possible[EACH_M][..., None, None], same[..., :, None], np.nan).reshape(
+                crossed.shape
+            ),
+            np.where(
+                both(fits[over], fits[under], every) & possible[EACH_ENTRY][..., None],
+                crossed,
+                np.nan,
+            ),
+        ]
+        values["claims-text", row, column] = np.concatenate(parts, axis=-1)
     modes = [str(mode) for mode in adjustment.allowed]
     labels: list[str] = [f"{modes[0]}: {size}" for size in batch.values]
     steps = list(batch.ranks)
@@ -336,12 +377,22 @@ def figure3(model: str, *, quick: bool = False) -> Prediction:
                 found.append(largest(np.where(fits[..., None, None, None], rate[None], np.nan), axis=3))
         return np.stack(found).reshape(len(models), len(activation_format.values), *found[0].shape)
 
-    base = np.stack([fastest(stages[0], 1, remat) for remat in words(naive)], axis=3)
+    # (classes, format, cap, M, naive_remat, cost, rule, share, bandwidth, latency)
+    base = np.stack([fastest(stages[0], 1, remat) for remat in words(naive)], axis=3)[:, :, :, None]
     values: dict[Cell, Array] = {}
     for k in stages:
-        each = np.stack([fastest(k, m, "always") for m in whole(count)], axis=3)
-        # (classes, format, cap, M, naive_remat, cost, rule, share, bandwidth, latency)
-        values[table, "normalized throughput", f"pipeline-{k}"] = each[:, :, :, :, None] / base[:, :, :, None]
+        each = np.stack([fastest(k, m, "always") for m in whole(count)], axis=3)[:, :, :, :, None]
+        values[table, "normalized throughput", f"pipeline-{k}"] = each / base
+    if model == "amoebanet":
+        most = values[table, "normalized throughput", "pipeline-8"]
+        row = "AmoebaNet-D (4, 512): share of a linear speed-up"
+        values["claims-text", row, "pipeline-8 over naive-2"] = most / 4
+    else:
+        one = values[table, "normalized throughput", "pipeline-1"]
+        row = "extra time by recomputation"
+        values["claims-text", row, "pipeline-1 / naive-1, ResNet-101"] = 100 * (1 / one - 1)
+        most = values[table, "normalized throughput", "pipeline-8"]
+        values[table, "normalized throughput by the text", "pipeline-8"] = most
     axes = [*classes, activation_format, cap, count, naive, *unknowns.cuts, *unknowns.link]
     return Prediction(FIGURE3_TITLES[model], Walk.with_rule(axes, values))
 

@@ -11,6 +11,9 @@ Every action is measured in whole steps, with all stages in one process, and lai
 difference is the replay's error. One table at a fixed mini-batch, so that only K and M differ, and one with
 the mini-batch fitted to a memory cap, as the paper did; they are not mixed. All cells of a model take turns
 in one run.
+
+A case of its own predicts the paper's table for the paper's accelerators and sizes (`as published`), over
+everything that the paper leaves open (experiments/published).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, Size, Subject
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
+from gpipe_bench.experiments.published import cases as predictions
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table2.figures import figures
 from gpipe_bench.experiments.table2.tables import cells, tables
@@ -45,15 +49,18 @@ FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted
 
 
 def cases(options: RunOptions) -> list[Case]:
-    return [
+    timed = [
         Case({"model": name, "batch": batch}, ESTIMATE_S[options.profile][BATCHES.index(batch)])
         for batch in BATCHES
         for name in SUBJECTS
         if options.profile != "smoke" or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
     ]
+    return timed + predictions.cases("table2", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
+    if predictions.is_prediction(case):
+        return predictions.run("table2", case, options)
     subject = SUBJECTS[str(case.key["model"])]
     batch = str(case.key["batch"])
     plan, batch_facts = _plan(subject, subject.sizes[options.profile], batch, options)

@@ -65,8 +65,8 @@ TABLES = {name: f"figure3-{name}" for name in V1_SUBJECTS}
 
 
 def cases(options: RunOptions) -> list[Case]:
-    timed = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in V1_SUBJECTS]
-    return timed + predictions.cases("figure3", options)
+    steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in V1_SUBJECTS]
+    return steps + predictions.cases("figure3", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:

@@ -29,7 +29,7 @@ class Errors:
     def sentence(self) -> str:
         """Of both kinds: median and worst."""
         parts = [
-            f"{kind} median {100 * median(found):.0f} %, worst {100 * max(found):.0f} % of {len(found)} numbers"
+            f"{kind} median {100 * median(found):.0f} %, worst {100 * max(found):.0f} % of {len(found)}"
             for kind, found in (("ratios", self.ratios), ("absolute speeds", self.absolute))
             if found
         ]

@@ -49,13 +49,13 @@ FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted
 
 
 def cases(options: RunOptions) -> list[Case]:
-    timed = [
+    steps = [
         Case({"model": name, "batch": batch}, ESTIMATE_S[options.profile][BATCHES.index(batch)])
         for batch in BATCHES
         for name in SUBJECTS
         if options.profile != "smoke" or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
     ]
-    return timed + predictions.cases("table2", options)
+    return steps + predictions.cases("table2", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:

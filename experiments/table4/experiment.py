@@ -61,8 +61,8 @@ COLORS = ("#3182bd", "#fdd49e", "#636363", "#bdbdbd", "#9ecae1", "#e6550d", "#f0
 
 
 def cases(options: RunOptions) -> list[Case]:
-    timed = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in V1_SUBJECTS]
-    return timed + predictions.cases("table4", options)
+    steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in V1_SUBJECTS]
+    return steps + predictions.cases("table4", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:

@@ -25,6 +25,7 @@ EXPERIMENTS: dict[str, str] = {
     "figure3": "gpipe_bench.experiments.figure3.experiment",
     "engine": "gpipe_bench.experiments.side_by_side.engine",
     "consistency": "gpipe_bench.experiments.consistency.experiment",
+    "predictions": "gpipe_bench.experiments.predictions.experiment",
     "peers": "gpipe_bench.experiments.side_by_side.peers",
 }
 

@@ -29,6 +29,8 @@ from gpipe_bench.experiments.measuring.step_text import (
     replay_errors,
 )
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
+from gpipe_bench.experiments.published import cases as predictions
+from gpipe_bench.experiments.published.entries import as_published, prediction_text, timed
 from gpipe_bench.experiments.report.drawing import paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
@@ -63,10 +65,13 @@ TABLES = {name: f"figure3-{name}" for name in V1_SUBJECTS}
 
 
 def cases(options: RunOptions) -> list[Case]:
-    return [Case({"model": name}, ESTIMATE_S[options.profile]) for name in V1_SUBJECTS]
+    steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in V1_SUBJECTS]
+    return steps + predictions.cases("figure3", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
+    if predictions.is_prediction(case):
+        return predictions.run("figure3", case, options)
     name = str(case.key["model"])
     subject = V1_SUBJECTS[name]
     plan = configurations(
@@ -106,8 +111,9 @@ def laid_out_with(configuration: Configuration) -> tuple[int, ...]:
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
-    found = [cell for record in records if record.status == "done" for cell in _cells(records, record)]
-    return found + sentences(records)
+    here = timed(records)
+    found = [cell for record in here if record.status == "done" for cell in _cells(here, record)]
+    return found + sentences(here) + as_published(records)
 
 
 def _cells(records: Sequence[Record], record: Record) -> Iterator[Entry]:
@@ -138,7 +144,7 @@ def _cells(records: Sequence[Record], record: Record) -> Iterator[Entry]:
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     verdicts = {c.place: c.verdict for c in comparisons if c.question == "here"}
     parts = []
-    for record in records:
+    for record in timed(records):
         if record.status != "done":
             continue
         table = TABLES[str(record.case["model"])]
@@ -178,7 +184,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
             "verdict",
         ]
         parts.append(Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text())
-    parts.append(replay_errors(records))
+    parts += [replay_errors(timed(records)), prediction_text(records)]
     if comparisons:
         parts.append(text_table(comparisons))
     return "\n\n".join(part for part in parts if part)
@@ -186,7 +192,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
 
 def figures(records: Sequence[Record]) -> list[Plot]:
     """Bars per model, the paper's beside ours."""
-    done = [record for record in records if record.status == "done"]
+    done = [record for record in timed(records) if record.status == "done"]
     if not done:
         return []
     return [

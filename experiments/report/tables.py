@@ -91,12 +91,6 @@ NOT_TO_BE_RUN: dict[str, TableInfo] = {
         about="Claims of web pages about GPipe; where they contradict the paper, the row says so.",
         missing="claims of others than the paper's authors; nothing here is held against them",
     ),
-    "resnet101-accuracy": TableInfo(
-        title="torchgpipe's ResNet-101 accuracy and throughput",
-        short="torchgpipe, ResNet-101",
-        about=_PEER,
-        missing=_PEER,
-    ),
 }
 """Published tables that no experiment answers, by the name of paper.csv, with the reason."""
 

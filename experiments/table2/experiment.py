@@ -12,6 +12,9 @@ difference is the replay's error. K = 4 runs for real too, in four processes tha
 order and memory, and no time. One table at a fixed mini-batch, so that only K and M differ, and one with
 the mini-batch fitted to a memory cap, as the paper did; they are not mixed. All cells of a model take turns
 in one run.
+
+A case of its own predicts the paper's table for the paper's accelerators and sizes (`as published`), over
+everything that the paper leaves open (experiments/published).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, Size, Subject
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
+from gpipe_bench.experiments.published import cases as predictions
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table2.figures import figures
 from gpipe_bench.experiments.table2.tables import cells, tables
@@ -56,10 +60,13 @@ def cases(options: RunOptions) -> list[Case]:
         if not smoke or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
     ]
     shared = [Case({"model": name, "batch": SHARED_CORES}, SHARED_ESTIMATE_S) for name in SUBJECTS]
-    return timed + ([] if smoke or options.engine not in (None, "ours") else shared)
+    shared = [] if smoke or options.engine not in (None, "ours") else shared
+    return timed + shared + predictions.cases("table2", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
+    if predictions.is_prediction(case):
+        return predictions.run("table2", case, options)
     subject = SUBJECTS[str(case.key["model"])]
     batch = str(case.key["batch"])
     if batch == SHARED_CORES:

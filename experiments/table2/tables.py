@@ -18,6 +18,7 @@ from gpipe_bench.experiments.measuring.step_text import (
     published,
     replay_errors,
 )
+from gpipe_bench.experiments.published.entries import as_published, prediction_text
 from gpipe_bench.experiments.table2.sentences import sentences
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
@@ -52,7 +53,7 @@ def facts_of(record: Record, num_stages: int, num_microbatches: int) -> dict[str
 def cells(records: Sequence[Record]) -> list[Entry]:
     """An entry for each (K, M) of each model on record, and for the sentences about them."""
     found = [cell for model in TABLES for cell in _of_model(records, model)]
-    return found + sentences(records, JUDGED)
+    return found + sentences(records, JUDGED) + as_published(records)
 
 
 def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
@@ -99,7 +100,12 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         for model in TABLES
         if (record := find(records, "done", model=model, batch=batch)) is not None
     ]
-    parts += [replay_errors(records), shared_cores(records), partition_rules(records)]
+    parts += [
+        replay_errors(records),
+        shared_cores(records),
+        partition_rules(records),
+        prediction_text(records),
+    ]
     if comparisons:
         parts.append(text_table(comparisons))
     return "\n\n".join(part for part in parts if part)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.speed_models import Size, Subject
+from gpipe_bench.experiments.published import cases as predictions
 from gpipe_bench.experiments.table3.figures import figures
 from gpipe_bench.experiments.table3.tables import cells, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -90,10 +91,12 @@ def cases(options: RunOptions) -> list[Case]:
         for part, estimate_s in parts.items()
         for name in SUBJECTS
         if options.profile != "smoke" or part != "link" or name == SMOKE_LINK
-    ]
+    ] + predictions.cases("table3", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
+    if predictions.is_prediction(case):
+        return predictions.run("table3", case, options)
     subject = SUBJECTS[str(case.key["model"])]
     match case.key["part"]:
         case "paper size":

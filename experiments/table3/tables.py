@@ -13,6 +13,7 @@ from typing import Any
 
 from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.step_text import SMOKE, interval, percent, published
+from gpipe_bench.experiments.published.entries import as_published, prediction_text
 from gpipe_bench.experiments.table3.sentences import sentences
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
@@ -30,7 +31,8 @@ def stage_counts(record: Record) -> list[int]:
 
 def cells(records: Sequence[Record]) -> list[Entry]:
     """An entry for each K of each model whose steps were measured, and for the sentences about them."""
-    return [cell for model in TABLES for cell in _of_model(records, model)] + sentences(records)
+    found = [cell for model in TABLES for cell in _of_model(records, model)]
+    return found + sentences(records) + as_published(records)
 
 
 def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
@@ -71,7 +73,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     """Everything that `run` and `compare` print."""
     verdicts = {c.place: c.verdict for c in comparisons if c.question == "here"}
     parts = [_model(records, model, verdicts) for model in TABLES]
-    parts.append(_links(records))
+    parts += [_links(records), prediction_text(records)]
     if comparisons:
         parts.append(text_table(comparisons))
     return "\n\n".join(part for part in parts if part)

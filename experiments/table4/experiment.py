@@ -30,6 +30,8 @@ from gpipe_bench.experiments.measuring.step_results import (
 from gpipe_bench.experiments.measuring.step_text import SMOKE, replay_errors
 from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
+from gpipe_bench.experiments.published import cases as predictions
+from gpipe_bench.experiments.published.entries import as_published, prediction_text, timed
 from gpipe_bench.experiments.report.drawing import gantt_plot, paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table4.sentences import sentences
@@ -59,10 +61,13 @@ COLORS = ("#3182bd", "#fdd49e", "#636363", "#bdbdbd", "#9ecae1", "#e6550d", "#f0
 
 
 def cases(options: RunOptions) -> list[Case]:
-    return [Case({"model": name}, ESTIMATE_S[options.profile]) for name in V1_SUBJECTS]
+    steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in V1_SUBJECTS]
+    return steps + predictions.cases("table4", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
+    if predictions.is_prediction(case):
+        return predictions.run("table4", case, options)
     from gpipe_bench.experiments.measuring.configuration import Configuration
 
     subject = V1_SUBJECTS[str(case.key["model"])]
@@ -103,8 +108,9 @@ SETUP = (
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
-    found = [cell for record in records if record.status == "done" for cell in _cells(records, record)]
-    return found + sentences(records, SHARE, NUM_MICROBATCHES)
+    here = timed(records)
+    found = [cell for record in here if record.status == "done" for cell in _cells(here, record)]
+    return found + sentences(here, SHARE, NUM_MICROBATCHES) + as_published(records)
 
 
 def _cells(records: Sequence[Record], record: Record) -> Iterator[Entry]:
@@ -155,7 +161,8 @@ def _share(record: Record, part: str, num_stages: int) -> Quantity | None:
 
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    done = [record for record in records if record.status == "done"]
+    here = timed(records)
+    done = [record for record in here if record.status == "done"]
     lines: list[list[Any]] = [[part] for part in PARTS] + [["sum"], ["step (ms)"]]
     headers = ["share of K x step (%)"]
     for record in done:
@@ -173,7 +180,11 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         f"\n  scaled to this machine: {scales}" if scales else ""
     )
     shares = Grid(title=title, columns=headers, lines=lines, right=numbers(headers))
-    parts = [shares.text() if len(headers) > 1 else "", replay_errors(records)]
+    parts = [
+        shares.text() if len(headers) > 1 else "",
+        replay_errors(here),
+        prediction_text(records),
+    ]
     if comparisons:
         parts.append(text_table(comparisons))
     return "\n\n".join(part for part in parts if part)
@@ -183,7 +194,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     """Stacked bars, and the Gantt charts of the steps behind them."""
     bars = [
         (record, name, facts)
-        for record in records
+        for record in timed(records)
         if record.status == "done"
         for name, facts in record.details["cells"].items()
         if "shares" in facts

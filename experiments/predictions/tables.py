@@ -1,0 +1,132 @@
+"""The predictions of others' numbers from records alone: entries, and how far they are off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.paper import PaperCell, load_paper
+from gpipe_bench.harness.judging.spread import Spread
+from gpipe_bench.harness.judging.units import show
+from gpipe_bench.harness.records.record import Quantity, Record
+from gpipe_bench.harness.report.grid import Grid, numbers
+
+TORCHGPIPE = ("amoebanet", "resnet101", "resnet101-accuracy")
+"""Its benchmark scripts whose speeds are predicted."""
+
+SOURCES = {"torchgpipe": "torchgpipe", "zero bubble": "others", "count": "paper"}
+"""Whose numbers a part predicts, as in results/paper.csv."""
+
+NOTES = {
+    "torchgpipe": "Predicted for a P40 by its published peaks, with torchgpipe's batches and cuts.",
+    "zero bubble": "Replayed with the times that are printed beside it.",
+    "count": "Counted on the zoo's AmoebaNet-C.",
+}
+
+
+def cells(records: Sequence[Record]) -> list[Entry]:
+    """An entry for each published number that is predicted."""
+    return [entry for record in records if record.status == "done" for entry in _entries(record)]
+
+
+def _entries(record: Record) -> Iterator[Entry]:
+    part = str(record.case["part"])
+    spreads = {
+        tuple(each["cell"]): Spread.from_data(each["spread"]) for each in record.details.get("predicted", ())
+    }
+    for quantity in record.quantities:
+        place = (str(quantity.key["table"]), str(quantity.key["row"]), str(quantity.key["column"]))
+        yield Entry(
+            table=place[0],
+            row=place[1],
+            column=place[2],
+            source=SOURCES[part],
+            question="as published",
+            quantity=quantity,
+            spread=spreads.get(place),
+            record=record,
+            note=NOTES[part],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One published number beside its prediction."""
+
+    entry: Entry
+    published: PaperCell
+    quantity: Quantity
+
+    @property
+    def ratio(self) -> float:
+        assert self.quantity.value is not None
+        return self.quantity.value / self.published.value
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the range meets what rounds to the published number."""
+        assert self.entry.range is not None
+        low, high = self.entry.range
+        return low <= self.published.value + self.published.rounding and high >= (
+            self.published.value - self.published.rounding
+        )
+
+
+KINDS = ("ratios", "absolute speeds", "rates and counts")
+
+
+def _kind(line: _Line) -> str:
+    if line.published.source != "torchgpipe":
+        return KINDS[2]
+    return KINDS[0] if line.published.unit == "ratio" else KINDS[1]
+
+
+def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+    """Every number, and the errors by kind."""
+    published = {(cell.source, *cell.key): cell for cell in load_paper()}
+    lines = [
+        _Line(entry, published[entry.source, *entry.place], entry.quantity)
+        for entry in cells(records)
+        if entry.quantity is not None and (entry.source, *entry.place) in published
+    ]
+    if not lines:
+        return ""
+    parts = [
+        _grid(kind, found) for kind in KINDS if (found := [each for each in lines if _kind(each) == kind])
+    ]
+    return "\n\n".join(parts)
+
+
+def _grid(kind: str, lines: Sequence[_Line]) -> str:
+    rows = []
+    for line in lines:
+        entry, unit = line.entry, line.quantity.unit
+        assert entry.range is not None
+        assert line.quantity.value is not None
+        low, high = entry.range
+        rows.append(
+            [
+                f"{entry.table}: {entry.row}, {entry.column}",
+                line.published.printed,
+                show(line.quantity.value, unit, 4),
+                "-" if low == high else f"{show(low, unit, 3)} to {show(high, unit, 3)}",
+                f"{line.ratio:.3f}",
+                "yes" if line.is_inside else "no",
+            ]
+        )
+    off = [abs(line.ratio - 1) for line in lines]
+    inside = sum(line.is_inside for line in lines)
+    title = (
+        f"{kind.capitalize()}: predicted, in the middle of what is unknown, against published\n"
+        f"  the middle is off by {_percent(median(off))} in the median, {_percent(max(off))} at worst; "
+        f"{inside} of {len(lines)} lie in the range"
+    )
+    headers = ["", "published", "middle", "range", "middle / published", "in the range"]
+    return Grid(title=title, columns=headers, lines=rows, right=numbers(headers)).text()
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= 5e-4 else f"{100 * share:.3f} %"

@@ -1,0 +1,128 @@
+"""Predictions read back from records: entries to be judged, and the text that is printed of them.
+
+What is on record is the middle, the range over all admitted combinations and what each setting does alone. No
+torch and no walk is needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from gpipe_bench.experiments.measuring.step_text import SMOKE
+from gpipe_bench.experiments.published.elsewhere import errors
+from gpipe_bench.harness.judging.allowed import Allowed, about, at_least, within_factor
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.paper import PaperCell, load_paper
+from gpipe_bench.harness.judging.spread import Spread
+from gpipe_bench.harness.judging.units import show
+from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
+from gpipe_bench.harness.records.record import Record, of_case
+from gpipe_bench.harness.report.grid import Grid, numbers
+
+PART = "as published"
+"""Of the key of a case that predicts; its other key is the model."""
+
+_WORDS: dict[str, Callable[[PaperCell], Allowed]] = {
+    "throughput without pipelining, over the accelerators": lambda cell: within_factor(
+        _word("relatively_constant_ratio")
+    ),
+    "Transformer-48: share of a linear speed-up at M >> K": lambda cell: at_least(_word("near_linear_share")),
+    "AmoebaNet-D (4, 512): share of a linear speed-up": lambda cell: at_least(_word("near_linear_share")),
+    "extra time by recomputation": lambda cell: about(cell, _word("about")),
+    "normalized throughput by the text": lambda cell: about(cell, _word("about")),
+}
+"""What a sentence's words admit, by its row."""
+
+
+def _word(setting: str) -> Unknown:
+    return load_unknowns().find("claims", setting)
+
+
+def timed(records: Sequence[Record]) -> list[Record]:
+    """The records of what ran here, without the predictions."""
+    return [record for record in records if record.case.get("part") != PART]
+
+
+def as_published(records: Sequence[Record]) -> list[Entry]:
+    """Our prediction for every number of the paper that the records predict."""
+    return [entry for record in of_case(records, "done", part=PART) for entry in _entries(record)]
+
+
+def _entries(record: Record) -> Iterator[Entry]:
+    paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
+    for table, row, column, spread in _predicted(record):
+        cell = paper.get((table, row, column))
+        words = _WORDS.get(row)
+        yield Entry(
+            table=table,
+            row=row,
+            column=column,
+            question="as published",
+            quantity=record.quantity("prediction", table=table, row=row, column=column),
+            spread=spread,
+            allowed=None if words is None or cell is None else words(cell),
+            record=record,
+            not_comparable=SMOKE if record.profile == "smoke" else "",
+            note=_note(record, spread),
+        )
+
+
+def _predicted(record: Record) -> Iterator[tuple[str, str, str, Spread]]:
+    for each in record.details["predicted"]:
+        table, row, column = each["cell"]
+        yield table, row, column, Spread.from_data(each["spread"])
+
+
+def _note(record: Record, spread: Spread) -> str:
+    note = (
+        f"Predicted for {record.details['title']} on the paper's accelerators; the range is over "
+        f"{spread.combinations:,} combinations of what the paper leaves open."
+    )
+    return f"{note} {record.details['note']}".strip()
+
+
+def prediction_text(records: Sequence[Record]) -> str:
+    """The predictions of all models on record, and how far the same code is off elsewhere."""
+    done = of_case(records, "done", part=PART)
+    if not done:
+        return ""
+    parts = [_grid(record) for record in done]
+    found = errors(done[0])
+    if found is not None:
+        parts.append(found.sentence)
+    return "\n\n".join(parts)
+
+
+def _grid(record: Record) -> str:
+    printed = {cell.key: cell.printed for cell in load_paper() if cell.source == "paper"}
+    lines = []
+    for table, row, column, spread in _predicted(record):
+        quantity = record.quantity("prediction", table=table, row=row, column=column)
+        if quantity is None or quantity.value is None or spread.low == spread.high:
+            continue
+        lines.append(
+            [
+                f"{row}, {column}",
+                printed.get((table, row, column), "-"),
+                show(quantity.value, quantity.unit, 3),
+                f"{show(spread.low, quantity.unit, 3)} to {show(spread.high, quantity.unit, 3)}",
+                f"{spread.combinations:,}",
+                widest(spread),
+            ]
+        )
+    reference = ", ".join(f"{name} {_shown(value)}" for name, value in record.details["reference"].items())
+    title = f"As published: {record.details['title']} at the paper's size, predicted\n  middle: {reference}"
+    headers = ["", "paper", "middle", "range", "combinations", "widest alone"]
+    notes = [f"  {record.details['note']}"] if record.details["note"] else []
+    return Grid(title=title, columns=headers, lines=lines, notes=notes, right=numbers(headers)).text()
+
+
+def widest(spread: Spread) -> str:
+    """The setting that moves a number most when it alone changes."""
+    most = max(spread.parts, key=lambda part: part.high - part.low, default=None)
+    return "-" if most is None else f"{most.what} ({most.low:.3g} to {most.high:.3g})"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -375,20 +375,18 @@ for name in {list(EXPERIMENTS)!r}:
 
 
 def test_the_zoo_is_counted_on_the_meta_device(capsys, monkeypatch):
+    """Some of it; tests/test_models_counts.py has the numbers of the largest."""
+    sizes = [(name, keywords.get("num_layers", 0), keywords) for name, keywords in zoo.CONFIGURATIONS]
+    assert {("amoebanet-d", 72), ("transformer-lm", 1663)} <= {(name, depth) for name, depth, _ in sizes}
+    monkeypatch.setattr(
+        zoo, "CONFIGURATIONS", [(name, keywords) for name, depth, keywords in sizes if depth < 72]
+    )
     assert main(["list", "--models", "--json"]) == 0
     counts = {
         json.dumps(row["configuration"]) + row["model"]: row["parameters"]
         for row in lines(capsys.readouterr().out)
     }
-    assert {
-        81_785_166,
-        122_579_097,
-        1_843_386_873,
-        557_286_057,
-        282_178_816,
-        5_318_006_016,
-        44_549_160,
-    } <= set(counts.values())
+    assert {81_785_166, 122_579_097, 557_286_057, 282_178_816, 44_549_160} <= set(counts.values())
     monkeypatch.setattr(zoo, "CONFIGURATIONS", zoo.CONFIGURATIONS[-1:])
     assert main(["list", "--models"]) == 0
     assert "44,549,160" in capsys.readouterr().out

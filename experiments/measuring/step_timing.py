@@ -21,7 +21,7 @@ from gpipe_bench.experiments.measuring.configuration import (
     TimedConfiguration,
     Training,
 )
-from gpipe_bench.experiments.measuring.device_timing import copy_bandwidth
+from gpipe_bench.experiments.measuring.device_timing import copy_bandwidth, settle
 from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
 from gpipe_bench.harness.timing.rounds import turns
 from gpipe_bench.harness.timing.usage import Usage
@@ -70,6 +70,7 @@ def work(job: StepJob) -> Found:
         device,
         job.engine,
     )
+    settle()
     layers_s: dict[int, tuple[float, ...]] = {}
     for size in sorted({each.microbatch_size for each in job.configurations}):
         count = max(1, min(MOST_LAYER_MICROBATCHES, _largest_batch(job, size) // size))

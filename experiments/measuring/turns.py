@@ -7,7 +7,6 @@ whoever reads them takes the slowest process's.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from gpipe_bench.experiments.measuring.device_timing import time_step
+from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.harness.timing.rounds import repeats_for, turns
 from gpipe_bench.harness.timing.usage import Usage
 
@@ -35,8 +34,7 @@ class Measured(NamedTuple):
 def measure(steps: Steps, layers: Sequence[nn.Module], num_rounds: int, seed: int) -> Measured:
     """Times all arms, which train the same `layers`. All processes must call; every arm has warmed up."""
     repeats = {arm: _repeats(step, layers) for arm, step in steps.items()}
-    gc.collect()
-    gc.freeze()  # what lives from here on, so that collecting between samples is quick
+    settle()
     times: dict[str, list[float]] = {arm: [] for arm in steps}
     start = Usage.now()
     for arm in turns(list(steps), num_rounds, seed):

@@ -238,7 +238,7 @@ def test_the_page_shows_both_answers_before_anything_else(page):
         "above by at least a factor of 1.76",
     ):
         assert published < first_screen.index(words) < here
-    assert "The strongest differences are the counted numbers" in first_screen, "the rule is stated"
+    assert "The strongest differences are the judged numbers" in first_screen, "the rule is stated"
 
 
 def test_on_the_page_others_numbers_are_answered_rows_of_their_own_and_not_counted(page):

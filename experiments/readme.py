@@ -11,11 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.experiments.report.build import build
 from gpipe_bench.experiments.table1.readme import table as table1
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.places import PUBLISHED, REFERENCE, ROOT
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.report.grid import between
+from gpipe_bench.harness.report.render import MARKS, MEANINGS
+from gpipe_bench.harness.report.replies import RULE, replies_markdown
 
 RECORDS = REFERENCE / "cpu-2-cores"
 CORES = 2  # of the machine that times are said for
@@ -36,6 +39,19 @@ def descriptions() -> str:
     return "| name | what it does |\n|---|---|\n" + "\n".join(rows)
 
 
+def replies() -> str:
+    """Both questions answered from the reference records: the same as the report's first screen."""
+    page = build(RECORDS, figures=False)
+    cells = [row.comparison for table in page.tables for row in table.rows]
+    return f"{replies_markdown(cells, {table.name: table.info.short for table in page.tables})}\n\n{RULE}"
+
+
+def verdicts() -> str:
+    """A row for each verdict."""
+    rows = [f"| {MARKS[name]} {name} | {meaning} |" for name, meaning in MEANINGS.items()]
+    return "| verdict | meaning |\n|---|---|\n" + "\n".join(rows)
+
+
 def _experiments() -> list[Experiment]:
     return [load(name) for name in EXPERIMENTS]
 
@@ -54,6 +70,8 @@ def _time(experiment: Experiment) -> str:
 
 
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
+    "replies": (ROOT / "README.md", replies),
+    "verdicts": (ROOT / "README.md", verdicts),
     "sessions": (ROOT / "README.md", sessions),
     "experiments": (ROOT / "docs" / "commands.md", descriptions),
     "table1": (PUBLISHED / "README.md", lambda: table1(Store(RECORDS).load("table1").records)),

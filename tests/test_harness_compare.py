@@ -173,14 +173,14 @@ def test_a_table_that_is_a_diagonal_is_a_list():
         whole=(),
     )  # fmt: skip
     line = next(line for line in text_table(rows).splitlines() if "pipeline-128" in line)
-    assert re.search(r"Transformer.* 298x \(means 297\.3\) +297.2 modelled +\S+ \[[\d,]+\] +[\d.]+ / [\d.]+$", line)
+    assert re.search(r"Transformer.* 298x \(means 297\.3\) +297.2 modelled +\S+ \[[\d,]+\] +\S+ / \S+$", line)
 
 
 def test_the_table_shows_paper_ours_and_verdict_below_each_other(comparisons):
     lines = text_table(comparisons).splitlines()
     place = next(i for i, line in enumerate(lines) if re.match(r"parameter memory .*11\.7G", line))
     assert re.match(r"parameter memory +paper +11\.7G \(means 3\.15\) +8\.8G +59\.5G", lines[place])
-    assert re.match(r" +ours \(modelled\) +3\.154 GiB +8\.782 GiB +59\.43 GiB +- ", lines[place + 1])
+    assert re.match(r" +ours \(modelled\) +3\.154 GiB +8\.782 GiB +59\.43 GiB *$", lines[place + 1])
     assert re.match(r" +verdict +identity \[[\d,]+\] +identity \[\d+\] +below", lines[place + 2])
 
 

@@ -25,8 +25,9 @@ from records import quantity, record
 
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
-from gpipe_bench.experiments.commands import report as verb_report
+from gpipe_bench.experiments.report import build as report_build
 from gpipe_bench.experiments.report import records as report_records
+from gpipe_bench.experiments.report.build import build
 from gpipe_bench.experiments.report.figures import draw, drawn
 from gpipe_bench.experiments.report.readings import answers, readings
 from gpipe_bench.experiments.report.records import Source, folders, sources
@@ -39,7 +40,7 @@ from gpipe_bench.harness.judging.verdict import VERDICTS
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.report.chart import Box, Chart, within
-from gpipe_bench.harness.report.page import Answer, Counts, TableInfo, table_views
+from gpipe_bench.harness.report.page import Answer, TableInfo, table_views
 from gpipe_bench.harness.report.render import html, markdown
 from gpipe_bench.harness.shown import Plot
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
@@ -97,7 +98,7 @@ class Parsed(HTMLParser):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """The report of a fresh clone: reference records and nothing else."""
-    return verb_report.build(tmp_path_factory.mktemp("empty"), figures=False)
+    return build(tmp_path_factory.mktemp("empty"), figures=False)
 
 
 @pytest.fixture(scope="module")
@@ -105,26 +106,31 @@ def parsed(page):
     return Parsed(html(page))
 
 
-def key_of(cell):
-    return f"{cell.table}|{cell.row}|{cell.column}"
+def place_of(key):
+    """Table, row, column and source of a row of the page."""
+    return tuple(key.split("|")[:-1])
 
 
-def test_every_published_number_is_on_the_page_once(parsed):
+def test_every_published_number_is_on_the_page_once(page, parsed):
     paper = load_paper()
-    published = {key_of(cell) for cell in paper if cell.source == "paper"}
-    assert published <= parsed.rows.keys()
-    assert Counter(parsed.peers) == Counter(key_of(cell) for cell in paper if cell.source != "paper")
+    shown = Counter(map(place_of, parsed.rows))
+    assert {(*cell.key, "paper") for cell in paper if cell.source == "paper"} <= shown.keys()
+    assert max(shown.values()) <= 2, "once for each question"
+    answered = {row.comparison.key[:-1] for table in page.tables for row in table.rows}
+    others = {(*cell.key, cell.source) for cell in paper if cell.source != "paper"} - answered
+    assert Counter(map(place_of, parsed.peers)) == Counter(others)
 
 
-def test_numbers_and_verdicts_are_those_of_compare(page, parsed):
+def test_numbers_and_verdicts_are_those_of_compare(parsed):
     experiment = registry.load("table1")
-    found = compare(experiment.cells(Store(MACHINE).load("table1").records))
+    found = compare(experiment.cells(Store(MACHINE).load("table1").records), whole=experiment.paper_tables)
     assert any(cell.ours is not None for cell in found)
     for cell in found:
-        texts = parsed.rows[key_of(cell)]
+        key = "|".join(cell.key)
+        texts = parsed.rows[key]
         assert cell.verdict in texts, cell
         if cell.ours is not None:
-            assert float(parsed.values[key_of(cell)]) == cell.ours
+            assert float(parsed.values[key]) == cell.ours
         if cell.printed:
             assert any(text.startswith(cell.printed) for text in texts)
 
@@ -137,20 +143,23 @@ def test_each_row_has_a_verdict_with_a_reason(page):
 
 
 def test_totals_are_those_of_the_rows_under_every_tolerance(page):
-    paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
-    for tolerance, counts in ((0.5, page.narrow), (1.0, page.counts), (2.0, page.wide)):
-        recount: Counter[str] = Counter()
-        for table in page.tables:
-            ours = [row.answer.entry for row in table.rows if row.answer is not None]
-            judged = {(c.table, c.row, c.column): c.verdict for c in compare(ours, None, tolerance)}
-            for row in table.rows:
-                key = (table.name, row.comparison.row, row.comparison.column)
-                if key in paper and paper[key].counted:
-                    recount[judged.get(key, "not run")] += 1
-        assert dict(recount) == {verdict: n for verdict, n in counts.by_verdict.items() if n}
-    assert page.counts.total == sum(cell.counted for cell in paper.values()), (
-        "each result, claim and identity counts once, and a number that is printed twice is one"
-    )
+    paper = {cell.key: cell for cell in load_paper() if cell.source == "paper" and cell.counted}
+    for view in page.summary.questions:
+        scores = view.scores
+        for tolerance, counts in ((0.5, scores.narrow), (1.0, scores.counts), (2.0, scores.wide)):
+            recount: Counter[str] = Counter()
+            for table in page.tables:
+                rows = [row for row in table.rows if row.comparison.question == view.question]
+                ours = [row.answer.entry for row in rows if row.answer is not None]
+                judged = {c.key: c.verdict for c in compare(ours, None, tolerance, whole=())}
+                recount.update(
+                    judged.get(row.comparison.key, "not run")
+                    for row in rows
+                    if row.comparison.source == "paper" and row.comparison.place in paper
+                )
+            assert dict(recount) == {verdict: n for verdict in VERDICTS if (n := counts[verdict])}
+    counted = {row.comparison.place for table in page.tables for row in table.rows if row.comparison.counted}
+    assert counted == paper.keys(), "each result, claim and identity, and a number that is printed twice once"
 
 
 def test_a_table_that_is_not_run_says_why(page):
@@ -171,7 +180,8 @@ def test_a_write_up_that_contradicts_the_paper_is_shown_with_the_contradiction(p
         assert claim.erratum in text
     assert all(table != "write-ups" for table, *_ in page.summary.errata), "it is no erratum of the paper"
     shown = next(table for table in page.tables if table.name == "write-ups")
-    assert (shown.rows, shown.counts.total) == ((), 0), "it is context and counts nowhere"
+    assert all(part.part == "others' numbers" for part in shown.parts), "it is context"
+    assert not any(row.comparison.counted for row in shown.rows), "and counts nowhere"
 
 
 def test_the_page_holds_all_it_needs(page, parsed):
@@ -186,7 +196,7 @@ def test_the_page_holds_all_it_needs(page, parsed):
 
 
 def test_the_same_records_give_the_same_bytes(page, tmp_path):
-    again = verb_report.build(tmp_path / "results-that-do-not-exist", figures=False)
+    again = build(tmp_path / "results-that-do-not-exist", figures=False)
     first, second = markdown(page), markdown(again)
     own = page.machines[0].name
     assert first.replace(own, "X") == second.replace(again.machines[0].name, "X")
@@ -202,7 +212,9 @@ def test_commands_can_be_copied_from_the_page(page, parsed):
 
 def test_markdown_has_the_same_verdicts(page):
     text = markdown(page)
-    assert str(page.counts) in text
+    for view in page.summary.questions:
+        assert f"**{view.question.capitalize()}**: {view.reply.asked}" in text
+        assert str(view.reply.counts).capitalize() in text
     for table in page.tables:
         assert f"### {table.info.title}" in text
         for row in table.rows:
@@ -214,7 +226,12 @@ def test_markdown_has_the_same_verdicts(page):
 
 def test_no_torch_and_quick_from_the_command_line(tmp_path):
     code = (
-        "import sys; sys.modules['torch'] = None\n"
+        "import sys\n"
+        "class NotInstalled:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'torch':\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, NotInstalled)\n"
         "from gpipe_bench.experiments.commands.cli import main\n"
         f"sys.exit(main(['report', '--results', {str(tmp_path)!r}]))"
     )
@@ -222,8 +239,9 @@ def test_no_torch_and_quick_from_the_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     written = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "reproduced" in done.stdout
+    assert "\nhere: " in done.stdout
     assert "<img" in written, "the reference figures are inlined"
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "cells.csv"}
     assert (tmp_path / "report.md").stat().st_mode & 0o777 == 0o644
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".report")] == []
 
@@ -282,9 +300,9 @@ def test_a_number_keeps_the_record_it_came_from_though_another_has_the_same(tmp_
         "naive-1": {"step": 1},
         "pipeline-1": {"step": 2},
     }
-    page = Parsed(html(verb_report.build(own, figures=False)))
+    page = Parsed(html(build(own, figures=False)))
     for column, step in (("naive-1", 1), ("pipeline-1", 2)):
-        texts = page.rows[f"table1-amoebanet|parameters|{column}"]
+        texts = page.rows[f"table1-amoebanet|parameters|{column}|paper|here"]
         assert "".join(texts[texts.index("case") + 1 : texts.index("recorded")]) == f"step={step}"
 
 
@@ -305,10 +323,11 @@ def test_a_report_asks_each_experiment_once(tmp_path, monkeypatch):
     monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
     other = put(tmp_path / "references" / "other", fake(1, 41_000_000))
     own = put(tmp_path / "own", fake(1, 82_000_000), fake(2, 318_000_000))
-    monkeypatch.setattr(verb_report, "folders", lambda results: folders(results, other.parent))
-    page = verb_report.build(own, figures=False)
+    monkeypatch.setattr(report_build, "folders", lambda results: folders(results, other.parent))
+    page = build(own, figures=False)
     assert page.side is not None
-    assert [experiment.text for experiment in page.experiments] == ["the text"]
+    (experiment,) = page.experiments
+    assert experiment.text.endswith("\n\nthe text"), "behind the two answers"
     assert asked == {"cells": 2, "tables": 2}, "once for the own records, once for the other machine's"
 
 
@@ -358,10 +377,10 @@ def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, m
     broken = dataclasses.replace(FAKE, cells=lambda records: [records[0].details["a key of long ago"]])
     monkeypatch.setattr("fake_experiment.EXPERIMENT", broken)
     monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
-    page = verb_report.build(put(tmp_path / "own", fake(1, 82_000_000)), figures=False)
+    page = build(put(tmp_path / "own", fake(1, 82_000_000)), figures=False)
     assert page.warnings == (f"{tmp_path / 'own'}: fake can't be shown: KeyError: 'a key of long ago'",)
     assert page.warnings[0] in Parsed(html(page)).text
-    assert page.counts["reproduced"] > 0, "the reference records of the others are there"
+    assert page.shown["reproduced"] > 0, "the reference records of the others are there"
     assert "fake" not in [experiment.name for experiment in page.experiments]
 
 
@@ -370,14 +389,14 @@ def test_two_machines_stand_side_by_side_on_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
     other = put(tmp_path / "references" / "other", fake(1, 41_000_000, environment={"cpu_model": "B"}))
     own = put(tmp_path / "own", fake(1, 82_000_000, environment={"cpu_model": "A"}))
-    monkeypatch.setattr(verb_report, "folders", lambda results: folders(results, other.parent))
-    page = verb_report.build(own, figures=False)
+    monkeypatch.setattr(report_build, "folders", lambda results: folders(results, other.parent))
+    page = build(own, figures=False)
     assert page.side is not None
     assert page.side.machines == ("own", "other")
     assert [row.ratios for row in page.side.rows] == [(1.0, 0.5)]
     assert page.side.differences == {"cpu_model": ("A", "B")}
     for text in (html(page), markdown(page)):
-        assert "41M modelled, deviates" in text
+        assert "41M modelled, below" in text
 
 
 def test_text_of_records_cannot_become_markup(tmp_path, monkeypatch):
@@ -387,11 +406,11 @@ def test_text_of_records_cannot_become_markup(tmp_path, monkeypatch):
     environment = {"cpu_model": evil}
     put(tmp_path / "own", fake(1, 82_000_000, command=evil, environment=environment))
     put(tmp_path / "own", fake(2, None, status="failed", reason=evil))
-    text = html(verb_report.build(tmp_path / "own", figures=False))
+    text = html(build(tmp_path / "own", figures=False))
     assert "alert(1)" in text
     assert "<script>alert" not in text
     assert Parsed(text).tags["script"] == 1
-    assert f"| {evil} |" not in markdown(verb_report.build(tmp_path / "own", figures=False))
+    assert f"| {evil} |" not in markdown(build(tmp_path / "own", figures=False))
 
 
 def test_two_answers_for_a_cell_are_refused():
@@ -402,13 +421,9 @@ def test_two_answers_for_a_cell_are_refused():
     with pytest.raises(ValueError, match="two answers"):
         table_views([answer, answer], [], INFO)
     (view,) = table_views([answer], [], INFO)
-    assert [(row.kind, row.counted) for row in view.rows] == [("ours", False)]
-    assert str(view.counts) == "0 of 0 reproduced"
-
-
-def test_counts_in_words():
-    counts = Counts.of(["reproduced", "deviates", "reproduced", "not run"])
-    assert str(counts) == "2 of 4 reproduced, 1 deviates, 1 not run"
+    (row,) = view.rows
+    assert (row.comparison.kind, row.comparison.counted) == ("ours", False)
+    assert str(view.parts[0].scores.counts) == "nothing counted"
 
 
 def chart_source(details):

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Question
 from gpipe_bench.harness.judging.verdict import UNEXPLAINED, Verdict
-from gpipe_bench.harness.report.counts import ASKED, Counts, counts_of
+from gpipe_bench.harness.report.counts import ASKED, Counts, counts_of, evidence
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import ours_text, range_text, times_text
 
 MOST = 3
 RULE = (
-    "The strongest differences are the counted numbers above or below whose range lies furthest from what "
-    "the paper admits, by the factor between the nearest ends: a wide range makes no difference look strong. "
+    "The strongest differences are the judged numbers above or below whose range lies furthest from what the "
+    "paper admits, by the factor between the nearest ends: a wide range makes no difference look strong. "
     "Where there is no number of ours there is no factor, and no place in this list."
 )
 """How the differences that are named were chosen."""
@@ -59,8 +59,9 @@ def replies_to(cells: Iterable[Comparison]) -> tuple[Reply, ...]:
 
 
 def strongest(cells: Iterable[Comparison], most: int = MOST) -> tuple[Comparison, ...]:
-    """The counted cells that differ by the largest factors, see RULE; of equals the first."""
-    differing = [(abs(math.log(cell.factor)), cell) for cell in cells if cell.counted and cell.factor]
+    """The judged cells that differ by the largest factors, see RULE; of equals the first."""
+    judged = [cell for cell in cells if cell.counted and evidence(cell) != "identity"]
+    differing = [(abs(math.log(cell.factor)), cell) for cell in judged if cell.factor]
     return tuple(cell for _, cell in sorted(differing, key=lambda pair: -pair[0])[:most])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.records.environment import COMPARABLE_FIELDS
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.report.table import ours_with_interval
+from gpipe_bench.harness.report.table import Part, ours_with_interval, part_of
 
 _ABSENT = "-"
 _EQUAL = "The environments are equal in every field that numbers depend on."
@@ -22,11 +22,16 @@ _EQUAL = "The environments are equal in every field that numbers depend on."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideRow:
-    """One cell on every machine, in the order of the machines; None where a machine has no such cell."""
+    """One cell on every machine, in the order of the machines; None where a machine has no such cell.
+
+    `part` is the question it answers, or that it is held against the number of `source`.
+    """
 
     table: str
+    part: Part
     row: str
     column: str
+    source: str
     unit: str
     printed: str
     cells: tuple[Comparison | None, ...]
@@ -59,15 +64,19 @@ def side_by_side(
     if len(machines) < 2:
         raise ValueError(f"side by side takes at least two machines, got {', '.join(machines) or 'none'}")
     by_machine = {name: {c.key: c for c in comparisons[name]} for name in machines}
+    not_run = {
+        name: {c.key[:-1]: c for c in comparisons[name] if c.verdict == "not run"} for name in machines
+    }
     keys = dict.fromkeys(key for cells in by_machine.values() for key in cells)
     rows = []
     for key in keys:
-        cells = tuple(by_machine[name].get(key) for name in machines)
+        # a number that a machine did not run stands under the question of the file
+        cells = tuple(by_machine[name].get(key) or not_run[name].get(key[:-1]) for name in machines)
         known = next((cell for cell in cells if cell is not None and cell.ours is not None), None)
         if known is not None:
             rows.append(
-                SideRow(table=key[0], row=key[1], column=key[2], unit=known.unit, printed=known.paper_text,
-                        cells=cells)
+                SideRow(table=known.table, part=part_of(known), row=known.row, column=known.column,
+                        source=known.source, unit=known.unit, printed=known.paper_text, cells=cells)
             )  # fmt: skip
     return SideBySide(machines=machines, rows=tuple(rows), differences=_differences(machines, environments))
 
@@ -120,14 +129,14 @@ def _grids(side: SideBySide) -> list[Grid]:
     """One for each table, and one for what the machines differ in."""
     columns = ["", "", "paper", *side.machines, f"{side.machines[-1]} / {side.machines[0]}"]
     grids = []
-    for table in dict.fromkeys(row.table for row in side.rows):
+    for table, part in dict.fromkeys((row.table, row.part) for row in side.rows):
         lines = []
-        for row in (row for row in side.rows if row.table == table):
+        for row in (row for row in side.rows if (row.table, row.part) == (table, part)):
             last = row.ratios[-1]
             ratio = _ABSENT if last is None else f"x{last:.3g}"
             entries = [entry_text(cell) for cell in row.cells]
             lines.append([row.row, row.column, row.printed or _ABSENT, *entries, ratio])
-        grids.append(Grid(title=table, columns=columns, lines=lines))
+        grids.append(Grid(title=f"{table}, {part}", columns=columns, lines=lines))
     if side.differences:
         fields = [[name, *values] for name, values in side.differences.items()]
         grids.append(Grid(columns=["the machines differ in", *side.machines], lines=fields))

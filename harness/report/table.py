@@ -80,7 +80,7 @@ class Table(Generic[R]):
 
     @property
     def diagonal(self) -> bool:
-        """Whether it is a single column or mostly empty, such as a diagonal, so that a list takes less room."""
+        """Whether it is one column or mostly empty, such as a diagonal, so that a list takes less room."""
         places = len(self.columns) * len(self.groups)
         return len(self.columns) == 1 or 2 * len(self.rows) <= places
 

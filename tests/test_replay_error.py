@@ -7,11 +7,11 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from records import record
 from scipy.stats import t
 
 from gpipe_bench.experiments.measuring.replay_error import next_error, prediction_interval, replayed_spread
 from gpipe_bench.harness.records.record import Quantity
-from tests.records import record
 
 
 def errors(model, *values):

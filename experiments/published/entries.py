@@ -95,6 +95,18 @@ def prediction_text(records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
+def predicted_text(records: Sequence[Record], table: str, row: str, column: str) -> str:
+    """`2.98 (2.60 to 3.10)`: middle and range of one prediction, or a dash."""
+    for record in of_case(records, "done", part=PART):
+        for *cell, spread in _predicted(record):
+            quantity = record.quantity("prediction", table=table, row=row, column=column)
+            if cell == [table, row, column] and quantity is not None and quantity.value is not None:
+                if spread.low == spread.high:
+                    return f"{quantity.value:.2f}"
+                return f"{quantity.value:.2f} ({spread.low:.2f} to {spread.high:.2f})"
+    return "-"
+
+
 def _grid(record: Record) -> str:
     printed = {
         cell.key: "in words" if cell.form == "words" else cell.printed

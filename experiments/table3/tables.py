@@ -134,7 +134,7 @@ def _title(known: Record, steps: Record | None, paper_size: Record | None) -> st
     if paper_size is not None:
         details = paper_size.details
         lines.append(
-            f"  P100, hidden from: modelled at the paper's size, N={details['batch_size']} (not given there), "
+            f"  P100, hidden from: modelled at the paper's size, N={details['batch_size']} (not given), "
             f"no set-up, no update;\n    {details['assumption']}"
         )
     return "\n".join(lines)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import record
@@ -19,14 +17,14 @@ from gpipe_bench.experiments.measuring.bandwidths import (
     slowdowns,
     spread_evenly,
 )
-from gpipe_bench.experiments.measuring.roofline import P100, Accelerator, Estimate, _Stopwatch, estimate
 from gpipe_bench.experiments.measuring.sentences import TABLE
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, lay_out
+from gpipe_bench.experiments.published.estimate import Estimate
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.table3 import experiment as table3
 from gpipe_bench.experiments.table3 import slow_link
 from gpipe_bench.experiments.table3.experiment import EXPERIMENT
-from gpipe_bench.experiments.table3.results import PCIE, SHARE_OF_PEAK, modelled, over_link, replayed
+from gpipe_bench.experiments.table3.results import PCIE, modelled, over_link, replayed, shares_of_peak
 from gpipe_bench.experiments.table3.slow_link_steps import LinkFound, Measured
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.compare import compare
@@ -101,49 +99,12 @@ def test_a_slowed_link_keeps_the_share_of_the_messages(slower: float, larger: fl
 # A device by its peaks --------------------------------------------------------------------------------------
 
 
-def test_an_operation_takes_the_longer_of_arithmetic_and_memory() -> None:
-    x, y = torch.empty(30, 40, device="meta"), torch.empty(40, 50, device="meta")
-    flops, moved = 2 * 30 * 40 * 50, 4 * (30 * 40 + 40 * 50 + 30 * 50)
-    for device, seconds in (
-        (Accelerator("counts", 1.0, 1e12, ""), flops),
-        (Accelerator("moves", 1e12, 1.0, ""), moved),
-    ):
-        with _Stopwatch(device) as watch:
-            product = x @ y
-            product.view(-1)  # moves nothing
-        assert watch.seconds == seconds
-        with _Stopwatch(device) as watch:
-            product + product  # one tensor read, one written
-        assert watch.seconds == (4 * 2 * 30 * 50 if device.name == "moves" else 4 * 2 * 30 * 50 / 1e12)
-
-
-def test_estimate_of_a_transformer() -> None:
-    options = {
-        "num_layers": 3, "d_model": 64, "ffn_dim": 256, "num_heads": 2, "seq_len": 16, "vocab_size": 100,
-        "attention": "explicit",
-    }  # fmt: skip
-    arithmetic = Accelerator("arithmetic alone", 1.0, math.inf, "")
-    found = estimate("transformer-lm", options, 2, arithmetic)
-    per_token = 2 * (4 * 64 * 64 + 2 * 64 * 256) + 2 * 2 * 16 * 64
-    assert found.forward_s[1] == found.forward_s[2] == found.forward_s[3] == 2 * 16 * per_token
-    assert found.output_bytes[1] == found.gradient_bytes[1] == 2 * 16 * 64 * 4
-    timed = found.actions(2, 8, 0.5)
-    assert timed.num_microbatches == 8
-    total = sum(found.forward_s) / 0.5
-    for kind, times in ((Kind.F, 1), (Kind.R, 1), (Kind.B, 2)):
-        seconds = sum(s for (_, k), (s,) in timed.samples_s.items() if k is kind)
-        assert seconds == pytest.approx(total * times)
-    assert timed.activation_bytes == (found.output_bytes[timed.partition[0].stop - 1],)
-    with pytest.raises(ValueError, match="share_of_peak is 0"):
-        found.actions(2, 8, 0)
-
-
 def test_the_papers_amoebanet_waits_for_pcie_and_its_transformer_does_not() -> None:
     """Also in the paper: 2.7 of 3.4 and 3.3 of 3.4."""
     shares = {}
     for name in MODELS:
         paper = table3._paper_size(table3.SUBJECTS[name])
-        timed = paper.actions(8, 32, SHARE_OF_PEAK)
+        timed = paper.actions(8, 32, shares_of_peak()[0])
         shares[name] = slowdowns(timed, [PCIE.bandwidth_bytes_per_s], PCIE.latency_s)[0]
     assert shares["transformer"] > 0.99
     assert 0.8 < shares["amoebanet"] < 0.97
@@ -154,7 +115,9 @@ def test_the_papers_amoebanet_waits_for_pcie_and_its_transformer_does_not() -> N
 
 def paper_estimate() -> Estimate:
     """Eight equal layers of a millisecond at half the peak, and messages of 4 MB."""
-    return Estimate((0.5e-3,) * 8, (4_000_000,) * 8, (4_000_000,) * 8, 1000)
+    return Estimate(
+        lambda share: [(0.5e-3 / share, 1e-3 / share)] * 8, (4_000_000,) * 8, (4_000_000,) * 8, 1000
+    )
 
 
 class FakeConfiguration:
@@ -176,7 +139,7 @@ class FakeFound:
     def __init__(self, stages: tuple[int, ...]) -> None:
         self.steps = []
         for k in stages:
-            timed = paper_estimate().actions(k, 8, SHARE_OF_PEAK)
+            timed = paper_estimate().actions(k, 8, shares_of_peak()[0])
             slow = {key: (10 * s,) for key, (s,) in timed.samples_s.items()}
             sizes = tuple(size // 5 for size in timed.activation_bytes)
             found = replace(timed, samples_s=slow, activation_bytes=sizes, gradient_bytes=sizes)
@@ -247,7 +210,10 @@ def test_the_slowed_link_gives_the_scaled_model_the_papers_numbers() -> None:
         )
     assert {q.provenance for q in scaled.quantities} == {"replayed"}
     assert {q.provenance for q in paper.quantities} == {"modelled"}
-    assert paper.quantity("normalised throughput", link="PCIe", share_of_peak=0.25, K=8) is not None
+    assert (
+        paper.quantity("normalised throughput", link="PCIe", share_of_peak=shares_of_peak()[1], K=8)
+        is not None
+    )
 
 
 def test_errors_of_the_replay_over_a_link() -> None:
@@ -285,7 +251,7 @@ def test_tables_and_figures_come_from_records_alone(tmp_path) -> None:
     text = EXPERIMENT.tables(records, compare(EXPERIMENT.cells(records)))
     for part in (
         "same share",
-        "P100, modelled",
+        "P100:",
         "a tenth",
         "error of the replay",
         "-9.1 %",
@@ -321,8 +287,5 @@ def test_cases_of_every_profile() -> None:
         wanted = [f"part={part} model={m}" for part in ("paper size", "steps", "link") for m in MODELS]
         if profile == "smoke":
             wanted.remove("part=link model=amoebanet")
+        wanted += [f"part=as published model={m}" for m in MODELS]
         assert [case.label for case in EXPERIMENT.cases(RunOptions(profile=profile))] == wanted
-
-
-def test_p100() -> None:
-    assert (P100.flops_per_s, P100.bytes_per_s) == (9.3e12, 732e9)

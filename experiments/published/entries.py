@@ -6,6 +6,7 @@ torch and no walk is needed here.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -90,12 +91,28 @@ def prediction_text(records: Sequence[Record]) -> str:
     parts = [_grid(record) for record in done]
     found = errors(done[0])
     if found is not None:
-        parts.append(found.sentence)
+        parts.append(textwrap.fill(found.sentence, 110))
     return "\n\n".join(parts)
 
 
+def predicted_text(records: Sequence[Record], table: str, row: str, column: str) -> str:
+    """`2.98 (2.60 to 3.10)`: middle and range of one prediction, or a dash."""
+    for record in of_case(records, "done", part=PART):
+        for *cell, spread in _predicted(record):
+            quantity = record.quantity("prediction", table=table, row=row, column=column)
+            if cell == [table, row, column] and quantity is not None and quantity.value is not None:
+                if spread.low == spread.high:
+                    return f"{quantity.value:.2f}"
+                return f"{quantity.value:.2f} ({spread.low:.2f} to {spread.high:.2f})"
+    return "-"
+
+
 def _grid(record: Record) -> str:
-    printed = {cell.key: cell.printed for cell in load_paper() if cell.source == "paper"}
+    printed = {
+        cell.key: "in words" if cell.form == "words" else cell.printed
+        for cell in load_paper()
+        if cell.source == "paper"
+    }
     lines = []
     for table, row, column, spread in _predicted(record):
         quantity = record.quantity("prediction", table=table, row=row, column=column)
@@ -103,7 +120,7 @@ def _grid(record: Record) -> str:
             continue
         lines.append(
             [
-                f"{row}, {column}",
+                "\n".join(textwrap.wrap(f"{row}, {column}", 44)),
                 printed.get((table, row, column), "-"),
                 show(quantity.value, quantity.unit, 3),
                 f"{show(spread.low, quantity.unit, 3)} to {show(spread.high, quantity.unit, 3)}",
@@ -112,9 +129,11 @@ def _grid(record: Record) -> str:
             ]
         )
     reference = ", ".join(f"{name} {_shown(value)}" for name, value in record.details["reference"].items())
-    title = f"As published: {record.details['title']} at the paper's size, predicted\n  middle: {reference}"
+    middle = textwrap.fill(f"middle: {reference}", 100, initial_indent="  ", subsequent_indent="    ")
+    title = f"As published: {record.details['title']} at the paper's size, predicted\n{middle}"
     headers = ["", "paper", "middle", "range", "combinations", "widest alone"]
-    notes = [f"  {record.details['note']}"] if record.details["note"] else []
+    note = record.details["note"]
+    notes = textwrap.wrap(note, 100, initial_indent="  ", subsequent_indent="  ") if note else []
     return Grid(title=title, columns=headers, lines=lines, notes=notes, right=numbers(headers)).text()
 
 

@@ -253,22 +253,16 @@ def _adjusted(
         ]
         values[table, f"M={m}", f"K={k}"] = np.concatenate(parts, axis=-1)
     for (row, column), (over, under, divisor) in TABLE2_TEXT[table].items():
-        m = over[1]
-        same = rate[over] / rate[under] / divisor
-        crossed = (rate[over][..., :, None] / rate[under][..., None, :] / divisor).reshape(
-            *same.shape[:-1], pairs
-        )
-        in_row = (rows[m][..., :, None] & rows[base[1]][..., None, :]) & (diagonal if m == base[1] else every)
+        same = rate[over] / rate[under] / divisor  # with one batch for the row, which both are in
+        crossed = rate[over][..., :, None] / rate[under][..., None, :] / divisor
+        row_fits = rows[over[1]][..., :, None] & rows[base[1]][..., None, :]
+        row_fits &= diagonal if over[1] == base[1] else every
+        in_row = np.where(row_fits & possible[EACH_M][..., None, None], same[..., :, None], np.nan)
+        cells_fit = fits[over][..., :, None] & fits[under][..., None, :]
+        in_cell = np.where(cells_fit & possible[EACH_ENTRY][..., None, None], crossed, np.nan)
         parts = [
             np.where(everywhere, same, np.nan),
-            np.where(in_row & possible[EACH_M][..., None, None], same[..., :, None], np.nan).reshape(
-                crossed.shape
-            ),
-            np.where(
-                both(fits[over], fits[under], every) & possible[EACH_ENTRY][..., None],
-                crossed,
-                np.nan,
-            ),
+            *(each.reshape(*each.shape[:-2], pairs) for each in (in_row, in_cell)),
         ]
         values["claims-text", row, column] = np.concatenate(parts, axis=-1)
     modes = [str(mode) for mode in adjustment.allowed]
@@ -383,6 +377,7 @@ def figure3(model: str, *, quick: bool = False) -> Prediction:
     for k in stages:
         each = np.stack([fastest(k, m, "always") for m in whole(count)], axis=3)[:, :, :, :, None]
         values[table, "normalized throughput", f"pipeline-{k}"] = each / base
+    values[table, "normalized throughput", f"naive-{stages[0]}"] = base / base
     if model == "amoebanet":
         most = values[table, "normalized throughput", "pipeline-8"]
         row = "AmoebaNet-D (4, 512): share of a linear speed-up"

@@ -137,14 +137,21 @@ class Walk:
         )
 
     def changed(self) -> list[dict[str, Any]]:
-        """Every single setting changed against the reference, all else in the middle."""
+        """Every single setting changed against the reference, all else in the middle.
+
+        Of parts of one axis the first counts.
+        """
         found = []
-        for name, axis, places in self.parts:
+        for name, axis, places in self._one_part_an_axis():
             for place in places:
                 values = [float(self._alone(values, axis)[place]) for values in self.values.values()]
                 if place != self.reference[axis] and all(map(math.isfinite, values)):
                     found.append({"setting": name, "value": self.axes[axis].values[place], "values": values})
         return found
+
+    def _one_part_an_axis(self) -> list[tuple[str, int, tuple[int, ...]]]:
+        by_axis = {part[1]: part for part in reversed(self.parts)}
+        return [by_axis[axis] for axis in sorted(by_axis)]
 
     def _alone(self, values: Array, axis: int) -> Array:
         at: tuple[Any, ...] = tuple(

@@ -53,15 +53,16 @@ FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted
 
 def cases(options: RunOptions) -> list[Case]:
     smoke = options.profile == "smoke"
-    timed = [
+    steps = [
         Case({"model": name, "batch": batch}, ESTIMATE_S[options.profile][BATCHES.index(batch)])
         for batch in BATCHES
         for name in SUBJECTS
         if not smoke or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
     ]
     shared = [Case({"model": name, "batch": SHARED_CORES}, SHARED_ESTIMATE_S) for name in SUBJECTS]
-    shared = [] if smoke or options.engine not in (None, "ours") else shared
-    return timed + shared + predictions.cases("table2", options)
+    if smoke or options.engine not in (None, "ours"):
+        shared = []
+    return steps + shared + predictions.cases("table2", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:

@@ -100,12 +100,8 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         for model in TABLES
         if (record := find(records, "done", model=model, batch=batch)) is not None
     ]
-    parts += [
-        replay_errors(records),
-        shared_cores(records),
-        partition_rules(records),
-        prediction_text(records),
-    ]
+    parts += [replay_errors(records), shared_cores(records), partition_rules(records)]
+    parts.append(prediction_text(records))
     if comparisons:
         parts.append(text_table(comparisons))
     return "\n\n".join(part for part in parts if part)

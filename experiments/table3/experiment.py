@@ -24,7 +24,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.shown import PaperTable
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.measuring.roofline import Estimate
+    from gpipe_bench.experiments.published.estimate import Estimate
 
 STAGES = (2, 4, 8)
 NUM_MICROBATCHES = 32
@@ -108,10 +108,12 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 def _paper_size(subject: Subject) -> Estimate:
     """One micro-batch of the paper's model at a P100's peaks."""
-    from gpipe_bench.experiments.measuring.roofline import P100, estimate
+    from gpipe_bench.experiments.published.accelerators import P100_16
+    from gpipe_bench.experiments.published.estimate import estimate
+    from gpipe_bench.experiments.published.full_size import FullSize
 
     size = subject.sizes["full"]
-    return estimate(subject.model, size.options, size.batch_size // NUM_MICROBATCHES, P100)
+    return estimate(FullSize(subject.model, size.options), size.batch_size // NUM_MICROBATCHES, P100_16)
 
 
 def _run_paper_size(subject: Subject) -> Outcome:

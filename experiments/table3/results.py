@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.measuring.bandwidths import hidden_from, same_share
 from gpipe_bench.experiments.measuring.step_results import Throughputs, by_turn, joined, normalised
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, balanced, lay_out
+from gpipe_bench.experiments.published.walk import points
 from gpipe_bench.harness.judging.stats import from_samples
+from gpipe_bench.harness.judging.unknowns import load_unknowns
 from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
 from gpipe_bench.harness.timing.usage import used_by_others
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
@@ -26,18 +28,27 @@ from gpipe_bench.pipeline.plan.schedule import Kind
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.measuring.configuration import Configuration
-    from gpipe_bench.experiments.measuring.roofline import Estimate
     from gpipe_bench.experiments.measuring.step_timing import Found
+    from gpipe_bench.experiments.published.estimate import Estimate
     from gpipe_bench.experiments.table3.slow_link_steps import LinkFound
 
 PCIE = LINKS["pcie3-host"]
-SHARE_OF_PEAK = 0.5
-SHARES_OF_PEAK = (0.25, 0.75)
-"""What real programs reach of a device's peaks: assumed, and the range over which the answer is given."""
-ASSUMPTION = (
-    f"a P100's programs are taken to run at {SHARE_OF_PEAK:.0%} of what its arithmetic and memory allow, "
-    f"{SHARES_OF_PEAK[0]:.0%} to {SHARES_OF_PEAK[1]:.0%} as the range"
-)
+
+
+def shares_of_peak() -> tuple[float, float, float]:
+    """What real programs reach of a device's arithmetic, from the file of unknowns: middle, low and high."""
+    low, middle, high = points(load_unknowns().find("table3-amoebanet", "share_of_peak"))
+    return float(middle), float(low), float(high)
+
+
+def assumption() -> str:
+    """The same in words."""
+    middle, low, high = shares_of_peak()
+    return (
+        f"a P100's programs are taken to run at {middle:.0%} of its arithmetic, {low:.0%} to {high:.0%} as "
+        "the range, and no faster than its memory allows"
+    )
+
 
 Rounds = Mapping[int, Sequence[TimedActions]]  # by K
 
@@ -46,16 +57,17 @@ def modelled(
     paper: Estimate, stages: Sequence[int], num_microbatches: int, batch_size: int
 ) -> tuple[list[Quantity], dict[str, Any]]:
     """The paper's size on its own hardware over PCIe."""
-    rounds = {k: [paper.actions(k, num_microbatches, SHARE_OF_PEAK)] for k in stages}
+    middle, *ends = shares_of_peak()
+    rounds = {k: [paper.actions(k, num_microbatches, middle)] for k in stages}
     quantities = _throughputs(rounds, {"PCIe": PCIE, "free link": FREE}, batch_size, "modelled")
     quantities += _bounds(rounds, PCIE, "modelled") + _hidden(rounds, PCIE.latency_s, "modelled")
-    for share in SHARES_OF_PEAK:
+    for share in ends:
         at = {k: [paper.actions(k, num_microbatches, share)] for k in stages}
         for k, values in _normalised_throughput(at, PCIE).items():
             key: dict[str, Scalar] = {"link": "PCIe", "share_of_peak": share, "K": k}
             quantities.append(_number("normalised throughput", key, values, "modelled"))
     return quantities, {
-        "batch_size": batch_size, "assumption": ASSUMPTION, "num_parameters": paper.num_parameters,
+        "batch_size": batch_size, "assumption": assumption(), "num_parameters": paper.num_parameters,
         "judged": "PCIe", "stages": {f"K={k}": _facts(each) for k, each in rounds.items()},
     }  # fmt: skip
 
@@ -71,18 +83,18 @@ def replayed(
             replace(each, num_microbatches=num_microbatches) for each in timed
         ]
     batch_size = num_microbatches * plan[0].microbatch_size
-    slowed = _slowed(rounds, paper, SHARE_OF_PEAK)
+    share_of_peak, *ends = shares_of_peak()
+    slowed = _slowed(rounds, paper, share_of_peak)
     links = {"PCIe": PCIE, "PCIe, same share": slowed, "free link": FREE}
     quantities = _throughputs(rounds, links, batch_size, "replayed")
     quantities += _bounds(rounds, slowed, "replayed") + _hidden(rounds, 0.0, "replayed")
     whole = {k: [joined(each)] for k, each in rounds.items()}
     middle, *edges = [
-        _normalised_throughput(whole, _slowed(rounds, paper, share))
-        for share in (SHARE_OF_PEAK, *SHARES_OF_PEAK)
+        _normalised_throughput(whole, _slowed(rounds, paper, share)) for share in (share_of_peak, *ends)
     ]
     return quantities, {
         "batch_size": batch_size,
-        "assumption": ASSUMPTION,
+        "assumption": assumption(),
         "judged": "PCIe, same share",
         "share_of_peak": {f"K={k}": _factors([edge[k][0] / middle[k][0] for edge in edges]) for k in rounds},
         "slowed_link": {"latency_s": slowed.latency_s, "bandwidth_bytes_per_s": slowed.bandwidth_bytes_per_s},

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.step_text import SMOKE, interval, percent, published
-from gpipe_bench.experiments.published.entries import as_published, prediction_text
+from gpipe_bench.experiments.published.entries import as_published, predicted_text, prediction_text
 from gpipe_bench.experiments.table3.sentences import sentences
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
@@ -100,15 +100,15 @@ def _model(records: Sequence[Record], model: str, verdicts: Mapping[tuple[str, s
                 *ours,
                 _cell(steps, "normalised bound", K=k),
                 percent(steps.quantity("share of the balanced step", K=k) if steps else None),
-                _modelled(paper_size, k),
+                predicted_text(records, TABLES[model], "M=32", f"K={k}"),
                 _bandwidth(steps, k),
                 _bandwidth(paper_size, k),
                 verdicts.get((TABLES[model], "M=32", f"K={k}"), "-"),
             ]
         )
     headers = [
-        "", "paper", "PCIe,\nsame share", "PCIe", "free\nlink", "bound", "of\nbound", "PCIe, P100,\nmodelled",
-        "hidden\nfrom", "P100:\nhidden from", "verdict",
+        "", "paper", "PCIe,\nsame share", "PCIe", "free\nlink", "bound", "of\nbound",
+        "PCIe, P100,\npredicted", "hidden\nfrom", "P100:\nhidden from", "verdict",
     ]  # fmt: skip
     title = _title(known, steps, paper_size)
     return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
@@ -134,32 +134,14 @@ def _title(known: Record, steps: Record | None, paper_size: Record | None) -> st
     if paper_size is not None:
         details = paper_size.details
         lines.append(
-            f"  P100, modelled: the paper's size, N={details['batch_size']} (not given there), no set-up,"
-            f" no update;\n    {details['assumption']} (in brackets)"
+            f"  P100, hidden from: modelled at the paper's size, N={details['batch_size']} (not given), "
+            f"no set-up, no update;\n    {details['assumption']}"
         )
     return "\n".join(lines)
 
 
 def _cell(record: Record | None, name: str, **key: Scalar) -> str:
     return "-" if record is None else interval(record.quantity(name, **key))
-
-
-def _modelled(record: Record | None, num_stages: int) -> str:
-    """`2.98 (2.60 to 3.10)`, the range over the assumed share of the peak."""
-    if record is None:
-        return "-"
-    middle = record.quantity("normalised throughput", link="PCIe", K=num_stages)
-    around = [
-        q.value
-        for q in record.quantities
-        if q.name == "normalised throughput" and "share_of_peak" in q.key and q.key["K"] == num_stages
-        if q.value is not None
-    ]
-    if middle is None or middle.value is None or not around:
-        return "-"
-    if max(around) - min(around) < 0.005:
-        return f"{middle.value:.2f}"
-    return f"{middle.value:.2f} ({min(around):.2f} to {max(around):.2f})"
 
 
 def _bandwidth(record: Record | None, num_stages: int) -> str:

@@ -200,6 +200,7 @@ class ImageTask:
             "num_classes": images.num_classes, "dropout": recipe.dropout, "aux_head": True,
         }  # fmt: skip
         self.required = recipe.required_accuracy or images.most_frequent + 0.1
+        self.floor = recipe.floor_accuracy or self.required
 
     def build(self) -> nn.Sequential:
         return MODELS["amoebanet-d"](**self.options)

@@ -35,7 +35,9 @@ class ImageRecipe:
         weight_decay: L2, of convolution and dense weights only.
         average_decay: of the moving average of the weights, with TensorFlow's ramp.
         augment: random box crops and horizontal flips; digits must not be flipped.
-        required_accuracy: held-out share right that a training must reach to count as learned.
+        required_accuracy: held-out share right that trainings must reach, in the mean, to count as learned;
+            0: ten points more than always naming the commonest class.
+        floor_accuracy: the share that a single one may not miss; 0: the required one.
     """
 
     num_layers: int
@@ -58,6 +60,7 @@ class ImageRecipe:
     average_decay: float = 0.9999
     augment: bool = True
     required_accuracy: float = 0.0
+    floor_accuracy: float = 0.0
     num_microbatches: int = 16
 
     def learning_rate(self, step: int, steps_per_epoch: int) -> float:
@@ -77,7 +80,7 @@ DIGITS = replace(
     DAWNBENCH,
     num_layers=3, num_filters=16, stem="cifar", stem_filters=16, image_size=10, dropout=0.1, batch_size=32,
     num_epochs=7, learning_rate_per_example=0.0075, decay_per_epoch=0.6, weight_decay=1e-3, augment=False,
-    required_accuracy=0.97, num_microbatches=2,
+    required_accuracy=0.97, floor_accuracy=0.94, num_microbatches=2,
 )  # fmt: skip
 """Scaled down to seconds on a laptop: NASNet's stem for small images, a rate that falls almost as far in 7
 epochs as in 35; a higher rate because 308 steps must do, and more weight decay because 1,438 images invite
@@ -168,7 +171,7 @@ def subject_of(model: str, options: RunOptions) -> Subject:
         if options.profile == "smoke":
             image_recipe = replace(DIGITS, num_filters=8, image_size=9, num_epochs=1)
         if options.data is not None and options.profile != "full":
-            image_recipe = replace(image_recipe, augment=True, required_accuracy=0.0)
+            image_recipe = replace(image_recipe, augment=True, required_accuracy=0.0, floor_accuracy=0.0)
         return Subject(
             model,
             image_recipe,

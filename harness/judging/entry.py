@@ -25,7 +25,9 @@ class Entry:
     `gap` is a declared model gap relative to the paper's value (0.01 is 1 %) and needs `gap_reason`. A
     non-empty `not_comparable` says why the two numbers can't be held against each other. `note` explains
     a difference that remains. `question` is which of the two it answers. `spread` is how far our number
-    may be off, where that is more than the quantity's own interval. `record` is the one that the number
+    may be off, where that is more than the quantity's own interval. `whole` says that the whole range must
+    lie inside the paper's interval, however wide it is, not just meet it: of a test of equivalence, which
+    may not call equal what it could not tell apart. `record` is the one that the number
     comes from, None where it is computed from several; `status` and `reason` are those of the record, for
     an entry without a number.
     """
@@ -36,6 +38,7 @@ class Entry:
     question: Question = "here"
     quantity: Quantity | None = None
     spread: Spread | None = None
+    whole: bool = False
     record: Record | None = None
     gap: float = 0.0
     gap_reason: str = ""

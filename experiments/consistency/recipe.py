@@ -18,6 +18,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gpipe_bench.experiments.consistency.idx import holds_idx, idx_files
 from gpipe_bench.harness.experiment import RunOptions
 
 
@@ -170,8 +171,11 @@ def subject_of(model: str, options: RunOptions) -> Subject:
         image_recipe = DAWNBENCH if options.profile == "full" else DIGITS
         if options.profile == "smoke":
             image_recipe = replace(DIGITS, num_filters=8, image_size=9, num_epochs=1)
-        if options.data is not None and options.profile != "full":
-            image_recipe = replace(image_recipe, augment=True, required_accuracy=0.0, floor_accuracy=0.0)
+        if options.data is not None:
+            if options.profile != "full":
+                image_recipe = replace(image_recipe, augment=True, required_accuracy=0.0, floor_accuracy=0.0)
+            if holds_idx(Path(options.data)):
+                image_recipe = replace(image_recipe, augment=False)  # there are digits among such sets
         return Subject(
             model,
             image_recipe,
@@ -194,11 +198,15 @@ PARTS = (("train", "val"), ("train", "test"))
 
 
 def image_layout(path: str) -> str:
-    """`"cifar10"`, `"train/val"`, `"train/test"` or `"classes"` (one folder per class, still to be split).
+    """`"cifar10"`, `"idx"`, `"train/val"`, `"train/test"` or `"classes"` (one folder per class, still to be
+    split).
 
     Raises ValueError for a path that is none of these, or with fewer than two classes.
     """
     root = _folder(path)
+    if holds_idx(root):
+        idx_files(root)
+        return "idx"
     if (root / CIFAR10).is_dir():
         missing = [name for name in ("data_batch_1", "test_batch", "batches.meta")
                    if not (root / CIFAR10 / name).is_file()]  # fmt: skip

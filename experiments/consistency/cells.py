@@ -189,7 +189,6 @@ def cells(records: Sequence[Record]) -> list[Entry]:
                 row=ROW,
                 column=f"pipeline-{num_stages}",
                 quantity=quantity,
-                whole=True,
                 note=SCALED,
                 not_comparable=finding.reason if compared else "",
                 reason="" if compared else finding.reason,

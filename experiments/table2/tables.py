@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.step_text import (
-    GAP,
-    GAP_REASON,
     SMOKE,
     interval,
     percent,
     published,
     replay_errors,
 )
+from gpipe_bench.experiments.table2.sentences import sentences
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Record, find
@@ -50,24 +50,27 @@ def facts_of(record: Record, num_stages: int, num_microbatches: int) -> dict[str
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
-    """A cell for each (K, M) of each model on record."""
-    return [cell for model in TABLES for cell in _of_model(records, model)]
+    """An entry for each (K, M) of each model on record, and for the sentences about them."""
+    found = [cell for model in TABLES for cell in _of_model(records, model)]
+    return found + sentences(records, JUDGED)
 
 
 def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
     record = find(records, "done", model=model, batch=JUDGED)
     if record is None:
         return
+    error = next_error(records, model)
     for num_stages, num_microbatches in configurations(record):
+        quantity = record.quantity("normalised throughput", K=num_stages, M=num_microbatches)
+        spread = replayed_spread(quantity, error, "as the step grows")
         yield Entry(
             table=TABLES[model],
             row=f"M={num_microbatches}",
             column=f"K={num_stages}",
-            quantity=record.quantity("normalised throughput", K=num_stages, M=num_microbatches),
+            quantity=quantity,
+            spread=spread,
             record=record,
-            not_comparable=SMOKE if record.profile == "smoke" else "",
-            gap=GAP,
-            gap_reason=GAP_REASON,
+            not_comparable=SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN,
             note=_note(record),
         )
 
@@ -89,7 +92,7 @@ TITLES = {
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     """Everything that `run` and `compare` print."""
-    verdicts = {(c.table, c.row, c.column): c.verdict for c in comparisons}
+    verdicts = {c.place: c.verdict for c in comparisons if c.question == "here"}
     parts = [
         grid_of(record, model, batch, verdicts)
         for batch in TITLES

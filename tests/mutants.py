@@ -32,7 +32,10 @@ from pathlib import Path
 from mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("gpipe_bench", "pipeline", "models", "harness", "experiments", "tests", "pyproject.toml")
+COPIED = (
+    "gpipe_bench", "pipeline", "models", "harness", "experiments", "tests", "pyproject.toml",
+    "results/paper.csv", "results/unknowns.toml", "results/consistency-protocol.toml",
+)  # fmt: skip
 TIMEOUT_S = 120.0  # of the tests of one mutant, which take seconds
 PRELOADED = (
     "torch",
@@ -98,6 +101,7 @@ def pristine(mutants: Sequence[Mutant], root: Path | None = None) -> Iterator[Pa
                     root / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
                 )
             else:
+                (copy / name).parent.mkdir(exist_ok=True)
                 shutil.copy2(root / name, copy / name)
         check(mutants, copy)
         nodes = tuple(dict.fromkeys(node for mutant in mutants for node in mutant.tests))

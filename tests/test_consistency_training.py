@@ -314,6 +314,27 @@ def test_one_micro_batch_is_the_plain_model(make: Any, tmp_path: Path) -> None:
     assert plain.digest == pipeline.digest != other.digest
 
 
+class _Still(TextTask):
+    """Ends with the weights it began with."""
+
+    def learning_rate(self, step: int) -> float:
+        return 0.0
+
+
+def test_paired_runs_begin_with_the_same_weights_and_see_other_data(tmp_path: Path) -> None:
+    task = _Still(TEXT, topics()[:60_000], 0, "the beginning of the topics")
+    seeds = {"one": (5, 7), "paired": (6, 7), "other": (5, 8)}
+    ends = {
+        name: train(task, Setting(seed=seed, initial_seed=initial), tmp_path / name)
+        for name, (seed, initial) in seeds.items()
+    }
+    assert same_weights(ends["one"], ends["paired"])
+    assert not same_weights(ends["one"], ends["other"])
+    assert ends["one"].curve[-1][1] != ends["paired"].curve[-1][1], "other mini-batches, another loss"
+    stale = train_asynchronously(task, 2, 6, stash=True, initial_seed=7)
+    assert all(torch.equal(stale.weights[name], ends["one"].weights[name]) for name in stale.weights)
+
+
 def test_a_sequential_training_has_no_micro_batches() -> None:
     with pytest.raises(ValueError, match="engine='pipeline'"):
         Setting("sequential", num_microbatches=2)

@@ -124,17 +124,17 @@ def unchanged(module):
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(2, 9), st.integers(2, 9))
-def test_the_factorized_reduction_takes_even_and_odd_pixels(h, w):
-    layer = unchanged(FactorizedReduction(2, 4, "same"))
+@given(st.integers(2, 9), st.integers(2, 9), st.sampled_from([2, 4]))
+def test_the_factorized_reduction_takes_even_and_odd_pixels(h, w, stride):
+    layer = unchanged(FactorizedReduction(2, 4, "same", stride))
     x = image(h, w).numpy()
     even, odd = (conv.weight.detach().numpy()[:, :, 0, 0] for conv in (layer.even, layer.odd))
-    expected = np.zeros((2, 4, -(-h // 2), -(-w // 2)))
+    expected = np.zeros((2, 4, -(-h // stride), -(-w // stride)))
     for i in range(expected.shape[2]):
         for j in range(expected.shape[3]):
-            expected[:, :2, i, j] = x[:, :, 2 * i, 2 * j] @ even.T
-            if 2 * i + 1 < h and 2 * j + 1 < w:  # else in the row or column of zeros
-                expected[:, 2:, i, j] = x[:, :, 2 * i + 1, 2 * j + 1] @ odd.T
+            expected[:, :2, i, j] = x[:, :, stride * i, stride * j] @ even.T
+            if stride * i + 1 < h and stride * j + 1 < w:  # else in the row or column of zeros
+                expected[:, 2:, i, j] = x[:, :, stride * i + 1, stride * j + 1] @ odd.T
     np.testing.assert_allclose(layer(torch.from_numpy(x)).detach().numpy(), expected, atol=1e-12)
 
 

@@ -67,13 +67,20 @@ class _Flight:
 
 
 def train_asynchronously(
-    task: Task, num_stages: int, seed: int, *, stash: bool, rate: float = 1.0, num_steps: int | None = None
+    task: Task,
+    num_stages: int,
+    seed: int,
+    *,
+    stash: bool,
+    rate: float = 1.0,
+    num_steps: int | None = None,
+    initial_seed: int | None = None,
 ) -> Asynchronous:
     """Trains by the task's recipe, update for update, with stale weights and `rate` times its learning rate.
-    CPU only.
+    The initial weights are those of `initial_seed`, or of `seed`. CPU only.
     """
     num_steps = task.num_steps if num_steps is None else num_steps
-    torch.manual_seed(seed)
+    torch.manual_seed(seed if initial_seed is None else initial_seed)
     model = task.build()
     partition = Pipeline(model, num_stages=num_stages, num_microbatches=1).partition
     layers = list(model.children())

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from gpipe_bench.experiments.consistency.cells import METRICS, NUM_DEVIATIONS, baseline, score_of, select
+from gpipe_bench.experiments.consistency.cells import METRICS, baseline, score_of, select
+from gpipe_bench.experiments.consistency.protocol import load_protocol
 from gpipe_bench.experiments.consistency.tables import TITLES, name_of
 from gpipe_bench.experiments.report.drawing import paper_style
 from gpipe_bench.harness.records.record import Record
@@ -111,13 +112,14 @@ def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
     steps = _points(select(records, "baseline", model)[0])[0]
     length = min(len(steps), *(len(run) for run in runs))
     means = [statistics.fmean(run[i] for run in runs) for i in range(length)]
-    spans = [NUM_DEVIATIONS * statistics.stdev(run[i] for run in runs) for i in range(length)]
+    margin = load_protocol().margin
+    spans = [margin * statistics.stdev(run[i] for run in runs) for i in range(length)]
     axes.fill_between(
         steps[:length],
         [m - s for m, s in zip(means, spans, strict=True)],
         [m + s for m, s in zip(means, spans, strict=True)],
         color="0.8",
-        label=f"{len(runs)} sequential runs: mean, 2 sd",
+        label=f"{len(runs)} sequential runs: mean, {margin:g} sd",
         linewidth=0,
     )
     axes.plot(steps[:length], means, color="0.4")
@@ -155,7 +157,8 @@ def _draw_distances(axes: Axes, records: Sequence[Record], model: str) -> None:
             name += f"\n{record.case['processes']} proc."
         groups.append((name, [record], "#dd8452", "the seed of the first K = 1"))
     groups = [group for group in groups if group[1]]
-    axes.axhspan(-NUM_DEVIATIONS, NUM_DEVIATIONS, color="0.9", zorder=0)
+    margin = load_protocol().margin
+    axes.axhspan(-margin, margin, color="0.9", zorder=0)
     axes.axhline(0, color="0.4", linewidth=1)
     for place, (_, runs, color, label) in enumerate(groups):
         values = [(score - found.mean) / deviation for r in runs if (score := score_of(r)) is not None]
@@ -163,9 +166,7 @@ def _draw_distances(axes: Axes, records: Sequence[Record], model: str) -> None:
     axes.set_xticks(range(len(groups)), [name for name, _, _, _ in groups])
     unit = "points" if model == "images" else ""
     size = f"{100 * deviation:.2f} {unit}" if model == "images" else f"{deviation:.3g}"
-    axes.set(
-        ylabel=f"difference to the mean / sd ({size})", title="final score; band: two standard deviations"
-    )
+    axes.set(ylabel=f"difference to the mean / sd ({size})", title="final score; band: the margin")
 
 
 def _draw_norms(axes: Axes, records: Sequence[Record], rate: float) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpipe_bench.experiments.consistency.idx import idx_files, read_part
 from gpipe_bench.experiments.consistency.recipe import CIFAR10, ImageRecipe, image_layout
 from gpipe_bench.experiments.consistency.task import Batch, chosen, derived, even_parts
 from gpipe_bench.experiments.consistency.updates import RMSPropTF
@@ -70,15 +71,17 @@ def digits(image_size: int, split_seed: int) -> Images:
 
 
 def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit: int | None) -> Images:
-    """ImageNet's or CIFAR-10's layout, or a folder per class, at `path`.
+    """ImageNet's or CIFAR-10's layout, idx files, or a folder per class, at `path`.
 
     `limit` caps the number of examples, training and held out together. Raises ValueError where
-    `image_layout` does, and for CIFAR-10 files that are not the published ones.
+    `image_layout` does, and for CIFAR-10 files that are not the published ones or idx files that are none.
     """
+    layout, root = image_layout(path), Path(path)
+    if layout == "idx":
+        return _of_idx(root, image_size, split_seed, limit)
     import_torchvision()
     from torchvision import datasets
 
-    layout, root = image_layout(path), Path(path)
     if layout == "classes":
         whole = datasets.ImageFolder(str(root))
         targets = whole.targets
@@ -93,14 +96,45 @@ def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit
         sizes = [len(part.targets) for part in parts]
         targets = [*parts[0].targets, *parts[1].targets]
         sources = [(part, i) for part in parts for i in range(len(part.targets))]
-        train, held_out = list(range(sizes[0])), list(range(sizes[0], sum(sizes)))
-        if limit is not None:
-            train = [train[i] for i in split(sizes[0], split_seed)[0][: round(limit * (1 - HELD_OUT_SHARE))]]
-            order = torch.randperm(sizes[1], generator=derived(split_seed, 3)).tolist()
-            held_out = [held_out[i] for i in order[: round(limit * HELD_OUT_SHARE)]]
+        train, held_out = _of_parts(sizes[0], sizes[1], split_seed, limit)
         num_classes = len(parts[0].classes)
     load = partial(_decoded, sources, image_size, augment)
     return Images(load, train, held_out, [targets[i] for i in held_out], num_classes)
+
+
+def _of_parts(
+    num_train: int, num_held_out: int, split_seed: int, limit: int | None
+) -> tuple[list[int], list[int]]:
+    """Indices for training and held out, of data that are split; held-out ones come behind."""
+    train, held_out = list(range(num_train)), list(range(num_train, num_train + num_held_out))
+    if limit is not None:
+        train = split(num_train, split_seed)[0][: round(limit * (1 - HELD_OUT_SHARE))]
+        order = torch.randperm(num_held_out, generator=derived(split_seed, 3)).tolist()
+        held_out = [held_out[i] for i in order[: round(limit * HELD_OUT_SHARE)]]
+    return train, held_out
+
+
+def _of_idx(root: Path, image_size: int, split_seed: int, limit: int | None) -> Images:
+    """Grey images, scaled to `image_size`, in all three channels."""
+    files = idx_files(root)
+    parts = [
+        read_part(files.train_images, files.train_labels),
+        read_part(files.held_out_images, files.held_out_labels),
+    ]
+    if parts[0][0].shape[1:] != parts[1][0].shape[1:]:
+        raise ValueError(
+            f"--data {root}: training and held-out images differ in size; they are not of one set"
+        )
+    pixels = torch.cat([torch.tensor(images) for images, _ in parts])
+    classes = [int(one) for _, labels in parts for one in labels]
+    train, held_out = _of_parts(len(parts[0][0]), len(parts[1][0]), split_seed, limit)
+
+    def load(index: int, generator: torch.Generator | None) -> tuple[Tensor, int]:
+        image = pixels[index][None, None].float() / 127.5 - 1
+        scaled = F.interpolate(image, size=image_size, mode="bilinear", align_corners=False, antialias=True)
+        return scaled[0].expand(3, -1, -1), classes[index]
+
+    return Images(load, train, held_out, [classes[i] for i in held_out], max(classes) + 1)
 
 
 def _cifar10(path: str) -> list[Any]:
@@ -200,6 +234,7 @@ class ImageTask:
             "num_classes": images.num_classes, "dropout": recipe.dropout, "aux_head": True,
         }  # fmt: skip
         self.required = recipe.required_accuracy or images.most_frequent + 0.1
+        self.floor = recipe.floor_accuracy or self.required
 
     def build(self) -> nn.Sequential:
         return MODELS["amoebanet-d"](**self.options)

@@ -158,6 +158,10 @@ class TextTask:
         return self.recipe.required_ratio * self.unigram
 
     @property
+    def floor(self) -> float:
+        return self.required
+
+    @property
     def requirement(self) -> str:
         return (
             f"a held-out perplexity of at most {100 * self.recipe.required_ratio:g} % of the unigram model's "

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpipe_bench.experiments.consistency.protocol import load_protocol
 from gpipe_bench.experiments.consistency.recipe import DEEP, ImageRecipe, Subject, subject_of
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.places import ROOT
@@ -54,7 +55,10 @@ def _run_training(key: dict[str, Any], options: RunOptions) -> Outcome:
     from gpipe_bench.experiments.consistency.training import Setting
 
     subject = subject_of(key["model"], options)
-    setting = Setting(key["engine"], key["num_stages"], key["num_microbatches"], key["seed"], options.device)
+    setting = Setting(
+        key["engine"], key["num_stages"], key["num_microbatches"], key["seed"], options.device,
+        key["initial_seed"],
+    )  # fmt: skip
     trained = _trained(subject, setting, key["processes"], options, options.fresh)
     task = task_of(subject)
     quantities = [
@@ -62,8 +66,10 @@ def _run_training(key: dict[str, Any], options: RunOptions) -> Outcome:
         _measured("training loss", trained.curve[-1][1], "nats"),
     ]
     if key["part"] in ("same seed", "micro-batches"):
-        count = subject.recipe.num_microbatches
-        reference = _trained(subject, Setting("pipeline", 1, count, key["seed"], options.device), 1, options)
+        first = replace(
+            setting, engine="pipeline", num_stages=1, num_microbatches=subject.recipe.num_microbatches
+        )
+        reference = _trained(subject, first, 1, options)
         quantities += _differences(trained, reference)
         quantities.append(_score_quantity(task, reference.score, "reference "))
     return Outcome(tuple(quantities), {**_details(task, subject), **_curve(trained)})
@@ -140,7 +146,10 @@ def _run_asynchronous(key: dict[str, Any], options: RunOptions) -> Outcome:
 
     subject = subject_of(key["model"], options)
     task = task_of(subject)
-    found = train_asynchronously(task, key["num_stages"], key["seed"], stash=key["stash"], rate=key["rate"])
+    found = train_asynchronously(
+        task, key["num_stages"], key["seed"],
+        stash=key["stash"], rate=key["rate"], initial_seed=key["initial_seed"],
+    )  # fmt: skip
     one = sum(p.numel() * p.element_size() for p in task.build().parameters())
     return Outcome(
         (
@@ -224,6 +233,8 @@ def _details(task: Task, subject: Subject) -> dict[str, Any]:
         "higher_is_better": task.higher_is_better,
         "requirement": task.requirement,
         "required": task.required,
+        "floor": task.floor,
+        "protocol_sha256": load_protocol().sha256,
         "unigram_perplexity": getattr(task, "unigram", None),
         "batch_size": task.batch_size,
         "steps": task.num_steps,

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 
 from gpipe_bench.experiments.consistency.cells import (
     METRICS,
-    NUM_DEVIATIONS,
+    Baseline,
+    Finding,
     baseline,
     exact,
     learned,
-    outside_by_chance,
     score_of,
     select,
     statistical,
 )
+from gpipe_bench.experiments.consistency.equivalence import joint_power, power
+from gpipe_bench.experiments.consistency.protocol import load_protocol
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.grid import Grid
@@ -62,23 +64,50 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     if found is None:
         return ""
     runs = select(records, "baseline", model)
-    scores = ", ".join(show_score(model, score) for score in found.scores)
-    low, high = (found.mean + sign * NUM_DEVIATIONS * found.deviation for sign in (-1, 1))
-    count = sum(map(learned, runs))
-    lines = [
-        ["baseline", "sequential runs", scores, "", f"{count} of {len(runs)} learned"],
-        ["", "mean, standard deviation", show_score(model, found.mean),
-         _spread(model, found.deviation), f"band {show_score(model, low)} to {show_score(model, high)}"],
+    own = {k: statistical(records, model, k) for k in load_protocol().plans[model].stages}
+    lines = [*_of_baseline(found, runs, model), *_of_own_seeds(own, model), *_of_same_seed(records, model)]
+    singles = [*runs, *select(records, "own seeds", model)]
+    missed = sum(not learned(record) for record in singles)
+    requirement = (
+        f"Required of the mean of the sequential runs and of that of each K: {runs[0].details['requirement']}"
+        + (f"; {missed} of {len(singles)} single runs missed it." if missed else ".")
+    )
+    reasons = dict.fromkeys(finding.reason for finding in own.values() if finding.reason)
+    heading = f"{TITLES[model]}: {METRICS[model]} (measured), M = {runs[0].case['num_microbatches']}"
+    return _table(
+        heading,
+        ["evidence", "", METRICS[model], "distance", "verdict"],
+        lines,
+        requirement,
+        f"Not judged: {'; '.join(reasons)}." if reasons else "",
+        _rule(model),
+    )
+
+
+def _of_baseline(found: Baseline, runs: Sequence[Record], model: str) -> list[list[str]]:
+    margin = load_protocol().margin
+    low, high = (found.mean + sign * margin * found.deviation for sign in (-1, 1))
+    return [
+        ["baseline", "sequential runs", _scores(model, found.scores), "",
+         f"{sum(map(learned, runs))} of {len(runs)} learned"],
+        ["", "mean, standard deviation", show_score(model, found.mean), _spread(model, found.deviation),
+         f"margin {show_score(model, low)} to {show_score(model, high)}"],
     ]  # fmt: skip
-    own_runs = []
-    for num_stages in dict.fromkeys(r.case["num_stages"] for r in select(records, "own seeds", model)):
-        own, distance, verdict = statistical(records, model, int(num_stages or 0))
-        away = (
-            "" if distance is None else f"{distance.value:.2f} sd [{distance.low:.2f}, {distance.high:.2f}]"
-        )
-        own_runs.append(len(own))
-        shown = ", ".join(show_score(model, score) for score in own)
-        lines.append(["(a) own seeds", f"K = {num_stages}", shown, away, _short(verdict)])
+
+
+def _of_own_seeds(own: dict[int, Finding], model: str) -> list[list[str]]:
+    lines = []
+    for num_stages, finding in own.items():
+        if finding.scores or finding.reason:
+            away = finding.distance
+            shown = "" if away is None else f"{away.value:.2f} sd [{away.low:.2f}, {away.high:.2f}]"
+            scores = _scores(model, finding.scores)
+            lines.append(["(a) own seeds", f"K = {num_stages}", scores, shown, finding.word])
+    return lines
+
+
+def _of_same_seed(records: Sequence[Record], model: str) -> list[list[str]]:
+    lines = []
     for record in select(records, "same seed", model):
         gap, compared = record.quantity("largest weight difference"), record.quantity("numbers compared")
         processes = record.case["processes"]
@@ -91,30 +120,29 @@ def _evidence(records: Sequence[Record], model: str) -> str:
                 _short(exact(record)) + (f" ({compared.value:,} numbers)" if compared is not None else ""),
             ]
         )
-    problem = f"Not judged: {found.problem}." if found.problem else ""
-    missed = sum(not learned(record) for record in select(records, "own seeds", model))
-    requirement = (
-        f"Required of every sequential run and of the mean of each K: {runs[0].details['requirement']}"
-        + (f"; {missed} of {sum(own_runs)} single runs with own seeds missed it." if missed else ".")
-    )
-    heading = f"{TITLES[model]}: {METRICS[model]} (measured), M = {runs[0].case['num_microbatches']}"
-    chance = _chance(max(own_runs, default=1), len(found.scores))
-    return _table(
-        heading, ["evidence", "", METRICS[model], "distance", "verdict"], lines, requirement, problem, chance
-    )
+    return lines
 
 
-def _chance(runs: int, baseline_runs: int) -> str:
-    """What the band is worth, in words."""
-    if baseline_runs < 2:
-        return ""
-    one, several = (100 * outside_by_chance(number, baseline_runs) for number in (1, runs))
-    mean = f", the mean of {runs} in {several:.0f}" if runs > 1 else ""
+def _scores(model: str, scores: Sequence[float]) -> str:
+    """Each run: a range would hide what the mean is made of."""
+    if model == "images":
+        return " ".join(f"{100 * score:.2f}" for score in scores) + (" %" if scores else "")
+    return " ".join(show_score(model, score) for score in scores)
+
+
+def _rule(model: str) -> str:
+    """The test in words, with the power that its numbers of runs have."""
+    protocol = load_protocol()
+    plan = protocol.plans[model]
+    numbers = plan.runs, len(plan.sequential), protocol.margin, protocol.alpha
+    one, all_of_them = power(*numbers), joint_power(len(plan.stages), *numbers)
     return (
-        f"The band is made of {baseline_runs} runs, so it is rough: one more sequential run falls outside in "
-        f"{one:.0f} of 100 repetitions{mean} (Student's t). Each K's runs are judged by their mean, whose "
-        "distance has its own 95 % interval (noncentral t); outside the band but not by all of the interval "
-        "is undecided. The weights are the stronger evidence: there is no band."
+        f"Protocol {protocol.digest}, frozen before the runs: the distance of each K's mean in standard "
+        f"deviations of the sequential runs, with its {100 - 200 * protocol.alpha:g} % interval (noncentral "
+        f"t; two one-sided tests at {100 * protocol.alpha:g} %). Reproduced: all of it within "
+        f"{protocol.margin:g}; undecided: it reaches beyond. If nothing differs, one K is found equal in "
+        f"{100 * one:.0f} of 100 repetitions, all {len(plan.stages)} in {100 * all_of_them:.0f}. The weights "
+        "are the sharper evidence: there is no margin."
     )
 
 

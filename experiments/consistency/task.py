@@ -59,7 +59,12 @@ class Task(Protocol):
 
     @property
     def required(self) -> float:
-        """The score that a training must reach to count as learned."""
+        """The score that trainings must reach, in the mean, to count as learned."""
+        ...
+
+    @property
+    def floor(self) -> float:
+        """The score that a single one may not miss, or it has failed."""
         ...
 
     @property

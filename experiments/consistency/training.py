@@ -34,13 +34,22 @@ from gpipe_bench.pipeline.stage.rng import run_plain
 
 @dataclass(frozen=True)
 class Setting:
-    """How a training is laid out. `engine` "sequential" is the plain model without any pipeline."""
+    """How a training is laid out.
+
+    Args:
+        engine: "pipeline"; "sequential" is the plain model without any
+        num_stages, num_microbatches: of the pipeline
+        seed: of the mini-batches, what augments them, and dropout
+        device: "cpu" or "cuda"
+        initial_seed: of the initial weights; None: the same
+    """
 
     engine: str = "pipeline"
     num_stages: int = 1
     num_microbatches: int = 1
     seed: int = 0
     device: str = "cpu"
+    initial_seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.engine == "sequential" and (self.num_stages, self.num_microbatches) != (1, 1):
@@ -143,7 +152,7 @@ def _train(
     group: distributed.ProcessGroup | None,
     watch: Watch,
 ) -> Trained:
-    torch.manual_seed(setting.seed)
+    torch.manual_seed(setting.seed if setting.initial_seed is None else setting.initial_seed)
     model = task.build().to(setting.device)
     trainer: Trainer
     layers: tuple[int, ...] = (len(model),)

@@ -19,6 +19,8 @@ class Cell(nn.Module):
         filters: F, the width of each state; the output has len(plan.concat) * F channels.
         net_channels, prev_channels: channels of the two inputs.
         stride: 2 for a reduction cell (operations on states 0 and 1 are strided), else 1.
+        prev_stride: how much larger a side of `prev` is where it is to be reduced: the stride of the cell
+            before.
         prev_match: how `prev` is brought to `net`'s size and F channels: `"raw"` (unchanged, for the
             reference's first cell), `"project"` (1x1 convolution if the channels differ) or `"reduce"`
             (`prev` is a larger map).
@@ -40,6 +42,7 @@ class Cell(nn.Module):
         prev_match: str,
         reduce_concat: bool,
         style: Style,
+        prev_stride: int = 2,
     ) -> None:
         super().__init__()
         self.inputs = plan.inputs
@@ -47,7 +50,8 @@ class Cell(nn.Module):
         self.net = nn.Sequential(*conv_bn(net_channels, filters, style.padding))
         self.prev: nn.Module = nn.Identity()
         if prev_match == "reduce":
-            self.prev = nn.Sequential(nn.ReLU(), FactorizedReduction(prev_channels, filters, style.padding))
+            reduction = FactorizedReduction(prev_channels, filters, style.padding, prev_stride)
+            self.prev = nn.Sequential(nn.ReLU(), reduction)
         elif prev_match == "project" and prev_channels != filters:
             self.prev = nn.Sequential(*conv_bn(prev_channels, filters, style.padding))
         prev_width = prev_channels if prev_match == "raw" else filters
@@ -65,7 +69,7 @@ class Cell(nn.Module):
         # one (state 0).
         self.concat_match = nn.ModuleDict(
             {
-                str(state): FactorizedReduction(filters, filters, style.padding)
+                str(state): FactorizedReduction(filters, filters, style.padding, stride)
                 for state in plan.concat
                 if state < 2 and reduce_concat
             }

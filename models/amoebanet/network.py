@@ -24,6 +24,7 @@ from gpipe_bench.models.amoebanet.ops import Style, framed_conv, linear
 
 AUX_SCALING = 0.4
 STEMS = ("imagenet", "cifar")
+MOVED_STRIDES = ("second reduction cell", "last normal cell")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +114,19 @@ class AuxHead(nn.Module):
 
 
 class Stem(nn.Module):
-    """The first convolution and its normalization: (N, 3, S, S) -> (N, filters, S / 2, S / 2), roughly.
+    """The first convolution and its normalization: (N, 3, S, S) -> (N, filters, S', S').
 
-    With `halve=False` the map keeps its S x S pixels.
+    Args:
+        filters: channels of the map
+        preset: the form
+        stride: 2 halves the map, roughly
+        frame: rows and columns of zeros around the image; None means the preset's
     """
 
-    def __init__(self, filters: int, preset: Preset, *, halve: bool = True) -> None:
+    def __init__(self, filters: int, preset: Preset, *, stride: int = 2, frame: int | None = None) -> None:
         super().__init__()
         self.relu = nn.ReLU() if preset.stem_relu else nn.Identity()
-        stride, frame = (2, preset.stem_padding) if halve else (1, 1)
+        frame = preset.stem_padding if frame is None else frame
         self.conv = framed_conv(3, filters, 3, stride, frame, preset.padding)
         self.bn = BatchNorm2d(filters)
 
@@ -163,6 +168,7 @@ def amoebanet(
     averaging_max_pool: bool = False,
     stem: str = "imagenet",
     stem_filters: int | None = None,
+    moved_stride: str | None = None,
 ) -> nn.Sequential:
     """Builds AmoebaNet (L, D) of one genotype: images (N, 3, S, S) -> logits (N, num_classes).
 
@@ -188,6 +194,10 @@ def amoebanet(
         stem: `"imagenet"`, or `"cifar"` for images of few pixels, as in NASNet's CIFAR-10 network: the first
             convolution keeps the map's size and no stem cells follow.
         stem_filters: channels of the stem's convolution; None means the preset's, or 3 D with `"cifar"`.
+        moved_stride: the control experiment of the paper's first version (section 5): the stem's convolution
+            keeps the map's size, and what it does not halve is halved at the end, by the
+            `"second reduction cell"` (stride 4 for 2) or by the `"last normal cell"` (2 for 1). Only with
+            preset `"tf"` and its stem.
 
     Raises:
         ValueError: an option is out of range, or the image is too small for the auxiliary head.
@@ -215,22 +225,27 @@ def amoebanet(
 
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     small = checks.one_of("stem", stem, STEMS) == "cifar"
+    if moved_stride is not None:
+        _check_moved(moved_stride, preset, small, num_layers)
     if stem_filters is None:
         preset_filters = num_filters // 4 if form.stem_filters is None else form.stem_filters
         stem_filters = 3 * num_filters if small else preset_filters
     stem_filters = checks.positive_int("stem_filters", stem_filters)
-    layers["stem"] = Stem(stem_filters, form, halve=not small)
+    stem_stride = 1 if small or moved_stride is not None else 2
+    frame = 1 if small else form.stem_padding
+    layers["stem"] = Stem(stem_filters, form, stride=stem_stride, frame=frame)
     reductions = [int(i / 3 * num_layers) for i in (1, 2)]
 
     # Channels and side of the last two outputs; the first cell has one input only.
-    size = image_size if small else (image_size + 2 * form.stem_padding - 3) // 2 + 1
-    net = prev = (stem_filters, size)
+    net = prev = (stem_filters, (image_size + 2 * frame - 3) // stem_stride + 1)
+    before = stem_stride  # stride of the layer that made `net`
 
     def add_cell(name: str, scale: float, reduce: bool) -> None:
-        nonlocal net, prev
+        nonlocal net, prev, before
         any_cell = len(layers) > 1
         cell, filters = plans.reduction if reduce else plans.normal, int(num_filters * scale)
-        size, out_size = net[1], -(-net[1] // 2) if reduce else net[1]
+        stride = (2 if reduce else 1) * (2 if name == moved else 1)
+        size, out_size = net[1], -(-net[1] // stride)
         if reduce and form.padding == "symmetric" and "max2" in cell.operations and size % 2:
             raise ValueError(
                 f"image_size={image_size} is not allowed with preset={preset!r}: {name} would halve a map of "
@@ -242,13 +257,17 @@ def amoebanet(
             filters=filters,
             net_channels=net[0],
             prev_channels=prev[0],
-            stride=2 if reduce else 1,
+            stride=stride,
+            prev_stride=before,
             prev_match=match if any_cell else form.first_prev,
             reduce_concat=out_size != size,
             style=style,
         )
-        net, prev = (len(cell.concat) * filters, out_size), net
+        net, prev, before = (len(cell.concat) * filters, out_size), net, stride
 
+    moved = {MOVED_STRIDES[0]: "reduction_1", MOVED_STRIDES[1]: f"normal_{num_layers - 1}"}.get(
+        moved_stride or ""
+    )
     for i in () if small else (0, 1):
         add_cell(f"stem_cell_{i}", form.stem_scale * 2**i, reduce=True)
     scale = 1.0
@@ -267,3 +286,18 @@ def amoebanet(
             layers["aux_head"] = AuxHead(*net, num_classes, form.padding)
     layers["classifier"] = Classifier(net[0], num_classes, dropout, form)
     return nn.Sequential(layers)
+
+
+def _check_moved(moved_stride: str, preset: str, small: bool, num_layers: int) -> None:
+    """Raises ValueError where there is no stride to move, or no place for it."""
+    checks.one_of("moved_stride", moved_stride, MOVED_STRIDES)
+    if preset != "tf" or small:
+        raise ValueError(
+            f"moved_stride={moved_stride!r} is not allowed with preset={preset!r} and "
+            f"stem={'cifar' if small else 'imagenet'!r}: give preset='tf' and stem='imagenet', whose first "
+            "convolution has the stride"
+        )
+    if moved_stride == "second reduction cell" and num_layers == 1:
+        raise ValueError(
+            f"moved_stride={moved_stride!r} is not allowed with num_layers=1: there is one reduction cell"
+        )

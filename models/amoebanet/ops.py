@@ -108,19 +108,23 @@ class FactorizedReduction(nn.Module):
 
     (N, channels, H, W) -> (N, filters, ceil(H / 2), ceil(W / 2)); no ReLU; one normalization over both
     halves. The odd grid runs over a zero row and column at the bottom and right where the size is odd.
-    The reference demands an even number of filters; published sizes such as (18, 190) have an odd one,
-    and the odd grid then gets one more.
+    With another `stride` the two grids are as far apart and take every so many pixels, as in the reference,
+    which loses some. The reference demands an even number of filters; published sizes such as (18, 190)
+    have an odd one, and the odd grid then gets one more.
     """
 
-    def __init__(self, channels: int, filters: int, padding: str) -> None:
+    def __init__(self, channels: int, filters: int, padding: str, stride: int = 2) -> None:
         super().__init__()
+        self.stride = stride
         self.even = conv(channels, filters // 2, (1, 1), (1, 1), padding)
         self.odd = conv(channels, filters - filters // 2, (1, 1), (1, 1), padding)
         self.bn = BatchNorm2d(filters)
 
     def forward(self, x: Tensor) -> Tensor:
-        odd = F.pad(x[:, :, 1::2, 1::2], (0, x.size(3) % 2, 0, x.size(2) % 2))
-        halves: Tensor = self.bn(torch.cat([self.even(x[:, :, ::2, ::2]), self.odd(odd)], dim=1))
+        step = self.stride
+        height, width = (int(size % step == 1) for size in x.shape[2:])  # of zeros
+        odd = F.pad(x[:, :, 1::step, 1::step], (0, width, 0, height))
+        halves: Tensor = self.bn(torch.cat([self.even(x[:, :, ::step, ::step]), self.odd(odd)], dim=1))
         return halves
 
 

@@ -1,0 +1,167 @@
+"""The frozen protocol of consistent training: what its file must be, and what its test can find."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from pathlib import Path
+
+import numpy
+import pytest
+
+from gpipe_bench.experiments.consistency.equivalence import (
+    Distance,
+    farthest,
+    interval,
+    joint_power,
+    power,
+)
+from gpipe_bench.experiments.consistency.protocol import PATH, Plan, drawn, load_protocol
+
+PROTOCOL = load_protocol()
+REPETITIONS = 200_000
+
+
+def altered(folder: Path, old: str, new: str) -> Path:
+    """The file with one text replaced."""
+    text = PATH.read_text()
+    assert text.count(old) == 1, old
+    path = folder / "protocol.toml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def distances(plan: Plan, true: float, shared: float, seed: int = 0) -> numpy.ndarray:
+    """Of repeated experiments, (repetitions, K): the distances seen where the true one is `true`.
+
+    `shared` is the share of a score's variance that comes from its initial weights.
+    """
+    random = numpy.random.default_rng(seed)
+    count = len(plan.sequential)
+    initial = random.normal(0, math.sqrt(shared), (REPETITIONS, count))
+    sequential = initial + random.normal(0, math.sqrt(1 - shared), (REPETITIONS, count))
+    mean, deviation = sequential.mean(axis=1), sequential.std(axis=1, ddof=1)
+    noise = random.normal(0, math.sqrt((1 - shared) / plan.runs), (REPETITIONS, len(plan.stages)))
+    means = true + initial[:, : plan.runs].mean(axis=1)[:, None] + noise
+    return abs(means - mean[:, None]) / deviation[:, None]
+
+
+# The file
+
+
+def test_the_seeds_follow_from_the_papers_number_alone() -> None:
+    for model, plan in PROTOCOL.plans.items():
+        roles = {"initial": plan.initial, "sequential": plan.sequential}
+        roles |= {f"K={count}": seeds for count, seeds in plan.stages.items()}
+        for role, seeds in roles.items():
+            for number, seed in enumerate(seeds, start=1):
+                words = f"1811.06965 {model} {role} {number}"
+                assert seed == int(hashlib.sha256(words.encode()).hexdigest()[:8], 16) // 2
+    seeds = [seed for plan in PROTOCOL.plans.values() for seed in plan.seeds]
+    assert len(seeds) == len(set(seeds)) == 10 + 10 + 4 * 6 + 8 + 8 + 4 * 4
+
+
+def test_a_seed_that_was_used_before_is_refused(tmp_path: Path) -> None:
+    first = PROTOCOL.plans["images"].sequential[0]
+    path = altered(tmp_path, f" {first},", " 1003,")
+    message = "images: sequential run 1 has the seed 1003, and 0 to 1999 were used before"
+    with pytest.raises(ValueError, match=message):
+        load_protocol(path)
+    known = drawn("1811.06965", "text", "K=4", 2)
+    path = altered(tmp_path, "text = [[0, 1999]]", f"text = [[0, 1999], [{known}, {known}]]")
+    with pytest.raises(ValueError, match=rf"text: K=4 run 2 has the seed {known}"):
+        load_protocol(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (" 513853491,", " 513853492,", "sequential run 2 has the seed 513853492; the rule gives 513853491"),
+        (" 446709790]", "]", r"images: the numbers of stages have \[5, 6\] runs"),
+        (" 787296856]", "]", "text: 8 initial weights for 7 sequential runs"),
+        ('text = "1811.06965"', 'text = "1811.06966"', "the rule gives"),
+        ("alpha = 0.05", "alpha = 0.5", "alpha lies between 0 and 0.5"),
+        ("margin = 2.0", "margin = -2.0", "the margin is positive"),
+        ("alpha = 0.05\n", "", "it lacks 'alpha'"),
+        ("[judged]", "[judged", "protocol.toml: "),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused(old: str, new: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        load_protocol(altered(tmp_path, old, new))
+    assert "protocol.toml" in str(raised.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "none"))):
+        load_protocol(tmp_path / "none")
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    assert hashlib.sha256(PATH.read_bytes()).hexdigest() == PROTOCOL.sha256
+    assert load_protocol(altered(tmp_path, "\n# Ranges", "\n#  Ranges")).digest != PROTOCOL.digest
+
+
+# The test that it describes
+
+
+@pytest.mark.parametrize("model", ["images", "text"])
+def test_the_numbers_of_runs_suffice_for_the_stated_power(model: str) -> None:
+    """By repeated experiments as well as by the closed form; common initial weights only add to it."""
+    plan = PROTOCOL.plans[model]
+    numbers = plan.runs, len(plan.sequential), PROTOCOL.margin, PROTOCOL.alpha
+    most = farthest(*numbers)
+    found = distances(plan, 0.0, 0.0) <= most
+    assert power(*numbers) == pytest.approx(found[:, 0].mean(), abs=0.004)
+    assert joint_power(4, *numbers) == pytest.approx(found.all(axis=1).mean(), abs=0.004)
+    stated = joint_power(4, *numbers) if plan.joint else power(*numbers)
+    assert stated >= PROTOCOL.power
+    paired = distances(plan, 0.0, 0.5) <= most
+    assert paired.all(axis=1).mean() > found.all(axis=1).mean()
+
+
+@pytest.mark.parametrize("model", ["images", "text"])
+@pytest.mark.parametrize("shared", [0.0, 0.5, 0.9])
+def test_a_difference_as_large_as_the_margin_is_found_equal_no_oftener_than_alpha(
+    model: str, shared: float
+) -> None:
+    plan = PROTOCOL.plans[model]
+    most = farthest(plan.runs, len(plan.sequential), PROTOCOL.margin, PROTOCOL.alpha)
+    share = (distances(plan, PROTOCOL.margin, shared)[:, 0] <= most).mean()
+    assert 0.005 < share < PROTOCOL.alpha + 0.002
+
+
+def test_the_whole_interval_lies_within_the_margin_up_to_the_farthest_distance() -> None:
+    plan = PROTOCOL.plans["images"]
+    numbers = plan.runs, len(plan.sequential)
+    most = farthest(*numbers, PROTOCOL.margin, PROTOCOL.alpha)
+    words = [
+        Distance(value, *interval(value, *numbers, PROTOCOL.alpha)).word(PROTOCOL.margin)
+        for value in (0.0, most - 1e-6, most + 1e-6, 3.0, 9.0)
+    ]
+    assert words == ["reproduced", "reproduced", "undecided", "undecided", "above"]
+
+
+@pytest.mark.parametrize(("runs", "baseline_runs"), [(1, 5), (4, 8), (6, 10)])
+@pytest.mark.parametrize("distance", [0.5, 3.0, 6.0])
+def test_the_interval_is_that_of_repeated_experiments(distance: float, runs: int, baseline_runs: int) -> None:
+    """At either end, as many of 200,000 simulated experiments as should lie beyond the distance seen."""
+    random = numpy.random.default_rng(0)
+
+    def share_beyond(true: float) -> float:
+        first = random.normal(size=(REPETITIONS, baseline_runs))
+        gap = random.normal(true, 1 / runs**0.5, size=REPETITIONS) - first.mean(axis=1)
+        return float((gap / first.std(axis=1, ddof=1) > distance).mean())
+
+    low, high = interval(distance, runs, baseline_runs, 0.05)
+    assert share_beyond(high) == pytest.approx(0.95, abs=0.003)
+    if low > 0:
+        assert share_beyond(low) == pytest.approx(0.05, abs=0.003)
+    else:
+        assert share_beyond(0.0) > 0.05
+
+
+def test_too_few_runs_find_nothing_equal() -> None:
+    assert farthest(1, 3, 0.1, 0.05) < 0
+    assert power(1, 3, 0.1, 0.05) == joint_power(4, 1, 3, 0.1, 0.05) == 0

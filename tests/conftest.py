@@ -6,10 +6,12 @@ Two cores run the whole suite, so every test uses one compute thread; a test tha
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.pipeline.ranks import launch
 
+ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
 # torch looks up the name behind every connection that it accepts; a lost request costs five seconds each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -36,6 +39,8 @@ def forking() -> Iterator[None]:
 
 
 def _forking(**options: object) -> LaunchConfig:
+    with contextlib.chdir(ROOT):  # wherever a test runs: what is preloaded is found from there
+        forkserver.ensure_running()
     return LaunchConfig(**{**options, "start_method": "forkserver"})
 
 

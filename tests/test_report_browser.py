@@ -16,6 +16,7 @@ import pytest
 
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
+from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.judging.units import convert
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.store import Store
@@ -87,34 +88,54 @@ def test_numbers_in_the_page_are_those_of_the_records(open_page):
         "Object.fromEntries([...document.querySelectorAll('tr[data-key]')]"
         ".map(row => [row.dataset.key, row.querySelector('.ours data')?.value]))"
     )
+    units = {(cell.source, *cell.key): cell.unit for cell in load_paper()}
     compared = 0
     for name in registry.EXPERIMENTS:
         experiment = registry.load(name)
         records = Store(MACHINE).load(name).records
         values = {(q.value, q.unit) for record in records for q in record.quantities if q.value is not None}
         for ours in experiment.cells(records):
-            key = f"{ours.table}|{ours.row}|{ours.column}"
+            key = "|".join(ours.key)
             if ours.quantity is None or (ours.quantity.value, ours.quantity.unit) not in values:
                 continue  # a ratio of records
             number = float(shown[key])
-            unit = next(c.unit for c in _paper() if f"{c.table}|{c.row}|{c.column}" == key)
+            unit = units.get((ours.source, *ours.place), ours.quantity.unit)
             assert number == convert(ours.quantity.value, ours.quantity.unit, unit), key
             compared += 1
     assert compared >= 40
 
 
-def _paper():
-    from gpipe_bench.harness.judging.paper import load_paper
-
-    return [cell for cell in load_paper() if cell.source == "paper"]
-
-
-def test_the_first_screen_says_what_it_is_and_what_holds(open_page):
+def test_the_first_screen_says_what_it_is_and_answers_both_questions(open_page):
     page = open_page()
-    for text in ("GPipe: Efficient Training", "reproduced", "Holds here", "Differs here", "Not decided"):
+    first = page.locator(".reply h2")
+    assert first.all_inner_texts() == ["As published", "Here"]
+    left, right = (each.bounding_box() for each in first.all())
+    assert left["y"] == right["y"]
+    assert left["x"] < right["x"]
+    for text in (
+        "GPipe: Efficient Training", "Does our prediction", "Does what the paper says hold", "judged",
+        "evidence", "measured", "Strongest differences",
+    ):  # fmt: skip
         box = page.get_by_text(text).first.bounding_box()
         assert box is not None
         assert box["y"] + box["height"] < SCREEN[1], text
+
+
+def test_on_a_phone_the_answers_stand_below_each_other_and_fit(open_page):
+    page = open_page(PHONE)
+    published, here = (each.bounding_box() for each in page.locator(".reply").all())
+    assert published["y"] + published["height"] <= here["y"]
+    for table in page.locator(".evidence").all():
+        box = table.bounding_box()
+        assert box["x"] + box["width"] <= PHONE[0]
+
+
+def test_the_cells_download_as_they_lie_beside_the_page(open_page, report):
+    page = open_page()
+    with page.expect_download() as download:
+        page.get_by_role("link", name="CSV").click()
+    assert download.value.suggested_filename == "cells.csv"
+    assert Path(download.value.path()).read_bytes() == report.with_name("cells.csv").read_bytes()
 
 
 def test_pointing_at_an_action_tells_about_it(open_page):
@@ -160,12 +181,14 @@ def test_the_trace_of_a_chart_downloads_as_perfetto_reads_it(open_page):
 def test_verdicts_can_be_filtered(open_page):
     page = open_page()
     rows = page.locator("tr[data-verdict]:visible")
-    before, deviating = rows.count(), page.locator("tr[data-verdict=deviates]").count()
+    before, deviating = rows.count(), page.locator("tr[data-verdict=below]:visible").count()
     assert deviating
-    page.get_by_role("checkbox", name="deviates").uncheck()
+    page.get_by_role("checkbox", name="below").uncheck()
     assert rows.count() == before - deviating
-    assert f"{before - deviating} of {before} rows" in page.locator("#filter-status").inner_text()
-    page.get_by_role("checkbox", name="deviates").check()
+    every = page.locator("tr[data-verdict]").count()
+    below = page.locator("tr[data-verdict=below]").count()
+    assert f"{every - below} of {every} rows" in page.locator("#filter-status").inner_text()
+    page.get_by_role("checkbox", name="below").check()
     assert rows.count() == before
 
 

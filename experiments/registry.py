@@ -23,6 +23,7 @@ EXPERIMENTS: dict[str, str] = {
     "table4": "gpipe_bench.experiments.table4.experiment",
     "figure2": "gpipe_bench.experiments.figure2.experiment",
     "figure3": "gpipe_bench.experiments.figure3.experiment",
+    "computed": "gpipe_bench.experiments.computed.experiment",
     "engine": "gpipe_bench.experiments.side_by_side.engine",
     "consistency": "gpipe_bench.experiments.consistency.experiment",
     "predictions": "gpipe_bench.experiments.predictions.experiment",

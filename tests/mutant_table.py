@@ -759,7 +759,66 @@ CONSISTENCY = (
     ),
 )
 
+COMPUTED = (
+    Mutant(
+        name="the stride control without its reduction",
+        file="models/amoebanet/network.py",
+        old="        stride = (2 if reduce else 1) * (2 if name == moved else 1)\n",
+        new="        stride = 2 if reduce else 1\n",
+        why="the map must end as small as the original's",
+        tests=(
+            "tests/test_models_moved_stride.py::"
+            "test_maps_have_twice_the_side_up_to_the_layer_that_the_stride_moves_to",
+        ),
+    ),
+    Mutant(
+        name="a matched input reduced by two whatever the stride",
+        file="models/amoebanet/network.py",
+        old="            prev_stride=before,\n",
+        new="",
+        why="behind a stride of four the input of two cells before is four times as large",
+        tests=(
+            "tests/test_models_moved_stride.py::"
+            "test_maps_have_twice_the_side_up_to_the_layer_that_the_stride_moves_to",
+        ),
+    ),
+    Mutant(
+        name="the auxiliary head always counted",
+        file="experiments/computed/stride.py",
+        old='        counted = head == "counted in"\n',
+        new="        counted = True\n",
+        why="whether it counts is not stated, so the range has both",
+        tests=("tests/test_computed.py::test_the_range_goes_over_everything_that_is_not_stated",),
+    ),
+    Mutant(
+        name="a part of the range with other settings moved along",
+        file="experiments/computed/stride.py",
+        old="ratios[*first[:place], value, *first[place + 1 :]]",
+        new="ratios[*first[:place], value, *[v[-1] for v in list(allowed.values())[place + 1 :]]]",
+        why="a part says what one setting does alone",
+        tests=("tests/test_computed.py::test_the_range_goes_over_everything_that_is_not_stated",),
+    ),
+    Mutant(
+        name="numbers of others among the paper's",
+        file="experiments/computed/experiment.py",
+        old='        source = "write-up" if table == WRITTEN else "paper"\n',
+        new='        source = "paper"\n',
+        why="what a web page claims counts nowhere among the paper's numbers",
+        tests=(
+            "tests/test_computed.py::test_every_number_answers_as_published_and_those_of_others_stand_apart",
+        ),
+    ),
+    Mutant(
+        name="a backward for nothing",
+        file="experiments/computed/write_ups.py",
+        old="    return float(forward / both)\n",
+        new="    return float(forward / (both - forward))\n",
+        why="the share is of forward and backward together",
+        tests=("tests/test_computed.py::test_a_recomputed_forward_is_a_third_of_the_step",),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
-    *CONSISTENCY,
+    *CONSISTENCY, *COMPUTED,
 )  # fmt: skip

@@ -15,10 +15,8 @@ _TRAINING = (
     "needs ImageNet at 480x480 and weeks of accelerators; the model itself is in the zoo and its parameters "
     "can be counted with `python -m experiments list --models`"
 )
-_ACCURACY = "needs full ImageNet training, which says nothing about the pipeline that the gradients do not"
 _NMT = "needs the authors' private corpus of 25 billion sentence pairs"
 _TEXT = "no experiment reports it yet; the row says what an answer would take"
-_OTHERS = "numbers of others that the paper prints; nothing here is held against them"
 _PEER = "published by torchgpipe's authors; the paper has no such table, so nothing here is held against it"
 
 NOT_TO_BE_RUN: dict[str, TableInfo] = {
@@ -39,12 +37,6 @@ NOT_TO_BE_RUN: dict[str, TableInfo] = {
         short="AmoebaNet-B on ImageNet",
         about="The paper's largest image classifier.",
         missing=_TRAINING,
-    ),
-    "control-stride": TableInfo(
-        title="Control experiment: the stride of AmoebaNet-D (2, 256)",
-        short="Stride control",
-        about="Larger activations at the same number of parameters, first version, section 5.",
-        missing=_ACCURACY,
     ),
     "imagenet-models": TableInfo(
         title="Table 2 of the first version: models on ImageNet",
@@ -78,18 +70,6 @@ NOT_TO_BE_RUN: dict[str, TableInfo] = {
         short="Translation, batch size",
         about="BLEU and negative log-likelihood of Transformer Big, German to English.",
         missing=_NMT,
-    ),
-    "growth": TableInfo(
-        title="Figure 1: how models have grown",
-        short="Growth of models",
-        about="Sizes, accuracies and accelerators that the introduction sets out from.",
-        missing=_OTHERS,
-    ),
-    "write-ups": TableInfo(
-        title="What others write about GPipe",
-        short="Write-ups",
-        about="Claims of web pages about GPipe; where they contradict the paper, the row says so.",
-        missing="claims of others than the paper's authors; nothing here is held against them",
     ),
 }
 """Published tables that no experiment answers, by the name of paper.csv, with the reason."""

@@ -69,6 +69,8 @@ def convert_line(line: bytes) -> Converted:
         facts["key"] = _key(older["experiment"], details, facts)
     for name, facts in details.get("stages", {}).items() if older["experiment"] == "table3" else ():
         facts["num_stages"] = int(name.removeprefix("K="))
+    if older["experiment"] == "table3" and (width := details.pop("gap", None)) is not None:
+        details["share_of_peak"] = {name: [1 - most, 1 + most] for name, most in width.items()}
     for point in details.get("points", ()) if older["experiment"] == "table3" else ():
         del point["name"]
     for quantity in older["quantities"]:

@@ -22,7 +22,7 @@ from gpipe_bench.experiments.table2.fitted_batch import fitted_microbatch, peak_
 from gpipe_bench.experiments.table4 import experiment as table4
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.record import Quantity, Record
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.launch import launch
@@ -189,9 +189,26 @@ def as_record(
     )  # fmt: skip
 
 
+def with_errors(made: Record, *errors: float) -> Record:
+    """The same with steps that also ran for real, and by how much their replays erred."""
+    found = tuple(
+        Quantity(name="replay error", key={"M": 100 + n}, value=error, unit="ratio", provenance="measured")
+        for n, error in enumerate(errors)
+    )
+    return replace(made, quantities=(*made.quantities, *found))
+
+
 def test_cells_are_held_against_the_paper_with_its_erratum() -> None:
-    comparisons = {(c.row, c.column): c for c in compare(table2.cells([table2_record()]))}
+    made = with_errors(table2_record(), -0.02, 0.0, 0.02)
+    found = [c for c in compare(table2.cells([made])) if c.table == "table2-transformer"]
+    comparisons = {(c.row, c.column): c for c in found}
     assert comparisons["M=32", "K=8"].verdict == "reproduced"  # 6.0 by even stages, 6.3 in the paper
+    assert comparisons["M=1", "K=2"].verdict == "identity"
+    wide = with_errors(table2_record(), -0.2, 0.0, 0.2)
+    verdicts = {(c.row, c.column): c.verdict for c in compare(table2.cells([wide]))}
+    assert verdicts["M=32", "K=8"] == "undecided"
+    unknown = compare(table2.cells([table2_record()]))
+    assert {c.verdict for c in unknown if c.ours is not None} == {"not comparable"}
     assert comparisons["M=32", "K=8"].ours == pytest.approx(6.0, abs=0.1)
     assert comparisons["M=1", "K=4"].ours == pytest.approx(1.077, abs=0.01)
     assert comparisons["M=4", "K=4"].verdict == "not comparable"
@@ -201,7 +218,27 @@ def test_cells_are_held_against_the_paper_with_its_erratum() -> None:
 
 def test_a_smoke_run_is_not_judged() -> None:
     comparisons = compare(table2.cells([table2_record(profile="smoke")]))
-    assert {c.verdict for c in comparisons} == {"not comparable"}
+    assert {c.verdict for c in comparisons if c.ours is not None} == {"not comparable"}
+
+
+def test_sentences_about_the_table_are_held_against_their_words() -> None:
+    records = [with_errors(table2_record(model), -0.02, 0.0, 0.02) for model in SUBJECTS]
+    found = {(c.row, c.column): c for c in compare(table2.cells(records)) if c.table == "claims-text"}
+    linear = found["Transformer-48: share of a linear speed-up at M >> K", "K=8 over K=2, M=32"]
+    late = (32 * 8 / 39) / (32 * 2 / 33) / 4  # even stages, equal work, no recomputation that starts early
+    assert late < linear.ours < 0.9
+    assert linear.verdict == "undecided", (
+        "0.88 and an error are near by one reading of the words and not by another"
+    )
+    bubble = found["bubble at M >= 4K", "largest over K"]
+    assert 100 * 7 / 39 - 4 < bubble.ours < 100 * 7 / 39
+    assert bubble.verdict == "above"
+    constant = found["throughput without pipelining, over the accelerators",
+                     "Transformer-48: K=8 / K=2, M=1"]  # fmt: skip
+    assert constant.ours == pytest.approx(8 / 8 / (2 / 2), rel=0.2)
+    gain = found["more micro-batches, more throughput", "the smallest quotient of neighbours in M, K fixed"]
+    assert gain.ours > 1
+    assert gain.question == "here"
 
 
 def test_fixed_and_fitted_mini_batches_are_separate_tables(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         "--assert",
         dest="assert_",
         action="store_true",
-        help="exit with 1 if a verdict is `deviates`, after printing",
+        help="exit with 1 if a verdict is `above` or `below`, after printing",
     )
 
     verb = _add(verbs, "compare", "paper | ours | verdict, from records alone")

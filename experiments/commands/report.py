@@ -66,7 +66,7 @@ def build(results: Path, *, figures: bool = True) -> Page:
         groups, problems = sources(experiment, places)
         found[experiment.name], left_out = readings(experiment, groups)
         warnings += lines_of(problems) + [f"{_short(group.folder)}: {line}" for group, line in left_out]
-    given: dict[tuple[str, str, str], Answer] = {}
+    given: dict[tuple[str, str, str, str, str], Answer] = {}
     for experiment in experiments:
         for answer in answers(found[experiment.name]):
             given.setdefault(answer.entry.key, answer)  # an entry belongs to the first that reports it

@@ -17,6 +17,7 @@ from gpipe_bench.experiments.report.readings import Shown, readable, shown_of
 from gpipe_bench.experiments.report.records import merge, select_records
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.verdict import DIFFERS, JUDGED
 from gpipe_bench.harness.records.codec import encode, printable
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import Store
@@ -116,10 +117,10 @@ def _status(result: RunResult, comparisons: Sequence[Comparison], arguments: arg
     if result.failed or result.unsaved:
         return exits.CASE_FAILED
     if arguments.assert_:
-        bad = [c for c in comparisons if c.verdict == "deviates"]
+        bad = [c for c in comparisons if c.verdict in DIFFERS]
         for c in bad:
-            print(f"deviates: {c.table} / {c.row} / {c.column}: {c.reason}", file=sys.stderr)
-        if not any(c.verdict in ("reproduced", "exceeds", "deviates") for c in comparisons):
+            print(f"{c.verdict}: {c.table} / {c.row} / {c.column}: {c.reason}", file=sys.stderr)
+        if not any(c.verdict in JUDGED for c in comparisons):
             print(
                 "nothing to assert: no cell has a number of ours and a comparable one of the paper",
                 file=sys.stderr,

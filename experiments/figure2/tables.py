@@ -6,22 +6,28 @@ the figures draw: schedules, bubbles, memory and traffic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from gpipe_bench.experiments.figure2.schedules import VARIANTS
+from gpipe_bench.harness.judging.allowed import printed
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.judging.spread import Part, Spread
 from gpipe_bench.harness.judging.units import show
+from gpipe_bench.harness.judging.unknowns import load_unknowns
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
 
 TABLE = "formulas"
-NEGLIGIBLE = Fraction(1, 5)
-RULE = (
-    "The paper does not say which bubble it calls negligible. At M = 4K it is (K-1)/(5K-1), 11 % at K = 2 "
-    "and 18 % at K = 8, and M = 4K is the least whole multiple of K that keeps it below 20 % for every K."
+MOST_STAGES = 8  # of the paper's Table 2, about which it says that M >= 4K is enough
+ENOUGH = (
+    "The least whole M / K with which (K-1)/(M+K-1) keeps below a negligible share at K = 8, for the two "
+    "ends of what negligible may mean."
 )
 
 
@@ -40,12 +46,13 @@ def _bubbles(records: Sequence[Record]) -> Iterator[Entry]:
     for record in of_part(records, "bubble"):
         if record.case["num_stages"] not in (2, 4, 8):
             continue
-        for count in (1, 4, 32):
+        for m in (1, 4, 32):
             yield Entry(
                 table=TABLE,
-                row=f"bubble (K-1)/(M+K-1) at M={count}",
+                row=f"bubble (K-1)/(M+K-1) at M={m}",
                 column=f"K={record.case['num_stages']}",
-                quantity=record.quantity("bubble", schedule="gpipe", M=count),
+                question="as published",
+                quantity=record.quantity("bubble", schedule="gpipe", M=m),
                 record=record,
                 note="GPipe without re-materialization, equal stages, a free link.",
             )
@@ -53,53 +60,67 @@ def _bubbles(records: Sequence[Record]) -> Iterator[Entry]:
 
 def _activations(records: Sequence[Record]) -> Iterator[Entry]:
     for record in of_part(records, "formula"):
-        layers, count = record.case["num_layers"], record.case["num_microbatches"]
+        layers, m = record.case["num_layers"], record.case["num_microbatches"]
         yield Entry(
             table=TABLE,
-            row=f"activation memory (N + L/K N/M) / N at L={layers}, M={count}",
+            row=f"activation memory (N + L/K N/M) / N at L={layers}, M={m}",
             column=f"K={record.case['num_stages']}",
+            question="as published",
             quantity=record.quantity("peak activations / N"),
             record=record,
             note="Counted over the schedule's actions, where every layer's activations weigh the same.",
         )
 
 
-def least_multiple(records: Sequence[Record]) -> int | None:
-    """The least whole M / K with a bubble below `NEGLIGIBLE` for every K on record."""
-    found = of_part(records, "bubble")
-    for ratio in (1, 2, 3, 4, 8):
-        quantities = [
-            r.quantity("bubble", schedule="gpipe", M=ratio * int(str(r.case["num_stages"]))) for r in found
-        ]
-        values = [q.value for q in quantities if q is not None and q.value is not None]
-        if values and len(values) == len(found) and all(value < NEGLIGIBLE for value in values):
-            return ratio
-    return None
+def least_multiple(share: float) -> int:
+    """The least whole M / K with which the formula's bubble stays below a share for every K."""
+    return next(
+        ratio
+        for ratio in itertools.count(1)
+        if all(Fraction(k - 1, ratio * k + k - 1) < share for k in range(1, MOST_STAGES + 1))
+    )
 
 
 def _sizes(records: Sequence[Record]) -> Iterator[Entry]:
     """The parameters of models whose traffic is on record and that no other table counts."""
     for record in of_part(records, "traffic"):
-        count = record.quantity("parameters")
+        parameters = record.quantity("parameters")
         if record.case["model"] == "amoebanet-b":
-            yield Entry(table="amoebanet-b", row="parameters", column="v5", quantity=count, record=record)
+            yield Entry(
+                table="amoebanet-b", row="parameters", column="v5", question="as published",
+                quantity=parameters, record=record,
+            )  # fmt: skip
         elif record.case["model"] == "transformer-seq2seq":
             name = str(record.case["size"]).replace(", ", ",")
-            yield Entry(table="nmt-models", row=name, column="parameters", quantity=count, record=record)
+            yield Entry(
+                table="nmt-models", row=name, column="parameters", question="as published",
+                quantity=parameters, record=record,
+            )  # fmt: skip
 
 
 def _least_multiple(records: Sequence[Record]) -> Iterator[Entry]:
-    ratio = least_multiple(records)
-    if ratio is not None:
-        yield Entry(
-            table=TABLE,
-            row="micro-batches per stage for a negligible bubble",
-            column="M / K",
-            quantity=Quantity(
-                name="least M / K with a bubble below 20 %", value=ratio, unit="ratio", provenance="replayed"
-            ),
-            not_comparable=RULE,
-        )
+    """How many micro-batches for each stage make the bubble negligible; the paper says that 4 do."""
+    negligible = load_unknowns().find("claims", "negligible_share")
+    if not of_part(records, "bubble") or negligible.low is None or negligible.high is None:
+        return
+    fewest, most = least_multiple(negligible.high), least_multiple(negligible.low)
+    row = "micro-batches per stage for a negligible bubble"
+    cell = next(cell for cell in load_paper() if cell.key == (TABLE, row, "M / K"))
+    yield Entry(
+        table=TABLE,
+        row=row,
+        column="M / K",
+        question="as published",
+        quantity=Quantity(name=row, value=(fewest + most) / 2, unit="ratio", provenance="modelled"),
+        spread=Spread(
+            low=fewest,
+            high=most,
+            parts=(Part(what="negligible_share", low=fewest, high=most),),
+            combinations=2,
+        ),
+        allowed=printed(replace(cell, bound="at most")),  # the text says that so many are enough
+        note=ENOUGH,
+    )
 
 
 GIB = 2**30

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpipe_bench.experiments.figure3.sentences import sentences
+from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
 from gpipe_bench.experiments.measuring.step_text import (
-    GAP,
-    GAP_REASON,
     SMOKE,
     interval,
     percent,
@@ -106,11 +106,13 @@ def laid_out_with(configuration: Configuration) -> tuple[int, ...]:
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
-    return [cell for record in records if record.status == "done" for cell in _cells(record)]
+    found = [cell for record in records if record.status == "done" for cell in _cells(records, record)]
+    return found + sentences(records)
 
 
-def _cells(record: Record) -> Iterator[Entry]:
+def _cells(records: Sequence[Record], record: Record) -> Iterator[Entry]:
     name = str(record.case["model"])
+    error = next_error(records, name)
     scale = record.details["scale"]
     note = (f"A scaled model ({scale}), M = {NUM_MICROBATCHES}; " if scale else "") + (
         "the paper's batch and M are not stated"
@@ -118,6 +120,7 @@ def _cells(record: Record) -> Iterator[Entry]:
     printed = {(cell.row, cell.column) for cell in published(TABLES[name]).values()}
     for label, facts in record.details["cells"].items():
         quantity = record.quantity("normalised throughput", **facts["key"])
+        spread = replayed_spread(quantity, error, "as the step grows")
         for row in ("normalized throughput", "normalized throughput by the text"):
             if quantity is not None and (row, label) in printed:
                 yield Entry(
@@ -127,14 +130,13 @@ def _cells(record: Record) -> Iterator[Entry]:
                     quantity=quantity,
                     record=record,
                     note=note,
-                    not_comparable=SMOKE if record.profile == "smoke" else "",
-                    gap=GAP,
-                    gap_reason=GAP_REASON,
+                    spread=spread,
+                    not_comparable=SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN,
                 )
 
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    verdicts = {(c.table, c.row, c.column): c.verdict for c in comparisons}
+    verdicts = {c.place: c.verdict for c in comparisons if c.question == "here"}
     parts = []
     for record in records:
         if record.status != "done":

@@ -10,11 +10,6 @@ from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.records.record import Quantity, Record
 from gpipe_bench.harness.report.grid import Grid, numbers
 
-GAP = 0.1
-GAP_REASON = (
-    "other hardware (the paper's are TPUs): how a small micro-batch's efficiency and the ratio of forward to "
-    "backward differ there is not known, and either moves a ratio by some percent"
-)
 SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."
 
 

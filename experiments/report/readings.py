@@ -61,7 +61,7 @@ def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
     """
     entries = experiment.cells(records)
     try:
-        comparisons = compare(entries)
+        comparisons = compare(entries, whole=experiment.paper_tables)
     except ValueError as error:  # not the user's mistake, so it must not look like bad usage
         raise RuntimeError(f"the cells of {experiment.name} can't be compared") from error
     tables = experiment.tables
@@ -147,7 +147,7 @@ def readings(
 
 def answers(found: Sequence[Reading]) -> list[Answer]:
     """One answer for each entry that any of the readings reports, from the first that has a number."""
-    chosen: dict[tuple[str, str, str], Answer] = {}
+    chosen: dict[tuple[str, str, str, str, str], Answer] = {}
     for reading in found:
         compared = {comparison.key: comparison for comparison in reading.shown.comparisons}
         for entry in reading.shown.entries:

@@ -21,17 +21,6 @@ CONTENT = {
         "not public and its fused operations keep other tensors"
     ),
 }
-GAPS = {
-    ("amoebanet", "parameters"): (
-        0.005, "no public variant of AmoebaNet-D gives all five printed counts; they differ by up to 0.5 %",
-    ),
-    ("amoebanet", "parameter memory"): (
-        0.01, "12 bytes times the exact count, which no public variant of AmoebaNet-D matches in all columns",
-    ),
-    ("transformer", "parameter memory"): (
-        0.001, "the printed digits lie up to 0.07 % above 12 bytes times the exact count",
-    ),
-}  # fmt: skip
 SMALLER = (
     "without micro-batches and re-materialization all activations of the mini-batch must fit, and eager "
     "autograd keeps several times more of them than the paper reports for its system"
@@ -42,16 +31,14 @@ LARGER = (
 )
 JUDGED_ATTENTION = {"amoebanet": "none", "transformer": "explicit"}
 
-_FIRST_VERSION = "v1 rounds from counts it does not print; v5's counts give 3.9 and 5.7"
-
 _CLAIMS = (
-    ("AmoebaNet: largest on 8 accelerators over naive-1", "amoebanet", "pipeline-8", "naive-1", 0.0),
-    ("Transformer: largest on 128 partitions over naive-1", "transformer", "pipeline-128", "naive-1", 0.0),
-    ("Transformer: larger by re-materialization alone", "transformer", "pipeline-1", "naive-1", 0.0),
-    ("AmoebaNet: larger on one accelerator", "amoebanet", "pipeline-1", "naive-1", 0.03),
-    ("AmoebaNet: larger from 1 to 8 accelerators", "amoebanet", "pipeline-8", "pipeline-1", 0.03),
+    ("AmoebaNet: largest on 8 accelerators over naive-1", "amoebanet", "pipeline-8", "naive-1"),
+    ("Transformer: largest on 128 partitions over naive-1", "transformer", "pipeline-128", "naive-1"),
+    ("Transformer: larger by re-materialization alone", "transformer", "pipeline-1", "naive-1"),
+    ("AmoebaNet: larger on one accelerator", "amoebanet", "pipeline-1", "naive-1"),
+    ("AmoebaNet: larger from 1 to 8 accelerators", "amoebanet", "pipeline-8", "pipeline-1"),
 )
-"""Row, half, the two columns whose parameters are divided, and the declared gap."""
+"""Row, half and the two columns whose parameters are divided."""
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
@@ -68,15 +55,12 @@ def cells(records: Sequence[Record]) -> list[Entry]:
 
 
 def _cell(half: str, column: str, row: str, record: Record | None) -> Entry:
-    gap, reason = GAPS.get((half, row), (0.0, ""))
     return Entry(
         table=HALVES[half].table,
         row=row,
         column=column,
         quantity=record.quantity(row) if record is not None else None,
         record=record,
-        gap=gap,
-        gap_reason=reason,
         note=CONTENT[half] if row == "peak activation memory" else "",
         status=record.status if record is not None else "done",
         reason=record.reason if record is not None else "",
@@ -105,7 +89,7 @@ def _higher(quantity: Quantity) -> Quantity:
     return replace(quantity, higher_is_better=True)
 
 
-def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str, gap: float) -> Entry:
+def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str) -> Entry:
     counts = []
     for column in (over, under):
         record = find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
@@ -119,6 +103,4 @@ def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str
         row=row,
         column=f"{over} / {under}",
         quantity=ratio,
-        gap=gap,
-        gap_reason=_FIRST_VERSION if gap else "",
     )

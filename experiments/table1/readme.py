@@ -14,7 +14,7 @@ from gpipe_bench.harness.report.table import ours_text, paper_text, verdict_text
 
 def table(records: Sequence[Record]) -> str:
     """Both halves of Table 1 as markdown: paper, ours, verdict."""
-    comparisons = {c.key: c for c in compare(cells(records))}
+    comparisons = {c.place: c for c in compare(cells(records))}
     return "\n\n".join(_half(half, records, comparisons) for half in HALVES)
 
 

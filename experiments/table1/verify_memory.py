@@ -6,10 +6,8 @@ the engine, RMSProp with momentum, every stage owning its boundary tensors as on
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from functools import cache
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.peaks import StageMemory, pipeline_memory
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.tracker import LiveMemory
+from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
 from gpipe_bench.pipeline.transport import InProcess
 
 BATCH_SIZE = 8  # divisible by every number of micro-batches below
@@ -109,25 +107,6 @@ def _train(
     # The mini-batch is the first stage's, its targets the last one's; both are the user's.
     data = {0: inputs, len(stages) - 1: target} if len(stages) > 1 else {0: (inputs, target)}
     return tuple(memory.peak_bytes[stage.index] + _num_bytes(data.get(stage.index, ())) for stage in stages)
-
-
-def tensors_behind(*roots: object) -> list[torch.Tensor]:
-    """Every tensor that the objects refer to, directly or through other objects; not through code."""
-    found: list[torch.Tensor] = []
-    seen: set[int] = set()
-    waiting: list[object] = [*roots]
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType)):
-            continue
-        seen.add(id(each))
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-            if each.grad is not None:
-                found.append(each.grad)
-        else:
-            waiting += gc.get_referents(each)
-    return found
 
 
 def _parameters(layers: tuple[nn.Module, ...]) -> list[nn.Parameter]:

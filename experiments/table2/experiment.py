@@ -8,7 +8,8 @@ laptop cores:
 
 Every action is measured in whole steps, with all stages in one process, and laid out on K devices
 (`replayed`); where there are as many devices as stages the step is also run on them (`measured`), and the
-difference is the replay's error. One table at a fixed mini-batch, so that only K and M differ, and one with
+difference is the replay's error. K = 4 runs for real too, in four processes that share the cores: that proves
+order and memory, and no time. One table at a fixed mini-batch, so that only K and M differ, and one with
 the mini-batch fitted to a memory cap, as the paper did; they are not mixed. All cells of a model take turns
 in one run.
 """
@@ -41,21 +42,32 @@ ROUNDS = {
 """There and back: every configuration takes two turns in a round, and each is a sample."""
 ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (95.0, 75.0), "full": (150.0, 150.0)}
 BATCHES = ("fixed", "fitted")
+SHARED_CORES = "on shared cores"
+SHARED_ESTIMATE_S = 20.0
 FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted
 
 
 def cases(options: RunOptions) -> list[Case]:
-    return [
+    smoke = options.profile == "smoke"
+    timed = [
         Case({"model": name, "batch": batch}, ESTIMATE_S[options.profile][BATCHES.index(batch)])
         for batch in BATCHES
         for name in SUBJECTS
-        if options.profile != "smoke" or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
+        if not smoke or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
     ]
+    shared = [Case({"model": name, "batch": SHARED_CORES}, SHARED_ESTIMATE_S) for name in SUBJECTS]
+    return timed + ([] if smoke or options.engine not in (None, "ours") else shared)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     subject = SUBJECTS[str(case.key["model"])]
     batch = str(case.key["batch"])
+    if batch == SHARED_CORES:
+        from gpipe_bench.experiments.table2.shared_cores import run as run_on_shared_cores
+
+        size = subject.sizes[options.profile]
+        found, facts = run_on_shared_cores(subject.model, size.options)
+        return Outcome(tuple(found), {"title": subject.title, "scale": size.scale, **facts})
     plan, batch_facts = _plan(subject, subject.sizes[options.profile], batch, options)
     job, facts = timing_job(
         subject, (configuration for configuration, _ in plan), ROUNDS[options.profile][batch], options

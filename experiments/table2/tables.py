@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.step_text import (
-    GAP,
-    GAP_REASON,
     SMOKE,
     interval,
     percent,
     published,
     replay_errors,
 )
+from gpipe_bench.experiments.table2.sentences import sentences
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Record, find
+from gpipe_bench.harness.records.record import Quantity, Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.pipeline.plan.breakdown import even_stages
@@ -50,24 +50,27 @@ def facts_of(record: Record, num_stages: int, num_microbatches: int) -> dict[str
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
-    """A cell for each (K, M) of each model on record."""
-    return [cell for model in TABLES for cell in _of_model(records, model)]
+    """An entry for each (K, M) of each model on record, and for the sentences about them."""
+    found = [cell for model in TABLES for cell in _of_model(records, model)]
+    return found + sentences(records, JUDGED)
 
 
 def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
     record = find(records, "done", model=model, batch=JUDGED)
     if record is None:
         return
+    error = next_error(records, model)
     for num_stages, num_microbatches in configurations(record):
+        quantity = record.quantity("normalised throughput", K=num_stages, M=num_microbatches)
+        spread = replayed_spread(quantity, error, "as the step grows")
         yield Entry(
             table=TABLES[model],
             row=f"M={num_microbatches}",
             column=f"K={num_stages}",
-            quantity=record.quantity("normalised throughput", K=num_stages, M=num_microbatches),
+            quantity=quantity,
+            spread=spread,
             record=record,
-            not_comparable=SMOKE if record.profile == "smoke" else "",
-            gap=GAP,
-            gap_reason=GAP_REASON,
+            not_comparable=SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN,
             note=_note(record),
         )
 
@@ -89,14 +92,14 @@ TITLES = {
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     """Everything that `run` and `compare` print."""
-    verdicts = {(c.table, c.row, c.column): c.verdict for c in comparisons}
+    verdicts = {c.place: c.verdict for c in comparisons if c.question == "here"}
     parts = [
         grid_of(record, model, batch, verdicts)
         for batch in TITLES
         for model in TABLES
         if (record := find(records, "done", model=model, batch=batch)) is not None
     ]
-    parts += [replay_errors(records), partition_rules(records)]
+    parts += [replay_errors(records), shared_cores(records), partition_rules(records)]
     if comparisons:
         parts.append(text_table(comparisons))
     return "\n\n".join(part for part in parts if part)
@@ -154,6 +157,41 @@ def grid_of(record: Record, model: str, batch: str, verdicts: Mapping[tuple[str,
     if any(line[1].endswith("*") for line in lines):
         notes.append(f"  * {next(c.erratum for c in known.values() if not c.comparable)}")
     return Grid(title=title, columns=headers, lines=lines, notes=notes, right=numbers(headers)).text()
+
+
+def shared_cores(records: Sequence[Record]) -> str:
+    """The steps that ran for real in more processes than there are cores: memory and loss, no times."""
+    lines = []
+    for record in of_case(records, "done", batch="on shared cores"):
+        stages = range(record.details["num_stages"])
+        loss, alone = (record.quantity("loss", stages=k) for k in (len(stages), 1))
+        for stage in stages:
+            counted, modelled = (
+                record.quantity("peak", stage=stage, how=how) for how in ("counted", "modelled")
+            )
+            if counted is None or modelled is None or counted.value is None or not modelled.value:
+                continue
+            lines.append(
+                [
+                    record.details["title"] if stage == 0 else "", f"{stage}",
+                    f"{record.details['actions'][stage]}", f"{counted.value / 2**20:.2f}",
+                    f"{modelled.value / 2**20:.2f}", f"{counted.value / modelled.value:.2f}",
+                    _losses(loss, alone) if stage == stages[-1] else "",
+                ]
+            )  # fmt: skip
+    if not lines:
+        return ""
+    title = (
+        "K=4 M=4 for real, four processes that share the cores: every stage took its schedule's actions in "
+        "their order\n  no time is taken; counted is more than modelled by what the transport keeps in flight"
+    )
+    headers = ["", "stage", "actions", "peak counted (MiB)", "modelled (MiB)", "ratio", "loss, K=4 and K=1"]
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
+
+
+def _losses(loss: Quantity | None, alone: Quantity | None) -> str:
+    values = [None if each is None else each.value for each in (loss, alone)]
+    return "equal" if values[0] == values[1] else f"{values[0]} and {values[1]}"
 
 
 def partition_rules(records: Sequence[Record]) -> str:

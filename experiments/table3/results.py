@@ -4,7 +4,8 @@ fast a link must be.
 What a scaled model on this machine and the paper's model on a P100 share is the schedule and the balance of
 the stages, not how long a message takes beside an action. So the scaled model's link is slowed down by as
 much as its actions are, per byte; that factor needs the P100's speed, which is modelled, and the share of its
-peak that real programs reach, which is assumed. The range of that assumption becomes the cells' declared gap.
+peak that real programs reach, which is assumed: what the ends of that range do to a number is a part of its
+spread.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def replayed(
         "batch_size": batch_size,
         "assumption": ASSUMPTION,
         "judged": "PCIe, same share",
-        "gap": {f"K={k}": max(abs(edge[k][0] / middle[k][0] - 1) for edge in edges) for k in rounds},
+        "share_of_peak": {f"K={k}": _factors([edge[k][0] / middle[k][0] for edge in edges]) for k in rounds},
         "slowed_link": {"latency_s": slowed.latency_s, "bandwidth_bytes_per_s": slowed.bandwidth_bytes_per_s},
         "stages": {f"K={k}": _facts(each) for k, each in rounds.items()},
         "counts": {f"K={c.num_stages}": found[0].steps[i].counts for i, c in enumerate(plan)},
@@ -91,6 +92,11 @@ def replayed(
         "conditions": [each.conditions for each in found],
         "used_by_others": used_by_others([each.usage for each in found]),
     }
+
+
+def _factors(edges: Sequence[float]) -> list[float]:
+    """The least and the most of them, and 1, which they are factors on."""
+    return [min(1.0, *edges), max(1.0, *edges)]
 
 
 def over_link(

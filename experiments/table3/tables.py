@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.step_text import SMOKE, interval, percent, published
+from gpipe_bench.experiments.table3.sentences import sentences
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar, find
@@ -20,9 +22,6 @@ from gpipe_bench.harness.report.table import text_table
 
 TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
 
-WIDEST = 0.5
-"""Of an interval, relative to its value; a wider one would let any number count as reproduced."""
-
 
 def stage_counts(record: Record) -> list[int]:
     """The values of K on record."""
@@ -30,41 +29,29 @@ def stage_counts(record: Record) -> list[int]:
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
-    """A cell for each K of each model whose steps were measured; the modelled ones are shown beside them."""
-    return [cell for model in TABLES for cell in _of_model(records, model)]
+    """An entry for each K of each model whose steps were measured, and for the sentences about them."""
+    return [cell for model in TABLES for cell in _of_model(records, model)] + sentences(records)
 
 
 def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
     record = find(records, "done", part="steps", model=model)
     if record is None:
         return
+    error = next_error(records, model)
     for k in stage_counts(record):
         quantity = record.quantity("normalised throughput", link=record.details["judged"], K=k)
+        least, most = record.details["share_of_peak"][f"K={k}"]
+        spread = replayed_spread(quantity, error, "as the step grows", [("share_of_peak", least, most)])
         yield Entry(
             table=TABLES[model],
             row="M=32",
             column=f"K={k}",
             quantity=quantity,
             record=record,
-            gap=round(record.details["gap"][f"K={k}"], 3),
-            gap_reason=f"how long a message takes beside the computation is modelled: "
-            f"{record.details['assumption']}",
+            spread=spread,
             note=_note(record),
-            not_comparable=SMOKE if record.profile == "smoke" else _too_wide(quantity),
+            not_comparable=SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN,
         )
-
-
-def _too_wide(quantity: Quantity | None) -> str:
-    """Why an interval that would admit almost any number is not held against the paper's."""
-    if quantity is None or quantity.value is None or quantity.low is None or quantity.high is None:
-        return ""
-    width = (quantity.high - quantity.low) / quantity.value
-    if width <= WIDEST:
-        return ""
-    return (
-        f"The machine was busy with other things: the 95 % interval is {width:.0%} of the value wide, more "
-        f"than {WIDEST:.0%}; run it again (--fresh) on a quiet machine."
-    )
 
 
 def _note(record: Record) -> str:
@@ -82,7 +69,7 @@ def _note(record: Record) -> str:
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     """Everything that `run` and `compare` print."""
-    verdicts = {(c.table, c.row, c.column): c.verdict for c in comparisons}
+    verdicts = {c.place: c.verdict for c in comparisons if c.question == "here"}
     parts = [_model(records, model, verdicts) for model in TABLES]
     parts.append(_links(records))
     if comparisons:

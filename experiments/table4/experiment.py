@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import (
     by_turn,
@@ -26,11 +27,12 @@ from gpipe_bench.experiments.measuring.step_results import (
     measure,
     results,
 )
-from gpipe_bench.experiments.measuring.step_text import GAP, GAP_REASON, SMOKE, replay_errors
+from gpipe_bench.experiments.measuring.step_text import SMOKE, replay_errors
 from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.report.drawing import gantt_plot, paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
+from gpipe_bench.experiments.table4.sentences import sentences
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
@@ -94,39 +96,52 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return Outcome(tuple(quantities), {**facts, **details})
 
 
+SETUP = (
+    "Set-up divides and reshapes the inputs. The paper's happens on its host or its first accelerator and is "
+    "sent on; here the inputs lie in the memory that the stages share."
+)
+
+
 def cells(records: Sequence[Record]) -> list[Entry]:
-    return [cell for record in records if record.status == "done" for cell in _cells(record)]
+    found = [cell for record in records if record.status == "done" for cell in _cells(records, record)]
+    return found + sentences(records, SHARE, NUM_MICROBATCHES)
 
 
-def _cells(record: Record) -> Iterator[Entry]:
+def _cells(records: Sequence[Record], record: Record) -> Iterator[Entry]:
     """v1 took ResNet-101 apart. v5's pie names no model, but its load imbalance, 3.2 %, is what v1 gives for
     ResNet-101 on two partitions, so it is held against that.
     """
     if record.case["model"] != "resnet101":
         return
+    error = next_error(records, str(record.case["model"]))
     smoke = SMOKE if record.profile == "smoke" else ""
     scale = record.details["scale"]
     note = f"ResNet-101, M = {NUM_MICROBATCHES}, exact partition by measured seconds" + (
         f"; a scaled model ({scale})." if scale else "."
     )
 
-    def cell(table: str, row: str, column: str, quantity: Quantity | None, more: str = "") -> Iterator[Entry]:
+    def cell(
+        table: str, row: str, column: str, quantity: Quantity | None, more: str = "", other: str = ""
+    ) -> Iterator[Entry]:
         if quantity is not None:
+            spread = replayed_spread(quantity, error, "either way")
             yield Entry(
                 table=table,
                 row=row,
                 column=column,
                 quantity=quantity,
                 record=record,
-                gap=GAP,
-                gap_reason=GAP_REASON,
+                spread=spread,
                 note=f"{note} {more}".strip(),
-                not_comparable=smoke,
+                not_comparable=smoke or other or ("" if spread else UNKNOWN),
             )
 
     for part in PARTS:
         if part != "communication":
-            yield from cell("breakdown-v5", part, "share of the step", _share(record, part, 2), SAME_RUN)
+            other = SETUP if part == "setup" else ""
+            yield from cell(
+                "breakdown-v5", part, "share of the step", _share(record, part, 2), SAME_RUN, other
+            )
     for k in (2, 4):
         yield from cell("breakdown-v1", "load imbalance", f"K={k}", _share(record, "load imbalance", k))
     both = [quantity for k in (2, 4) if (quantity := _share(record, "recompute", k)) is not None]

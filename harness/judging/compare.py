@@ -1,18 +1,19 @@
-"""Joins our cells with the paper's: one row per cell, with verdict, reason and footnotes.
+"""Joins our cells with the paper's: one row per cell and question, with verdict, reason and footnotes.
 
-A cell that nobody produced is a row too ("not run"), so leaving numbers out makes no table look better.
+A cell that nobody produced is a row too ("not run"), so leaving numbers out makes no table look better. What
+is predicted for the paper's accelerators and what was found here are rows of their own: neither fills in for
+the other.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.entry import QUESTIONS, Entry, Question
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.judging.units import convert
-from gpipe_bench.harness.judging.verdict import NO_RECORD, Verdict, judge
+from gpipe_bench.harness.judging.verdict import DIFFERS, NO_RECORD, UNEXPLAINED, Verdict, judge
 from gpipe_bench.harness.records.record import Quantity
 
 
@@ -20,15 +21,19 @@ from gpipe_bench.harness.records.record import Quantity
 class Comparison:
     """One cell: the paper's number, ours, and what to make of the two.
 
-    All numbers are in `unit`, the paper's. `paper` is the printed value, `corrected` the one judged
-    instead where an erratum gives it. `low` and `high` are our 95 % interval, `band_low` and `band_high`
-    where our value may lie to be reproduced, `ratio` is ours over the value judged. `peer` is the same
-    number as published for torchgpipe.
+    All numbers are in `unit`, the paper's. `source` says whose number it is held against; `paper` is that
+    value as published, `corrected` the one judged instead where an erratum gives it. `low` and `high` are our
+    95 % interval, `range_low` and `range_high` how far our number may lie over everything that is not known.
+    The verdict would have been against a published number below `fails_below` or above `fails_above`.
+    `ratio` is ours over the value judged. `peer` is the same number as published for torchgpipe.
     """
 
     table: str
     row: str
     column: str
+    source: str
+    question: Question
+    kind: str
     paper: float | None
     printed: str
     corrected: float | None
@@ -38,21 +43,30 @@ class Comparison:
     provenance: str
     low: float | None
     high: float | None
-    band_low: float | None
-    band_high: float | None
+    range_low: float | None
+    range_high: float | None
+    parts: tuple[str, ...]
+    fails_below: float | None
+    fails_above: float | None
     ratio: float | None
     peer: float | None
     peer_printed: str
     verdict: Verdict
     reason: str
+    explained_by: str
     footnotes: tuple[str, ...]
     hardware: str
     location: str
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def place(self) -> tuple[str, str, str]:
         """Table, row and column."""
         return (self.table, self.row, self.column)
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        """Table, row, column, whose number and which question."""
+        return (*self.place, self.source, self.question)
 
     @property
     def paper_text(self) -> str:
@@ -61,34 +75,65 @@ class Comparison:
 
 
 def compare(
-    ours: Sequence[Entry], paper: Sequence[PaperCell] | None = None, tolerance: float = 1.0
+    ours: Sequence[Entry],
+    paper: Sequence[PaperCell] | None = None,
+    tolerance: float = 1.0,
+    whole: Collection[str] | None = None,
 ) -> list[Comparison]:
-    """The rows of every table that `ours` touches, in the paper's order, then our other cells.
+    """The rows of every table that `ours` touches, by question, in the paper's order, then our other cells.
 
-    `tolerance` multiplies the width of every band (see `gpipe_bench.harness.judging.verdict.band`).
+    Args:
+        ours: our entries
+        paper: the published numbers; by default those of the file
+        tolerance: multiplies the width of every range (see `gpipe_bench.harness.judging.verdict.judge`)
+        whole: the tables whose unanswered numbers are rows too; by default all that `ours` touches
 
-    Raises ValueError where a cell is given twice or its unit can't be converted to the paper's.
+    Raises ValueError where a cell is given twice for one question or its unit can't be converted to the
+    paper's.
     """
     cells = load_paper() if paper is None else list(paper)
-    mine: dict[tuple[str, str, str], Entry] = {}
+    mine: dict[tuple[str, str, str, str, str], Entry] = {}
     for entry in ours:
         if entry.key in mine:
             raise ValueError(f"cell {' / '.join(entry.key)} is given twice")
         mine[entry.key] = entry
-    tables = {entry.table for entry in ours}
-    published = {c.key: c for c in cells if c.source == "paper" and c.table in tables}
-    peers = {c.key: c for c in cells if c.source == "torchgpipe" and c.table in tables}
-    keys = dict.fromkeys([key for key, cell in published.items() if key in mine or cell.counted] + list(mine))
-    order = {table: place for place, table in enumerate(dict.fromkeys(key[0] for key in keys))}
+    tables = dict.fromkeys(entry.table for entry in ours)
+    published = {(cell.source, *cell.key): cell for cell in cells if cell.table in tables}
+    answered = {(entry.source, *entry.place) for entry in ours}
+    entries = list(mine.values()) + [
+        absent(cell)
+        for key, cell in published.items()
+        if key not in answered and cell.source == "paper" and cell.counted
+        if whole is None or cell.table in whole
+    ]
+    first = {table: place for place, table in enumerate(tables)}
+    place = {key: place for place, key in enumerate(published)}
+
+    def order(entry: Entry) -> tuple[int, int, bool, int]:
+        key = (entry.source, *entry.place)
+        return first[entry.table], QUESTIONS.index(entry.question), key not in place, place.get(key, 0)
+
     return [
         compare_entry(
-            mine.get(key) or Entry(table=key[0], row=key[1], column=key[2], reason=published[key].unanswered),
-            published.get(key),
-            peers.get(key),
+            entry,
+            published.get((entry.source, *entry.place)),
+            published.get(("torchgpipe", *entry.place)) if entry.source == "paper" else None,
             tolerance,
         )
-        for key in sorted(keys, key=lambda key: order[key[0]])
+        for entry in sorted(entries, key=order)
     ]
+
+
+def absent(cell: PaperCell, reason: str = "") -> Entry:
+    """The entry of a published number that nobody answers. `reason` is why, where the file says nothing."""
+    return Entry(
+        table=cell.table,
+        row=cell.row,
+        column=cell.column,
+        source=cell.source,
+        question="here" if cell.form == "words" else "as published",
+        reason=cell.unanswered or reason,
+    )
 
 
 def compare_entry(
@@ -107,6 +152,9 @@ def compare_entry(
         table=ours.table,
         row=ours.row,
         column=ours.column,
+        source=ours.source,
+        question=ours.question,
+        kind="ours" if cell is None else cell.kind,
         paper=None if cell is None else cell.value,
         printed="" if cell is None else cell.printed,
         corrected=None if cell is None else cell.corrected_value,
@@ -116,32 +164,31 @@ def compare_entry(
         provenance=quantity.provenance if value is not None else "",
         low=here(quantity.low),
         high=here(quantity.high),
-        band_low=_finite(judgement.band_low),
-        band_high=_finite(judgement.band_high),
+        range_low=judgement.low,
+        range_high=judgement.high,
+        parts=() if ours.spread is None else tuple(part.what for part in ours.spread.parts),
+        fails_below=judgement.fails_below,
+        fails_above=judgement.fails_above,
         ratio=value / cell.target if cell is not None and value is not None and cell.target else None,
         peer=None if peer is None or not unit else convert(peer.value, peer.unit, unit),
         peer_printed="" if peer is None else peer.printed,
         verdict=judgement.verdict,
         reason=judgement.reason,
+        explained_by=ours.explained_by if judgement.verdict in DIFFERS else "",
         footnotes=_footnotes(cell, ours, judgement.verdict, judgement.reason),
         hardware="" if cell is None else cell.hardware,
         location="" if cell is None else cell.location,
     )
 
 
-def _finite(edge: float | None) -> float | None:
-    return edge if edge is not None and math.isfinite(edge) else None
-
-
 def _footnotes(cell: PaperCell | None, ours: Entry, verdict: Verdict, reason: str) -> tuple[str, ...]:
     notes = [] if cell is None else [cell.erratum, cell.note]
-    if verdict != "reproduced":
-        # The explanation is shared by many cells; the sizes of the differences stand in the table. "Not run"
-        # says it all.
-        explained = verdict in ("deviates", "exceeds") and ours.note
-        notes.append("" if reason == NO_RECORD else ours.note if explained else reason)
-    else:
-        if ours.gap:
-            notes.append(f"The band includes a declared gap of {100 * ours.gap:g} %: {ours.gap_reason}")
-        notes.append(ours.note)
+    notes.append(ours.note)
+    if verdict in DIFFERS and ours.quantity is not None and ours.quantity.value is not None:
+        # the sizes of the differences stand in the table
+        notes.append(
+            f"It would not differ, {ours.explained_by}" if ours.explained_by else UNEXPLAINED.capitalize()
+        )
+    elif verdict in ("not comparable", "not run", "below") and reason != NO_RECORD:  # "not run" says it all
+        notes.append(reason)
     return tuple(dict.fromkeys(note for note in notes if note))

@@ -5,10 +5,10 @@ An experiment reports its numbers as entries; the judge and the tables know no o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
+from gpipe_bench.harness.judging.allowed import Allowed
 from gpipe_bench.harness.judging.spread import Spread
 from gpipe_bench.harness.records.record import Quantity, Record, Status
 
@@ -22,38 +22,56 @@ QUESTIONS: tuple[Question, ...] = ("as published", "here")
 class Entry:
     """Our number for one entry of the paper, and all that its verdict needs to know.
 
-    `gap` is a declared model gap relative to the paper's value (0.01 is 1 %) and needs `gap_reason`. A
-    non-empty `not_comparable` says why the two numbers can't be held against each other. `note` explains
-    a difference that remains. `question` is which of the two it answers. `spread` is how far our number
-    may be off, where that is more than the quantity's own interval. `record` is the one that the number
-    comes from, None where it is computed from several; `status` and `reason` are those of the record, for
-    an entry without a number.
+    Args:
+        table: of paper.csv
+        row: likewise
+        column: likewise
+        source: whose number it is held against, as in paper.csv: "paper", "torchgpipe", "write-up" ...
+        question: which of the two it answers; one number of the paper may have an entry for each
+        quantity: our number, with its 95 % interval
+        spread: how far it may be off, where that is more than the quantity's own interval
+        allowed: what the paper's words allow, where they stand for a number that they do not give
+        record: the one that the number comes from, None where it is computed from several
+        not_comparable: why the two numbers can't be held against each other; empty where they can
+        note: what our number is, for a footnote; never why it differs
+        explained_by: the tested setting under which it would not differ, named as its table of hypotheses
+            names it
+        status: of the record, for an entry without a number
+        reason: of the record, likewise
     """
 
     table: str
     row: str
     column: str
+    source: str = "paper"
     question: Question = "here"
     quantity: Quantity | None = None
     spread: Spread | None = None
+    allowed: Allowed | None = None
     record: Record | None = None
-    gap: float = 0.0
-    gap_reason: str = ""
     not_comparable: str = ""
     note: str = ""
+    explained_by: str = ""
     status: Status = "done"
     reason: str = ""
 
-    def __post_init__(self) -> None:
-        place = f"cell {self.table} / {self.row} / {self.column}"
-        if not (math.isfinite(self.gap) and self.gap >= 0):
-            raise ValueError(f"{place}: gap is {self.gap}; it is a share of the paper's value, such as 0.01")
-        if self.gap and not self.gap_reason:
-            raise ValueError(
-                f"{place}: a gap of {self.gap:g} is declared without gap_reason; say why it is there"
-            )
-
     @property
-    def key(self) -> tuple[str, str, str]:
+    def place(self) -> tuple[str, str, str]:
         """Table, row and column."""
         return (self.table, self.row, self.column)
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        """Table, row, column, whose number and which question; no two entries are alike in all."""
+        return (*self.place, self.source, self.question)
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """Where our number may lie, in its unit: the spread, else the interval, else the number."""
+        if self.quantity is None or self.quantity.value is None:
+            return None
+        if self.spread is not None:
+            return self.spread.low, self.spread.high
+        low, high = self.quantity.low, self.quantity.high
+        value = float(self.quantity.value)
+        return value if low is None else low, value if high is None else high

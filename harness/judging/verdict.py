@@ -1,7 +1,13 @@
-"""Holds one number of ours against one printed number.
+"""Holds one range of ours against what one published number admits.
 
-The band is what the printed digit can stand for, plus our own 95 % interval, plus a model gap that was
-declared with its reason. It has two sides: better than the paper is a difference to explain, not a pass.
+        published       |----|                        what rounds to the printed digits
+        reproduced         |---|                      ours meets it and is narrow
+        undecided    |--------------------|           ours meets it and says little
+        above                        |---|            ours lies beyond it
+        below     |--|
+
+A wide range that meets anything is no success, so it is not called one; and each verdict says which numbers
+in the paper it would have rejected.
 """
 
 from __future__ import annotations
@@ -10,74 +16,99 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from gpipe_bench.harness.judging.allowed import Allowed, printed
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import PaperCell
 from gpipe_bench.harness.judging.units import convert, show
-from gpipe_bench.harness.records.record import Quantity
 
-Verdict = Literal["reproduced", "exceeds", "deviates", "not comparable", "not run"]
-VERDICTS: tuple[Verdict, ...] = ("reproduced", "exceeds", "deviates", "not comparable", "not run")
+Verdict = Literal["reproduced", "identity", "undecided", "above", "below", "not comparable", "not run"]
+VERDICTS: tuple[Verdict, ...] = (
+    "reproduced", "identity", "undecided", "above", "below", "not comparable", "not run",
+)  # fmt: skip
+JUDGED: tuple[Verdict, ...] = ("reproduced", "identity", "undecided", "above", "below")
+DIFFERS: tuple[Verdict, ...] = ("above", "below")
+
+NARROW = 0.2
+"""How far a range may reach to either side of its middle, as a share of it, to say something."""
 
 NO_RECORD = "there is no record of this case"
+UNEXPLAINED = "unexplained: no setting that was tested accounts for it"
 
 _ULP = 1e-12
-"""Relative slack at the edges of the band, for decimal fractions that binary numbers only approach."""
+"""Relative slack at the edges, for decimal fractions that binary numbers only approach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, always with its reason, and the band it was held against, if there was one."""
+    """A verdict, always with its reason.
+
+    `low` and `high` are our range in the cell's unit. A paper that printed less than `fails_below`, or more
+    than `fails_above`, would have been contradicted; None where it could not have been on that side.
+    """
 
     verdict: Verdict
     reason: str
-    band_low: float | None = None
-    band_high: float | None = None
+    low: float | None = None
+    high: float | None = None
+    fails_below: float | None = None
+    fails_above: float | None = None
 
 
 def judge(cell: PaperCell | None, ours: Entry, tolerance: float = 1.0) -> Judgement:
     """The verdict on one cell. Raises ValueError where the two numbers have units of different kinds.
 
-    `tolerance` widens or narrows the whole band, to see what a verdict owes to its width.
+    `tolerance` widens or narrows our range and what the printed number admits, to see what a verdict owes
+    to their width.
     """
-    quantity = ours.quantity
-    if quantity is None or quantity.value is None:
+    if not (math.isfinite(tolerance) and tolerance > 0):
+        raise ValueError(f"tolerance is {tolerance}; it multiplies the width of a range, such as 0.5 or 2")
+    quantity, found = ours.quantity, ours.range
+    if quantity is None or quantity.value is None or found is None:
         return _without_number(ours)
     if cell is None:
         return Judgement("not comparable", ours.not_comparable or "the paper prints no such number")
-    value = convert(quantity.value, quantity.unit, cell.unit)  # also refuses units of different kinds
+    value, low, high = (convert(number, quantity.unit, cell.unit) for number in (quantity.value, *found))
+    low, high = (value + tolerance * (end - value) for end in (low, high))
     if not cell.comparable:
-        return Judgement("not comparable", cell.erratum)
+        return Judgement("not comparable", cell.erratum, low, high)
     if ours.not_comparable:
-        return Judgement("not comparable", ours.not_comparable)
-    band_low, band_high = band(cell, quantity, ours.gap, tolerance)
-    reason, verdict = _place(cell, ours, value, band_low, band_high)
-    return Judgement(verdict, reason, band_low, band_high)
+        return Judgement("not comparable", ours.not_comparable, low, high)
+    allowed = (ours.allowed or printed(cell)).scaled(tolerance, cell.target)
+    verdict = _verdict(cell.kind, allowed, low, high)
+    return Judgement(
+        verdict,
+        _reason(verdict, cell, ours, allowed, (value, low, high)),
+        low,
+        high,
+        _finite(low - (allowed.possible_high - cell.target)),
+        _finite(high + (cell.target - allowed.possible_low)),
+    )
 
 
-def band(cell: PaperCell, quantity: Quantity, gap: float, tolerance: float = 1.0) -> tuple[float, float]:
-    """Where our value may lie to count as reproduced, in the cell's unit.
+def _verdict(kind: str, allowed: Allowed, low: float, high: float) -> Verdict:
+    slack = _ULP * max(abs(edge) for edge in (low, high, allowed.possible_low, allowed.possible_high)
+                       if math.isfinite(edge))  # fmt: skip
+    if low > allowed.possible_high + slack:
+        return "above"
+    if high < allowed.possible_low - slack:
+        return "below"
+    if kind == "identity":
+        return "identity"
+    if allowed.open:  # a bound holds where all of the range keeps to it, however wide that is
+        inside = allowed.low - slack <= low and high <= allowed.high + slack
+        return "reproduced" if inside else "undecided"
+    meets = low <= allowed.high + slack and high >= allowed.low - slack
+    return "reproduced" if meets and narrow(low, high) else "undecided"
 
-    Rounding and gap surround the paper's number; our interval is added on the side it reaches out to,
-    which is the same as asking whether the two intervals meet. `tolerance` times the width is allowed on
-    either side; anything but 1 is for showing how much a verdict depends on it. Raises ValueError for a
-    tolerance that is not a positive number.
-    """
-    if not (math.isfinite(tolerance) and tolerance > 0):
-        raise ValueError(f"tolerance is {tolerance}; it multiplies the width of a band, such as 0.5 or 2")
-    reach = cell.target_rounding + gap * abs(cell.target)
-    below = above = 0.0
-    if quantity.value is not None and quantity.low is not None and quantity.high is not None:
-        value = convert(quantity.value, quantity.unit, cell.unit)
-        below = convert(quantity.high, quantity.unit, cell.unit) - value
-        above = value - convert(quantity.low, quantity.unit, cell.unit)
-    low = -math.inf if cell.bound == "at most" else cell.target - tolerance * (reach + below)
-    high = math.inf if cell.bound == "at least" else cell.target + tolerance * (reach + above)
-    return low, high
+
+def narrow(low: float, high: float) -> bool:
+    """Whether a range says something: it reaches at most a fifth to either side of its middle."""
+    return (high - low) / 2 <= NARROW * abs(low + high) / 2 * (1 + _ULP)
 
 
 def _without_number(ours: Entry) -> Judgement:
     if ours.status == "out_of_memory":
-        return Judgement("deviates", f"ran out of memory here: {ours.reason or 'no reason was recorded'}")
+        return Judgement("below", f"ran out of memory here: {ours.reason or 'no reason was recorded'}")
     if ours.not_comparable:
         return Judgement("not comparable", ours.not_comparable)
     if ours.reason:
@@ -86,47 +117,57 @@ def _without_number(ours: Entry) -> Judgement:
     return Judgement("not run", note or NO_RECORD)
 
 
-def _place(cell: PaperCell, ours: Entry, value: float, low: float, high: float) -> tuple[str, Verdict]:
-    quantity = ours.quantity
-    assert quantity is not None  # judged only with a number
-    slack = _ULP * max(abs(edge) for edge in (low, high, value) if math.isfinite(edge))
-    parts = (
-        []
-        if cell.corrected_value is None
-        else [f"judged by the corrected {cell.corrected_printed}, not the printed {cell.printed}"]
-    )
-    within = low - slack <= value <= high + slack
-    why = _band_in_words(cell, quantity, ours)
-    if within:
-        parts.append(f"{show(value, cell.unit)} is within the band, {_pair(low, high, cell.unit)} ({why})")
-        return "; ".join(parts), "reproduced"
-    edge, side = (low, "below") if value < low else (high, "above")
-    share = 100 * abs(value - edge) / abs(edge) if edge else math.inf
-    away = f"{share:.2g} % {side}" if share < 99.5 else f"{share:.0f} % {side}" if edge else side
-    parts.append(f"{show(value, cell.unit)} is {away} the band, {_pair(low, high, cell.unit)} ({why})")
-    better = quantity.higher_is_better is not None and quantity.higher_is_better == (value > high)
-    if better:
-        parts.append("better than the paper, which needs an explanation too")
-    if ours.note:
-        parts.append(ours.note)
-    return "; ".join(parts), "exceeds" if better else "deviates"
+def _reason(
+    verdict: Verdict, cell: PaperCell, ours: Entry, allowed: Allowed, found: tuple[float, float, float]
+) -> str:
+    value, low, high = found
+    parts = []
+    if cell.corrected_value is not None:
+        parts.append(f"judged by the corrected {cell.corrected_printed}, not the printed {cell.printed}")
+    mine = show(value, cell.unit) if low == high else f"{pair(low, high, cell.unit)}{_made_of(ours)}"
+    theirs = f"{pair(allowed.low, allowed.high, cell.unit)} ({allowed.words})"
+    match verdict:
+        case "reproduced" | "identity":
+            how = (
+                "keeps to"
+                if allowed.open
+                else "follows from the arithmetic:"
+                if verdict == "identity"
+                else "meets"
+            )
+            parts.append(f"{mine} {how} {theirs}")
+        case "undecided" if allowed.open:
+            parts.append(f"{mine} lies on both sides of what {theirs} may mean")
+        case "undecided" if narrow(low, high):
+            parts.append(f"{mine} agrees with some readings of {theirs} only")
+        case "undecided":
+            parts.append(f"{mine} meets {theirs}, and would meet much else")
+        case _:
+            parts.append(f"{mine} lies {verdict} {theirs}{_factor(verdict, allowed, low, high)}")
+            parts.append(f"it would not, {ours.explained_by}" if ours.explained_by else UNEXPLAINED)
+    return "; ".join(parts)
 
 
-def _band_in_words(cell: PaperCell, quantity: Quantity, ours: Entry) -> str:
-    words = [
-        "an exact number" if cell.exact and not cell.target_rounding else "half a unit of the printed digit"
-    ]
-    if quantity.low is not None:
-        words.append("our 95 % interval")
-    if ours.gap:
-        words.append(f"a declared gap of {100 * ours.gap:g} %: {ours.gap_reason}")
-    return " + ".join(words)
+def _factor(verdict: Verdict, allowed: Allowed, low: float, high: float) -> str:
+    """How far the nearest ends are apart."""
+    near, edge = (low, allowed.possible_high) if verdict == "above" else (high, allowed.possible_low)
+    return f", at least a factor of {near / edge:.3g} away" if edge > 0 and near > 0 else ""
 
 
-def _pair(low: float, high: float, unit: str) -> str:
-    if low == -math.inf:
+def _made_of(ours: Entry) -> str:
+    if ours.spread is not None and ours.spread.parts:
+        return f" ({', '.join(part.what.replace('_', ' ') for part in ours.spread.parts)})"
+    return " (our 95 % interval)" if ours.spread is None else ""
+
+
+def pair(low: float, high: float, unit: str) -> str:
+    """`3.45 to 3.55`, `at most 5 %`: an interval in words, with a digit more than a number has by itself."""
+    if math.isinf(low):
         return f"at most {show(high, unit, 5)}"
-    if high == math.inf:
+    if math.isinf(high):
         return f"at least {show(low, unit, 5)}"
-    # one digit more than the numbers themselves, because half a unit of the printed digit has one more
     return show(low, unit, 5) if low == high else f"{show(low, unit, 5)} to {show(high, unit, 5)}"
+
+
+def _finite(edge: float) -> float | None:
+    return edge if math.isfinite(edge) else None

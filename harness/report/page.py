@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.judging.compare import Comparison, compare_entry
-from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.compare import Comparison, absent, compare_entry
+from gpipe_bench.harness.judging.entry import QUESTIONS, Entry
 from gpipe_bench.harness.judging.paper import PaperCell
 from gpipe_bench.harness.judging.verdict import Verdict, judge
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.table import Counts, Row, Table, numbered
 
 NARROW, WIDE = 0.5, 2.0
-"""Factors on the width of every band under which the verdicts are counted again."""
-
-JUDGED: tuple[Verdict, ...] = ("reproduced", "exceeds", "deviates")
+"""Factors on the width of every range under which the verdicts are counted again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,41 +126,56 @@ def _unknown(name: str) -> TableInfo:
 
 def _table(
     name: str,
-    given: Mapping[tuple[str, str, str], Answer],
+    given: Mapping[tuple[str, str, str, str, str], Answer],
     paper: Sequence[PaperCell],
     info: TableInfo,
 ) -> TableView:
-    published = {cell.key: cell for cell in paper if cell.table == name and cell.source == "paper"}
+    published = {(cell.source, *cell.key): cell for cell in paper if cell.table == name}
     mine = {key: answer for key, answer in given.items() if key[0] == name}
-    peers = {cell.key: cell for cell in paper if cell.table == name and cell.source == "torchgpipe"}
+    answered = {(answer.entry.source, *answer.entry.place) for answer in mine.values()}
     entries = {key: answer.entry for key, answer in mine.items()}
-    entries |= {key: _absent(cell, info) for key, cell in published.items() if key not in mine}
+    for place, cell in published.items():
+        if cell.source == "paper" and place not in answered:
+            entry = absent(cell, info.missing)
+            entries[entry.key] = entry
+    first = {place: number for number, place in enumerate(published)}
+
+    def order(entry: Entry) -> tuple[int, bool, int]:
+        place = (entry.source, *entry.place)
+        return QUESTIONS.index(entry.question), place not in first, first.get(place, 0)
+
+    listed = sorted(entries.values(), key=order)
     shown = [
-        mine[key].comparison if key in mine else compare_entry(entries[key], published[key], peers.get(key))
-        for key in [*published, *(key for key in mine if key not in published)]
+        mine[entry.key].comparison
+        if entry.key in mine
+        else compare_entry(
+            entry,
+            published.get((entry.source, *entry.place)),
+            published.get(("torchgpipe", *entry.place)) if entry.source == "paper" else None,
+        )
+        for entry in listed
     ]
     notes, marks = numbered(map(_notes, shown))
     rows = []
-    for comparison, of_row in zip(shown, marks, strict=True):
-        key = comparison.key
-        cell = published.get(key)
+    for entry, comparison, of_row in zip(listed, shown, marks, strict=True):
+        cell_of_row = published.get((entry.source, *entry.place))
         rows.append(
             PageRow(
                 comparison=comparison,
-                kind="ours" if cell is None else cell.kind,
-                counted=cell is not None and cell.counted,
-                reason=_short_reason(comparison, mine.get(key)),
+                kind="ours" if cell_of_row is None else cell_of_row.kind,
+                counted=cell_of_row is not None and cell_of_row.counted,
+                reason=comparison.reason,
                 marks=of_row,
-                narrow=judge(cell, entries[key], NARROW).verdict,
-                wide=judge(cell, entries[key], WIDE).verdict,
-                answer=mine.get(key),
+                narrow=judge(cell_of_row, entry, NARROW).verdict,
+                wide=judge(cell_of_row, entry, WIDE).verdict,
+                answer=mine.get(entry.key),
             )
         )
     used = [row.answer for row in rows if row.answer is not None and row.answer.answers]
     counted = [row for row in rows if row.counted]
-    others = [cell for cell in paper if cell.table == name and cell.source != "paper"]
-    answered = {row.comparison.key: row.comparison for row in rows if row.comparison.ours is not None}
-    main = [published[row.comparison.key] for row in counted] or others
+    others = [cell for place, cell in published.items() if cell.source != "paper" and place not in answered]
+    ours = {row.comparison.place: row.comparison for row in rows if row.comparison.ours is not None}
+    main = [published[row.comparison.source, *row.comparison.place] for row in counted] or others
     locations = dict.fromkeys(cell.location for cell in main if cell.location)
     hardware = dict.fromkeys(cell.hardware for cell in published.values() if cell.hardware)
     is_setting = [row.kind != "ours" and not row.counted and row.comparison.ours is None for row in rows]
@@ -173,7 +186,7 @@ def _table(
         hardware="; ".join(hardware),
         rows=tuple(row for row, setting in zip(rows, is_setting, strict=True) if not setting),
         settings=tuple(row for row, setting in zip(rows, is_setting, strict=True) if setting),
-        others=tuple(Published(cell=cell, ours=answered.get(cell.key)) for cell in others),
+        others=tuple(Published(cell=cell, ours=ours.get(cell.key)) for cell in others),
         notes=notes,
         commands=tuple(dict.fromkeys((a.command, a.machine, a.profile) for a in used)),
         counts=Counts.of([row.comparison.verdict for row in counted]),
@@ -182,22 +195,6 @@ def _table(
     )
 
 
-def _absent(cell: PaperCell, info: TableInfo) -> Entry:
-    reason = cell.unanswered or info.missing
-    return Entry(table=cell.table, row=cell.row, column=cell.column, reason=reason)
-
-
 def _notes(comparison: Comparison) -> list[str]:
     """The footnotes, without a reason that stands in the row anyway."""
     return [note for note in comparison.footnotes if note != comparison.reason]
-
-
-def _short_reason(comparison: Comparison, answer: Answer | None) -> str:
-    note = answer.entry.note if answer is not None else ""
-    reason = comparison.reason
-    if note and note in comparison.footnotes:
-        reason = reason.removesuffix(f"; {note}")
-    gap = answer.entry.gap_reason if answer is not None else ""
-    if gap and any(footnote.endswith(gap) for footnote in comparison.footnotes):
-        reason = reason.replace(f": {gap}", "")
-    return reason

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.verdict import VERDICTS
+from gpipe_bench.harness.judging.verdict import JUDGED, VERDICTS
 from gpipe_bench.harness.report.chart import Chart
 from gpipe_bench.harness.report.grid import escaped
 from gpipe_bench.harness.report.page import TableView
@@ -29,13 +29,18 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-MARKS = {"reproduced": "✓", "exceeds": "▲", "deviates": "≠", "not comparable": "◇", "not run": "○"}
+MARKS = {
+    "reproduced": "✓", "identity": "=", "undecided": "?", "above": "▲", "below": "▼", "not comparable": "◇",
+    "not run": "○",
+}  # fmt: skip
 """A shape beside each verdict, because colour alone reaches not everybody and no printer."""
 
 MEANINGS = {
-    "reproduced": "our number lies within the band",
-    "exceeds": "it lies outside on the better side, which needs an explanation too",
-    "deviates": "it lies outside on the worse side, or neither side is better, or memory ran out",
+    "reproduced": "our range is narrow and meets what the printed number stands for",
+    "identity": "the number follows by arithmetic from others, and does; it confirms nothing else",
+    "undecided": "our range meets it and is too wide to say something",
+    "above": "all of our range lies above it",
+    "below": "all of our range lies below it, or memory ran out",
     "not comparable": "the paper contradicts itself there, or what the number depends on is different here",
     "not run": "there is no number of ours, with the reason",
 }
@@ -144,14 +149,14 @@ def plot(cell: Comparison) -> dict[str, Any] | None:
         return otherwise if value is None else place(value / target)
 
     at = place(cell.ratio)
-    judged = cell.verdict in ("reproduced", "exceeds", "deviates")
-    low, high = (edge(cell.band_low, 0.0), edge(cell.band_high, 100.0)) if judged else (50.0, 50.0)
+    judged = cell.verdict in JUDGED
+    low, high = (edge(cell.fails_below, 0.0), edge(cell.fails_above, 100.0)) if judged else (50.0, 50.0)
     return {
         "at": f"{at:.1f}",
         "band": f"{low:.1f}",
         "band_width": f"{max(high - low, 0.8):.1f}",
-        "low": f"{edge(cell.low, at):.1f}",
-        "length": f"{edge(cell.high, at) - edge(cell.low, at):.1f}",
+        "low": f"{edge(cell.range_low, at):.1f}",
+        "length": f"{edge(cell.range_high, at) - edge(cell.range_low, at):.1f}",
         "clipped": "left" if cell.ratio < 1 / _PLOT_MOST else "right" if cell.ratio > _PLOT_MOST else "",
     }
 

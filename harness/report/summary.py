@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpipe_bench.harness.judging.paper import PaperCell
-from gpipe_bench.harness.judging.verdict import Verdict
+from gpipe_bench.harness.judging.verdict import DIFFERS, Verdict
 from gpipe_bench.harness.report.page import PageRow, TableView
 
 
@@ -70,9 +70,9 @@ def summary(tables: Sequence[TableView], paper: Sequence[PaperCell]) -> Summary:
 
 
 _SORTS: dict[str, tuple[Verdict, ...]] = {
-    "holds": ("reproduced",),
-    "differs": ("exceeds", "deviates"),
-    "undecided": ("not comparable", "not run"),
+    "holds": ("reproduced", "identity"),
+    "differs": DIFFERS,
+    "undecided": ("undecided", "not comparable", "not run"),
 }
 _MOST_PHRASES = 3
 
@@ -90,7 +90,7 @@ def _span(rows: Sequence[PageRow]) -> str:
     ratios = sorted(
         row.comparison.ratio
         for row in rows
-        if row.comparison.ratio is not None and row.comparison.verdict in ("deviates", "exceeds")
+        if row.comparison.ratio is not None and row.comparison.verdict in DIFFERS
     )
     if not ratios:
         return ""

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show, show_interval, show_with_interval
-from gpipe_bench.harness.judging.verdict import VERDICTS, Verdict
+from gpipe_bench.harness.judging.verdict import DIFFERS, VERDICTS, Verdict
 from gpipe_bench.harness.report.grid import Grid
 
 _WIDTH = 110
@@ -81,7 +81,7 @@ class Counts:
         return self.by_verdict[verdict]
 
     def __str__(self) -> str:
-        """`7 of 10 reproduced, 2 deviates, 1 not run`."""
+        """`7 of 10 reproduced, 2 above, 1 not run`."""
         others = [f"{self[verdict]} {verdict}" for verdict in VERDICTS[1:] if self[verdict]]
         return ", ".join([f"{self['reproduced']} of {self.total} reproduced", *others])
 
@@ -129,8 +129,8 @@ def interval_text(entry: Comparison) -> str:
 
 
 def verdict_text(entry: Comparison, times: str = " x") -> str:
-    """`deviates x0.78`: the verdict, and ours over the paper's where it is not reproduced."""
-    if entry.verdict in ("deviates", "exceeds") and entry.ratio is not None:
+    """`below x0.78`: the verdict, and ours over the paper's where the two differ."""
+    if entry.verdict in DIFFERS and entry.ratio is not None:
         return f"{entry.verdict}{times}{entry.ratio:.3g}"
     return entry.verdict
 

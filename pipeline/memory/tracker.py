@@ -16,6 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -183,3 +184,22 @@ def no_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def tensors_behind(*roots: object) -> list[Tensor]:
+    """Every tensor that the objects refer to, directly or through other objects; not through code."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    waiting: list[object] = [*roots]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, (type, ModuleType, FunctionType)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            found.append(each)
+            if each.grad is not None:
+                found.append(each.grad)
+        else:
+            waiting += gc.get_referents(each)
+    return found

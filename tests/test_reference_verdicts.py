@@ -1,0 +1,79 @@
+"""Every verdict on the reference records: it says which printed numbers it would have rejected, and does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.experiments.report.readings import shown_of
+from gpipe_bench.experiments.report.records import select_records
+from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.judging.verdict import DIFFERS, JUDGED, judge
+from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness.records.store import Store
+
+PUBLISHED = {(cell.source, *cell.key): cell for cell in load_paper()}
+
+
+def shown(name):
+    experiment = load(name)
+    records = select_records(Store(REFERENCE / "cpu-2-cores").load(name).records, experiment, None)
+    return shown_of(experiment, records) if records else None
+
+
+def moved(cell, entry, to):
+    """The same as if the paper had printed another number, words that name a limit moved along."""
+    by = to - cell.target
+    allowed = None if entry.allowed is None else entry.allowed.shifted(by)
+    shifted = replace(cell, value=cell.value + by) if cell.corrected_value is None else replace(
+        cell, corrected_value=cell.corrected_value + by
+    )  # fmt: skip
+    return judge(shifted, replace(entry, allowed=allowed)).verdict
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_number_just_beyond_what_a_verdict_names_would_have_changed_it(name):
+    found = shown(name)
+    if found is None:
+        pytest.skip(f"{name} has no reference records")
+    judged = {c.key: c for c in found.comparisons if c.verdict in JUDGED and c.ours is not None}
+    for entry in found.entries:
+        comparison = judged.get(entry.key)
+        if comparison is None:
+            continue
+        cell = PUBLISHED[entry.source, *entry.place]
+        edges = [(comparison.fails_below, -1, "above"), (comparison.fails_above, 1, "below")]
+        assert any(edge is not None for edge, _, _ in edges), f"{entry.place} could not have failed"
+        for edge, sign, verdict in edges:
+            if edge is None:
+                continue
+            step = 1e-6 * max(abs(edge), abs(cell.target), 1e-6)
+            assert moved(cell, entry, edge + sign * step) == verdict, entry.place
+            assert moved(cell, entry, edge - sign * step) != verdict, entry.place
+        slack = 1e-9 * max(abs(cell.target), 1e-6)
+        inside = (comparison.fails_below is None or cell.target >= comparison.fails_below - slack) and (
+            comparison.fails_above is None or cell.target <= comparison.fails_above + slack
+        )
+        assert inside == (comparison.verdict not in DIFFERS), entry.place
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_number_of_ours_says_what_it_is_where_it_is_held_against_a_published_one(name):
+    found = shown(name)
+    if found is None:
+        pytest.skip(f"{name} has no reference records")
+    for comparison in found.comparisons:
+        assert comparison.reason
+        if comparison.ours is not None:
+            assert comparison.provenance in ("measured", "replayed", "modelled")
+
+
+def test_a_range_that_is_wide_is_undecided_where_the_paper_leaves_the_mini_batch_open():
+    """Table 2's fitted mini-batch hangs on a memory cap that the paper does not state."""
+    fitted = [c for c in shown("table2").comparisons if c.table.startswith("table2-") and c.ours is not None]
+    assert any(c.verdict == "undecided" for c in fitted)
+    for c in fitted:
+        if c.verdict == "reproduced":
+            assert (c.range_high - c.range_low) / 2 <= 0.2 * (c.range_high + c.range_low) / 2 * (1 + 1e-9)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -149,18 +150,40 @@ def amoebanet_at(reading: Reading, size: Size, *, pads: bool = False) -> ModelPr
     entry, first, reductions, second, third, last, head, classifier, loss = _amoebanet(
         reading, size.num_filters, size.microbatch_size, size.num_classes, size.auxiliary_head, pads
     )
-    more = size.num_layers // 3 - 2  # cells of a stack that are like its third
-    stacks = [
-        (*first[:2], *[first[2]] * more),
-        (*second[:2], *[second[2]] * more),
-        (*third[:2], *[third[2]] * (more - 1), *last),
-    ]
-    return ModelProfile(
-        (
-            *entry, *stacks[0], reductions[0], *stacks[1], *head, reductions[1], *stacks[2], *classifier,
-        ),
-        loss[0],
+    layers = stacked(
+        entry, (*first, reductions[0], *second), head, (reductions[1], *third, *last), classifier,
+        num_layers=size.num_layers,
     )  # fmt: skip
+    return ModelProfile(layers, loss[0])
+
+
+T = TypeVar("T")
+
+
+def stacked(
+    entry: Sequence[T],
+    middle: Sequence[T],
+    head: Sequence[T],
+    end: Sequence[T],
+    classifier: Sequence[T],
+    *,
+    num_layers: int,
+) -> tuple[T, ...]:
+    """The sequence of an AmoebaNet from one layer of each kind.
+
+    ``middle`` are three cells, a reduction and three cells; ``end`` a reduction, three cells and the last
+    one. The third of three is repeated.
+    """
+    more = num_layers // 3 - 2
+    first, second, third = middle[:3], middle[4:7], end[1:4]
+    return (
+        *entry,
+        *(*first[:2], *[first[2]] * more, middle[3]),
+        *(*second[:2], *[second[2]] * more),
+        *head,
+        *(end[0], *third[:2], *[third[2]] * (more - 1), end[4]),
+        *classifier,
+    )
 
 
 @cache

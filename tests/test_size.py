@@ -46,6 +46,17 @@ def test_the_table_names_the_model_and_every_stage(capsys: pytest.CaptureFixture
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["0", "1", "2"]
 
 
+def test_compiled_layers_keep_something_else(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("transformer-lm", "--num-stages", 1, "--cap-gib", 99, "--num-layers", 3, "--num-microbatches", 16)
+    eager, compiled = (
+        json.loads(size(capsys, *asked, *more, "--json")[1])["stages"][0] for more in ((), ("--compiled",))
+    )
+    assert compiled["parameters"] == eager["parameters"]
+    assert compiled["activations"] != eager["activations"]
+    _, out, _ = size(capsys, *asked, "--compiled")
+    assert "every one recomputed, layers compiled" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -177,6 +177,9 @@ def _parser() -> argparse.ArgumentParser:
         default="float32",
         help="of the activations (autocast); default: %(default)s",
     )
+    verb.add_argument(
+        "--compiled", action="store_true", help="layers as torch.compile keeps and fuses them; takes seconds"
+    )
 
     verb = _add(
         verbs, "schedule", "draw and check a schedule: one row per stage, length, bubble, activations"

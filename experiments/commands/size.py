@@ -33,7 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)
     attention = "fused" if half == "transformer" else "none"
-    setting = Setting(half, arguments.num_stages, False, arguments.precision, attention, arguments.cap_gib)
+    setting = Setting(
+        half, arguments.num_stages, False, arguments.precision, attention, arguments.cap_gib,
+        compiled=arguments.compiled,
+    )  # fmt: skip
     if arguments.num_layers is None:
         if arguments.num_filters is not None:
             raise ValueError("--num-filters needs --num-layers; leave both out to search")
@@ -100,5 +103,6 @@ def _text(setting: Setting, placement: Placement) -> str:
         f"{half.model} {size}: {placement.num_parameters:,} parameters on {setting.num_stages} x "
         f"{setting.cap_bytes / GIB:g} GiB (modelled)\n{setting.precision}, RMSProp with momentum, "
         f"mini-batch {half.batch_size} in {placement.num_microbatches} micro-batches, every one recomputed"
+        + (", layers compiled" if setting.compiled else "")
     )
     return Grid(title=title, columns=headers, lines=lines).text()

@@ -17,7 +17,6 @@ _TRAINING = (
 )
 _NMT = "needs the authors' private corpus of 25 billion sentence pairs"
 _TEXT = "no experiment reports it yet; the row says what an answer would take"
-_PEER = "published by torchgpipe's authors; the paper has no such table, so nothing here is held against it"
 
 NOT_TO_BE_RUN: dict[str, TableInfo] = {
     "claims-text": TableInfo(

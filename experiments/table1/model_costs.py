@@ -97,11 +97,15 @@ def amoebanet_profile(
     precision: str = "float32",
     *,
     direct: bool = False,
+    compiled: bool = False,
 ) -> ModelProfile:
-    """AmoebaNet-D (L, D) of Table 1. ``direct`` profiles each distinct layer at this size."""
+    """AmoebaNet-D (L, D) of Table 1. ``direct`` profiles each distinct layer at this size, ``compiled`` as
+    `torch.compile` would run it, which goes with ``direct``.
+    """
     if direct:
         model = meta_model("amoebanet", num_layers=num_layers, num_filters=num_filters)
-        return ModelProfile(*_profile(model, "amoebanet", microbatch_size, Profiler(PRECISIONS[precision])))
+        profiler = Profiler(PRECISIONS[precision], compiled=compiled)
+        return ModelProfile(*_profile(model, "amoebanet", microbatch_size, profiler))
     return amoebanet_family(precision).at(num_layers, num_filters, microbatch_size)
 
 

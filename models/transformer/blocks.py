@@ -37,6 +37,11 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
+def drop(x: Tensor, share: float) -> Tensor:
+    """Drops a share of x and scales the rest. Nothing is called for nothing: compiled, it would be a copy."""
+    return F.dropout(x, share) if share else x
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, attention: str, dropout: float) -> Tensor:
     """Scaled dot-product attention: q (N, h, T, c), k and v (N, h, S, c) -> (N, h, T, c).
 
@@ -49,7 +54,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, attention: str, dropou
     if causal:
         future = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, -math.inf)
-    return F.dropout(scores.softmax(dim=-1), dropout) @ v
+    return drop(scores.softmax(dim=-1), dropout) @ v
 
 
 class Attention(nn.Module):
@@ -88,7 +93,7 @@ class Attention(nn.Module):
         q, k, v = (self._heads(tensor) for tensor in (self.query(normed), self.key(keys), self.value(keys)))
         dropout = self.dropout if self.training else 0.0
         mixed = attend(q, k, v, self.source == "causal", self.attention, dropout)
-        x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), dropout)
+        x = x + drop(self.out(mixed.transpose(1, 2).flatten(2)), dropout)
         return (x, *rest) if isinstance(state, tuple) else x
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -117,8 +122,8 @@ class FeedForward(nn.Module):
     def forward(self, state: State) -> State:
         x, rest = (state[0], state[1:]) if isinstance(state, tuple) else (state, ())
         dropout = self.dropout if self.training else 0.0
-        hidden = F.dropout(F.relu(self.inner(self.norm(x))), dropout)
-        x = x + F.dropout(self.outer(hidden), dropout)
+        hidden = drop(F.relu(self.inner(self.norm(x))), dropout)
+        x = x + drop(self.outer(hidden), dropout)
         return (x, *rest) if isinstance(state, tuple) else x
 
     def extra_repr(self) -> str:
@@ -160,7 +165,7 @@ def embed(table: Table, tokens: Tensor, seq_len: int, dropout: float) -> Tensor:
             f"sequences of {tokens.size(1)} tokens: the model was built for at most seq_len={seq_len}"
         )
     x = table(tokens) * math.sqrt(table.embedding_dim)
-    return F.dropout(x + sinusoids(tokens.size(1), table.embedding_dim, x), dropout)
+    return drop(x + sinusoids(tokens.size(1), table.embedding_dim, x), dropout)
 
 
 def sinusoids(length: int, channels: int, like: Tensor) -> Tensor:

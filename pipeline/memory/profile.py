@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from gpipe_bench.pipeline.memory.signature import signature
 from gpipe_bench.pipeline.memory.story import Story
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
+
+if TYPE_CHECKING:
+    from gpipe_bench.pipeline.memory.halves import Halves
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +94,22 @@ class Profiler:
 
     ``autocast`` is the dtype of mixed precision (parameters stay as they are), None for none. Casts of
     weights are not cached between operations, as in the engine: the cache would keep a copy of every weight.
+
+    ``compiled`` profiles each layer as `torch.compile` would run it, each by itself, the loss too
+    (gpipe_bench.pipeline.memory.compiled): what it keeps is what a compiled layer keeps.
+
+    ``number_format`` is a dtype in which every layer reads its parameters without keeping copies of them;
+    their own sizes stay. With inputs of that dtype all activations have it, and gradients in the stories.
+
+    ``with_shapes`` also keeps the shape that each storage was made for, which scaled profiles lack.
     """
 
     autocast: torch.dtype | None = None
+    compiled: bool = False
+    number_format: torch.dtype | None = None
+    with_shapes: bool = False
     _known: dict[tuple[object, ...], LayerProfile] = field(default_factory=dict, repr=False)
+    _graphs: dict[tuple[object, ...], Halves | None] = field(default_factory=dict, repr=False)
 
     def layer(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int] = frozenset()) -> LayerProfile:
         """The profile of one layer. ``unused`` are positions of outputs that nothing after it differentiates.
@@ -104,7 +119,7 @@ class Profiler:
         key = (signature(layer), inputs, unused)
         if key not in self._known:
             with FakeTensorMode(), no_collections():
-                self._known[key] = self._run(fake_copy(layer), inputs, unused)
+                self._known[key] = self._run(layer, inputs, unused)
         return self._known[key]
 
     def chain(
@@ -153,12 +168,19 @@ class Profiler:
             return nullcontext()
         return torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
 
-    def _run(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
-        with torch.no_grad():
-            free, _ = self._tell(layer, inputs, unused)
+    def _run(self, given: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
+        layer = fake_copy(given, self.number_format)
         first, outputs = self._tell(layer, inputs, unused)
-        later, _ = self._tell(layer, inputs, unused)
-        trained = [p for p in layer.parameters() if p.grad is not None]
+        stories = self._compiled(layer, inputs, outputs, unused) if self.compiled else None
+        if stories is None:
+            with torch.no_grad():
+                free, _ = self._tell(layer, inputs, unused)
+            later, _ = self._tell(layer, inputs, unused)
+            stories = free, first, later
+        free, first, later = stories
+        has_gradient = [p.grad is not None for p in layer.parameters()]
+        layer = fake_copy(given)
+        trained = [p for p, has in zip(layer.parameters(), has_gradient, strict=True) if has]
         with EventLog() as added:
             statistics = Statistics([layer])
             statistics.begin()
@@ -175,6 +197,23 @@ class Profiler:
             first=first,
             later=later,
         )
+
+    def _compiled(
+        self, layer: nn.Module, inputs: Boundary, outputs: Boundary, unused: frozenset[int]
+    ) -> tuple[Story, Story, Story] | None:
+        """The stories of the compiled layer; None where there is nothing to compile."""
+        from gpipe_bench.pipeline.memory.compiled import compiled_stories
+        from gpipe_bench.pipeline.memory.halves import halves
+
+        graphs = self._graphs.get((signature(layer), inputs))
+        # What is handed on is in no graph, so it makes no difference there whether anything uses it.
+        if graphs is None or any(graphs.handed_on[position] is None for position in unused):
+            graphs = halves(layer, inputs, unused, self._precision())
+            if not unused:
+                self._graphs[signature(layer), inputs] = graphs
+        if graphs is None:
+            return None
+        return compiled_stories(graphs, inputs, outputs, unused, with_shapes=self.with_shapes)
 
     def _tell(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> tuple[Story, Boundary]:
         """Run forward, and backward where there is a graph, with references as scarce as in a stage."""
@@ -223,6 +262,7 @@ class Profiler:
                 for position, first in enumerate(inputs.same_as)
                 if inputs.tensors[position].requires_grad and first not in delivered
             ),
+            shapes=tuple(log.shapes) if self.with_shapes else (),
         )
         return story, outputs
 
@@ -260,11 +300,15 @@ def _refuse_ties(layers: Iterable[nn.Module]) -> None:
                 )
 
 
-def fake_copy(layer: nn.Module) -> nn.Module:
-    """The layer with fake CPU tensors for its parameters and buffers, whatever device they are on."""
+def fake_copy(layer: nn.Module, number_format: torch.dtype | None = None) -> nn.Module:
+    """The layer with fake CPU tensors for its parameters and buffers, whatever device they are on.
+
+    ``number_format`` is the dtype of the floating-point parameters, None for their own.
+    """
     stand_ins: dict[int, Any] = {}
     for parameter in layer.parameters():
-        fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        changed = number_format if parameter.is_floating_point() else None
+        fake = torch.empty(parameter.shape, dtype=changed or parameter.dtype, device="cpu")
         stand_ins[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
     for buffer in layer.buffers():
         stand_ins[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")

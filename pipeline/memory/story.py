@@ -30,6 +30,8 @@ class Story:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     without_gradient: frozenset[int]  # input positions that no gradient reached though they take one
+    # What each storage was made for: a tensor's shape, and the bytes of an element last.
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def plot(self) -> tuple[object, ...]:

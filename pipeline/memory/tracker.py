@@ -157,6 +157,12 @@ class EventLog(StorageWatch):
         super().__init__()
         self.events: list[int] = []
         self.sizes: list[int] = []
+        self.shapes: list[tuple[int, ...]] = []  # of the tensor that made it, bytes of an element last
+
+    def _register(self, tensor: Tensor) -> None:
+        super()._register(tensor)
+        if len(self.sizes) > len(self.shapes):
+            self.shapes.append((*tensor.shape, tensor.itemsize))
 
     def allocated(self, serial: int, num_bytes: int) -> None:
         self.sizes.append(num_bytes)

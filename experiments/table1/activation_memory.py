@@ -1,0 +1,241 @@
+"""Peak activation memory of Table 1's columns under every combination of what the paper does not state.
+
+One walk over a stage's layers gives what it holds; number format, compiler, layout and micro-batches change
+the profiles that are walked, the partition where stages begin, copies of gradients and of boundary tensors
+what is added. Equal stages are walked once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpipe_bench.experiments.table1.model_costs import ModelProfile, meta_model
+from gpipe_bench.experiments.table1.paper_models import HALVES, Column
+from gpipe_bench.experiments.table1.settings import (
+    Combination,
+    Numbers,
+    cap_bytes,
+    combinations,
+    num_microbatches,
+)
+from gpipe_bench.experiments.table1.traced import Reading, Size, amoebanet_at, stacked, transformer_at
+from gpipe_bench.harness.judging.unknowns import Value
+from gpipe_bench.models import example_batch
+from gpipe_bench.pipeline.memory.footprint import footprint
+from gpipe_bench.pipeline.memory.peaks import demands, fullest_moment
+from gpipe_bench.pipeline.memory.profile import LayerProfile, fake_copy
+from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.schedule import gpipe, naive
+
+BYTES_PER_PARAMETER = 12
+RULES = {"least variance": "variance", "cumulative share": "cumulative"}
+GRADIENT_BYTES = 4  # parameters are single precision, as stated, and so are the sums of their gradients
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Bytes of one accelerator.
+
+    Args:
+        held: by the number of copies of the gradients that are counted, all that comes and goes in a step
+        outputs: what its output tensors of all micro-batches would take, 0 on the last stage
+        fixed: parameters with the optimizer's state, and buffers
+    """
+
+    held: tuple[int, ...]
+    outputs: int
+    fixed: int
+
+
+def activation_memory(half: str, column: Column) -> Numbers:
+    """The sum over the accelerators, in bytes, for every combination of the half's unknown settings."""
+    _, cap = cap_bytes(half)
+    walked: dict[tuple[Value, ...], tuple[Stage, ...] | None] = {}
+    values: list[float | None] = []
+    fits: list[bool] = []
+    for settings in combinations(half):
+        key = tuple(value for name, value in settings.items() if name not in ADDED)
+        if key not in walked:
+            walked[key] = stages_of(half, column, settings)
+        stages = walked[key]
+        if stages is None:
+            values.append(None)
+            fits.append(False)
+            continue
+        copies = int(settings["gradient_copies"])
+        twice = settings["boundary_tensors"] == "inputs and outputs"
+        values.append(sum(stage.held[copies] + twice * stage.outputs for stage in stages))
+        # Whether they are counted or not, the gradients are there.
+        fits.append(
+            all(stage.fixed + stage.held[max(copies, 1)] + twice * stage.outputs <= cap for stage in stages)
+        )
+    return Numbers(tuple(values), tuple(fits))
+
+
+ADDED = ("gradient_copies", "boundary_tensors")
+"""Settings that add to what a walk has found."""
+
+
+def stages_of(half: str, column: Column, settings: Combination) -> tuple[Stage, ...] | None:
+    """Every accelerator of a column; None where the partition would leave one without a layer."""
+    cuts = cuts_of(half, column, settings)
+    if cuts is None:
+        return None
+    count = num_microbatches(half, column, settings)
+    model = model_of(half, column.num_layers, column.num_filters, HALVES[half].batch_size // count, settings)
+    return tuple(stage_of(model, cuts, stage, count, is_naive=column.is_naive) for stage in range(len(cuts)))
+
+
+def cuts_of(half: str, column: Column, settings: Combination) -> Partition | None:
+    """Where the stages of a column begin; None where one would be empty."""
+    return _cut(
+        costs_of(half, column.num_layers, column.num_filters, settings),
+        column.num_stages,
+        RULES[str(settings["partition_rule"])],
+    )
+
+
+@cache
+def _cut(costs: tuple[float, ...], num_stages: int, rule: str) -> Partition | None:
+    try:
+        return partition(costs, num_stages, rule)
+    except ValueError:  # a stage without layers
+        return None
+
+
+def costs_of(half: str, num_layers: int, num_filters: int, settings: Combination) -> tuple[float, ...]:
+    """What each layer counts for when the model is cut."""
+    plain = {
+        **settings,
+        "activation_format": "float32",
+        "kept_by": "every operation",
+        "tensor_layout": "dense",
+    }
+    model = model_of(half, num_layers, num_filters, 2, plain)
+    match settings["partition_cost"]:
+        case "layers":
+            return (1.0,) * len(model.layers)
+        case "parameters":
+            return tuple(float(layer.num_parameters) for layer in model.layers)
+    return _operations(half, num_layers, num_filters, bool(settings.get("auxiliary_head", False)))
+
+
+@cache
+def _operations(half: str, num_layers: int, num_filters: int, auxiliary_head: bool) -> tuple[float, ...]:
+    """Multiplications and additions of each layer's forward pass."""
+    kinds = _operations_by_kind(half, num_filters)
+    if half == "transformer":
+        embedding, layer, softmax = kinds
+        return (embedding, *[layer] * num_layers, softmax)
+    entry, middle, head, end, classifier = kinds[:3], kinds[3:10], kinds[10:11], kinds[11:15], kinds[15:]
+    return stacked(
+        entry, middle, head if auxiliary_head else (), (*end, end[-1]), classifier, num_layers=num_layers
+    )
+
+
+@cache
+def _operations_by_kind(half: str, num_filters: int) -> tuple[float, ...]:
+    """Of one layer each, in the order in which a model has them."""
+    size = {"num_layers": 9, "num_filters": num_filters} if num_filters else {"num_layers": 1}
+    layers = meta_model(half, **size)
+    value: Any = example_batch(HALVES[half].model, 2, device="meta", **HALVES[half].options)[0]
+    found = []
+    with FakeTensorMode(), torch.no_grad():
+        value = torch.empty(value.shape, dtype=value.dtype)
+        for layer in layers:
+            with FlopCounterMode(display=False) as counter:
+                value = fake_copy(layer)(value)
+            found.append(float(counter.get_total_flops()))
+    return tuple(found)
+
+
+def model_of(
+    half: str, num_layers: int, num_filters: int, microbatch_size: int, settings: Combination
+) -> ModelProfile:
+    """The profiles of a model under some settings, without the gradients of parameters."""
+    reading = Reading(
+        compiled=settings["kept_by"] == "a fusing compiler",
+        number_format=str(settings["activation_format"]),
+        with_shapes=True,
+    )
+    pads = settings["tensor_layout"] != "dense"
+    if half == "transformer":
+        return transformer_at(reading, num_layers, microbatch_size, pads=pads)
+    size = Size(
+        num_layers, num_filters, microbatch_size,
+        num_classes=int(settings["num_classes"]), auxiliary_head=bool(settings["auxiliary_head"]),
+    )  # fmt: skip
+    return amoebanet_at(reading, size, pads=pads)
+
+
+def stage_of(
+    model: ModelProfile, cuts: Partition, index: int, num_microbatches: int, *, is_naive: bool
+) -> Stage:
+    """What one accelerator holds."""
+    layers = model.layers[cuts[index].start : cuts[index].stop]
+    is_last = index == len(cuts) - 1
+    return _stage(layers, model.loss if is_last else None, len(cuts), index == 0, num_microbatches, is_naive)
+
+
+@cache
+def _stage(
+    layers: tuple[LayerProfile, ...],
+    loss: LayerProfile | None,
+    num_stages: int,
+    is_first: bool,
+    num_microbatches: int,
+    is_naive: bool,
+) -> Stage:
+    """Equal stages are walked once. Gradients of parameters are counted apart and in single precision; the
+    stories have them in the format of the activations.
+    """
+    schedule = naive(num_stages) if is_naive else gpipe(num_stages, num_microbatches, remat="always")
+    demanded = demands(schedule.actions[0], 1 if num_stages > 1 else 0)
+    bare = footprint(tuple(map(_bare, layers)), loss)
+    bare = replace(bare, parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0)
+    gradients = sum(map(gradient_bytes, layers))
+    # A single micro-batch's gradients appear while its activations go; those of several are added to a sum
+    # that is whole from the second on.
+    growing = footprint(tuple(map(_in_single_precision, layers)), loss).backward_first
+    held = []
+    for copies in range(3):
+        counted = replace(bare, gradient_bytes=copies * gradients)
+        if copies and num_microbatches == 1:
+            counted = replace(counted, backward_first=growing)
+        moment = fullest_moment(counted, demanded, num_microbatches, "sgd", is_first=is_first)
+        held.append(moment.peak)
+    return Stage(
+        held=tuple(held),
+        outputs=0 if loss is not None else num_microbatches * layers[-1].outputs.num_bytes,
+        fixed=sum(BYTES_PER_PARAMETER * layer.num_parameters + layer.buffer_bytes for layer in layers),
+    )
+
+
+@cache
+def _bare(layer: LayerProfile) -> LayerProfile:
+    """The layer as if gradients of parameters took no memory, in every backward."""
+    first = layer.first
+    sizes = tuple(0 if storage in first.gradients else size for storage, size in enumerate(first.sizes))
+    first = replace(first, sizes=sizes)
+    return replace(layer, first=first, later=first)
+
+
+@cache
+def _in_single_precision(layer: LayerProfile) -> LayerProfile:
+    first = layer.first
+    sizes = list(first.sizes)
+    for storage in first.gradients:
+        sizes[storage] = sizes[storage] // first.shapes[storage][-1] * GRADIENT_BYTES
+    return replace(layer, first=replace(first, sizes=tuple(sizes)))
+
+
+@cache
+def gradient_bytes(layer: LayerProfile) -> int:
+    """Of one copy of the gradients of the layer's parameters, padded where its memory is tiled."""
+    return _in_single_precision(layer).gradient_bytes

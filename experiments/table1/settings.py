@@ -1,0 +1,99 @@
+"""Table 1's unknown settings, and what each combination of them gives: everything that needs no torch.
+
+The values come from results/unknowns.toml alone. A case computes all combinations of one half at once, in the
+order of `itertools.product`, so a record keeps one list of numbers for each column and no names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from statistics import median
+
+from gpipe_bench.experiments.table1.paper_models import HALVES, Column
+from gpipe_bench.harness.judging.spread import Part, Spread
+from gpipe_bench.harness.judging.unknowns import Value, load_unknowns
+
+SHARED = (
+    "activation_format", "gradient_copies", "kept_by", "tensor_layout", "boundary_tensors",
+    "partition_cost", "partition_rule",
+)  # fmt: skip
+"""Settings of both halves."""
+OWN = {"amoebanet": ("auxiliary_head", "num_classes"), "transformer": ("num_microbatches",)}
+"""Settings of one half, after the shared ones."""
+
+CAP = "memory_cap_bytes"
+
+Combination = Mapping[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """One number for each combination, None for those that cannot be; and which of them fit.
+
+    Args:
+        values: in the order of `combinations`
+        fits: whether the column's model then fits into its accelerators
+    """
+
+    values: tuple[float | None, ...]
+    fits: tuple[bool, ...]
+
+
+@cache
+def allowed(half: str) -> dict[str, tuple[Value, ...]]:
+    """The allowed values of each setting, by name, the shared settings first."""
+    table, unknowns = HALVES[half].table, load_unknowns()
+    return {name: unknowns.find(table, name).allowed for name in (*SHARED, *OWN[half])}
+
+
+def cap_bytes(half: str) -> tuple[float, float]:
+    """The smallest and the largest memory that an accelerator may have had."""
+    low, high = load_unknowns().find(HALVES[half].table, CAP).ends
+    return float(low), float(high)
+
+
+@cache
+def combinations(half: str) -> tuple[Combination, ...]:
+    """All combinations, the last setting running fastest."""
+    names = allowed(half)
+    return tuple(dict(zip(names, values, strict=True)) for values in product(*names.values()))
+
+
+def num_microbatches(half: str, column: Column, combination: Combination) -> int:
+    """M of a column: one without a pipeline, the stated or the chosen one with it."""
+    if column.is_naive:
+        return 1
+    return int(combination.get("num_microbatches", HALVES[half].num_microbatches))
+
+
+def spread_of(half: str, numbers: Numbers) -> tuple[Spread, bool] | None:
+    """The range over the combinations under which the model fits, and True; over all of them, and False,
+    where it fits under none. None without any number.
+
+    What a setting does alone is the range of the medians over all else, one for each of its values.
+    """
+    named = list(zip(combinations(half), numbers.values, numbers.fits, strict=True))
+    fitting = [(settings, value) for settings, value, fits in named if value is not None and fits]
+    found = fitting or [(settings, value) for settings, value, _ in named if value is not None]
+    if not found:
+        return None
+    values = [value for _, value in found]
+    return Spread(
+        low=min(values), high=max(values), parts=tuple(_parts(half, found)), combinations=len(values)
+    ), bool(fitting)
+
+
+def _parts(half: str, found: Sequence[tuple[Combination, float]]) -> Iterator[Part]:
+    for name, choices in allowed(half).items():
+        groups = [[value for settings, value in found if settings[name] == choice] for choice in choices]
+        middles = [median(group) for group in groups if group]
+        if min(middles) < max(middles):
+            yield Part(what=name, low=min(middles), high=max(middles))
+
+
+def middle(spread: Spread) -> float:
+    """The number that stands for a range."""
+    return (spread.low + spread.high) / 2

@@ -1,0 +1,56 @@
+"""Tables of hypotheses in words: what was tried, how near each comes, and what none of them explains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpipe_bench.harness.judging.hypotheses import Fit, Ranking
+from gpipe_bench.harness.report.grid import Grid, numbers
+
+
+def table(ranking: Ranking, fits: Sequence[Fit], title: str) -> Grid:
+    """Hypotheses as lines: ours over the paper's in each column, then how near over each table and all."""
+    tables = list(dict.fromkeys(key[0] for key in ranking.keys))
+    several_rows = {name: len({key[1] for key in ranking.keys if key[0] == name}) > 1 for name in tables}
+    columns = [
+        "hypothesis",
+        *(f"{key[1]} {key[2]}" if several_rows[key[0]] else key[2] for key in ranking.keys),
+        *(f"RMS {name}" for name in tables),
+        *(["RMS all"] if len(tables) > 1 else []),
+        "within 10 %",
+    ]
+    lines = [
+        [
+            fit.hypothesis.name,
+            *(f"{fit.ratios[key]:.2f}" if key in fit.ratios else "-" for key in ranking.keys),
+            *(f"{fit.by_table[name]:.2f}" if name in fit.by_table else "-" for name in tables),
+            *([f"{fit.overall:.2f}"] if len(tables) > 1 else []),
+            f"{len(fit.within)} of {len(ranking.keys)}",
+        ]
+        for fit in fits
+    ]
+    return Grid(title=title, columns=columns, lines=lines, right=numbers(columns))
+
+
+def summary(ranking: Ranking) -> list[str]:
+    """Sentences: how many were tried, whether one accounts for everything, what accounts for each number."""
+    complete = ranking.explains_all
+    best = ranking.fits[0]
+    lines = [
+        f"{ranking.tried} hypotheses were tried on {len(ranking.keys)} numbers.",
+        f"{len(complete)} of them account for every number, the nearest being: {complete[0].hypothesis.name}."
+        if complete
+        else "None of them accounts for every number (within the rounding or 10 %).",
+        f"Nearest over all: {best.hypothesis.name} (RMS of the logarithms {best.overall:.2f}, "
+        f"{len(best.within)} of {len(ranking.keys)} within 10 %).",
+    ]
+    most = max(ranking.fits, key=lambda fit: (len(fit.within), -fit.overall))
+    if most is not best:
+        lines.append(
+            f"Most numbers within 10 %: {most.hypothesis.name} ({len(most.within)} of {len(ranking.keys)}, "
+            f"RMS {most.overall:.2f})."
+        )
+    lost = [key for key in ranking.keys if not ranking.explains(key)]
+    if lost:
+        lines.append("No hypothesis accounts for " + ", ".join(" / ".join(key) for key in lost) + ".")
+    return lines

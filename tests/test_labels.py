@@ -1,0 +1,84 @@
+"""Profiles of other sizes from one whose lengths are told apart by primes; arrays in tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_bench.experiments.table1.traced import Reading, Size, amoebanet_at, transformer_at
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.footprint import footprint
+from gpipe_bench.pipeline.memory.labels import Label, Relabel, padded, tiled
+from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
+
+
+def block(width: int, examples: int, *, compiled: bool = False) -> LayerProfile:
+    layer = nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU())
+    inputs = Boundary.of(torch.empty(examples, width, 5, 7, requires_grad=True))
+    return Profiler(compiled=compiled, with_shapes=True).layer(layer, inputs)
+
+
+def fields(profile: LayerProfile) -> list[object]:
+    return [
+        dataclasses.astuple(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+        for value in (getattr(profile, each.name) for each in dataclasses.fields(profile))
+    ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_relabelled_profile_is_that_of_the_other_size(compiled: bool) -> None:
+    relabel = Relabel((Label(61, 61, 12), Label(43, 43, 6)))
+    assert fields(relabel.profile(block(61, 43, compiled=compiled))) == fields(
+        block(12, 6, compiled=compiled)
+    )
+
+
+def test_a_size_that_is_not_whole_is_refused() -> None:
+    with pytest.raises(ValueError, match="61 is no whole number at the size asked for: 61 / 122"):
+        Relabel((Label(61, 122, 1),)).number(61)
+
+
+def test_tiles_pad_the_two_dimensions_that_cost_least() -> None:
+    assert padded((8, 128)) == (8, 128)
+    assert padded((128, 8)) == (128, 8)
+    assert padded((3, 100)) == (8, 128)
+    assert padded((7, 100, 130)) == (7, 128, 136), "104 x 256 and, of the first two, 8 x 128 x 130 cost more"
+    assert padded((5,)) == (128,)
+    assert padded(()) == ()
+
+
+def test_a_tiled_profile_is_larger_and_parameters_are_not() -> None:
+    dense = block(61, 43)
+    padding = tiled(dense)
+    assert padding.parameter_sizes == dense.parameter_sizes
+    assert padding.inputs.tensors[0].shape == padded(dense.inputs.tensors[0].shape)
+    for before, after in ((dense.free, padding.free), (dense.first, padding.first)):
+        assert all(a <= b for a, b in zip(before.sizes, after.sizes, strict=True))
+    assert footprint([padding]).saved_bytes > footprint([dense]).saved_bytes
+    whole = block(128, 8)
+    assert footprint([tiled(whole)]).saved_bytes == footprint([whole]).saved_bytes
+
+
+def test_amoebanet_from_its_kinds_is_amoebanet_profiled_layer_by_layer() -> None:
+    from gpipe_bench.experiments.table1.model_costs import amoebanet_profile
+
+    for size in (Size(9, 48, 2),):
+        made = amoebanet_at(Reading(), size)
+        direct = amoebanet_profile(size.num_layers, size.num_filters, size.microbatch_size, direct=True)
+        assert [layer.num_parameters for layer in made.layers] == [
+            layer.num_parameters for layer in direct.layers
+        ]
+        assert [(a.inputs, a.outputs) for a in made.layers] == [(a.inputs, a.outputs) for a in direct.layers]
+        assert footprint(made.layers, made.loss) == footprint(direct.layers, direct.loss)
+
+
+def test_the_transformer_at_another_micro_batch() -> None:
+    from gpipe_bench.experiments.table1.model_costs import transformer_profile
+
+    for examples in (1, 2):
+        made = transformer_at(Reading(), 2, examples)
+        direct = transformer_profile(2, examples, attention="explicit")
+        assert footprint(made.layers, made.loss) == footprint(direct.layers, direct.loss)

@@ -85,10 +85,14 @@ def kept(results):
     return [(each["case"]["step"], each["status"]) for each in lines((results / "fake.jsonl").read_text())]
 
 
-@pytest.mark.parametrize(("number", "status"), ENDINGS)
-@pytest.mark.parametrize("to", ["the run", "the whole group"])
-def test_a_run_ends_with_all_that_it_launched(tmp_path, arrived, descendants, number, status, to):
-    """A keyboard's interrupt reaches every process of the group at once; a kill only the run itself."""
+@pytest.mark.parametrize(
+    ("to", "number", "status"),
+    [("the run", signal.SIGTERM, 143), *(("the whole group", *ending) for ending in ENDINGS)],
+)
+def test_a_run_ends_with_all_that_it_launched(tmp_path, arrived, descendants, to, number, status):
+    """A keyboard's interrupt reaches every process of the group at once; a kill only the run itself, for
+    which both signals are one: test_the_way_out_is_taken_in_good_order.
+    """
     results = tmp_path / "results"
     process = command(
         "run", "fake", "--device", "cpu", "--results", results, code=RANKS, FAKE_ARRIVED=str(arrived.path)

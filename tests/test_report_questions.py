@@ -161,6 +161,8 @@ def test_both_answers_are_said_in_order_with_their_reasons(cells, show):
         in text
     )
     assert f"it would not differ, {TESTED}" in text[:second]
+    assert f"eproduced: {TABLE} 1 of 3" in text[:second]
+    assert "eproduced: " not in text[second:], "nothing is, here"
     assert UNEXPLAINED in text[second:]
     assert "it would not differ" not in text[second:]
 

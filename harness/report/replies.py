@@ -32,10 +32,15 @@ _COLUMNS: tuple[Verdict, ...] = ("reproduced", "undecided", "above", "below", "i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What the counted numbers say to one question. `strongest` are the differences named, largest first."""
+    """What the counted numbers say to one question.
+
+    `reproduced` are the tables in which anything judged is, each with how many of how many; `strongest` are
+    the differences named, largest first.
+    """
 
     question: Question
     counts: Counts
+    reproduced: tuple[tuple[str, int, int], ...]
     strongest: tuple[Comparison, ...]
 
     @property
@@ -52,10 +57,26 @@ class Reply:
 def replies_to(cells: Iterable[Comparison]) -> tuple[Reply, ...]:
     """The replies to the questions that any counted cell is about, in order."""
     found = list(cells)
-    return tuple(
-        Reply(question=q, counts=counts, strongest=strongest(c for c in found if c.question == q))
-        for q, counts in counts_of(found).items()
-    )
+    replies = []
+    for question, counts in counts_of(found).items():
+        mine = [cell for cell in found if cell.question == question]
+        tables = {
+            name: Counts.of_counted(cell for cell in mine if cell.table == name)
+            for name in dict.fromkeys(cell.table for cell in mine)
+        }
+        replies.append(
+            Reply(
+                question=question,
+                counts=counts,
+                reproduced=tuple(
+                    (name, held, each.judged)
+                    for name, each in tables.items()
+                    if (held := each.judged_as("reproduced"))
+                ),
+                strongest=strongest(mine),
+            )
+        )
+    return tuple(replies)
 
 
 def strongest(cells: Iterable[Comparison], most: int = MOST) -> tuple[Comparison, ...]:
@@ -90,6 +111,9 @@ def replies_text(cells: Sequence[Comparison]) -> str:
         lines = [f"{reply.question.upper()}: {reply.asked}", f"  {reply.counts}"]
         if reply.counts.present:
             lines += ["", textwrap.indent(_evidence(reply).text(), "  ")]
+        if reply.reproduced:
+            lines += ["", textwrap.fill(f"reproduced: {_reproduced(reply, {})}", _WIDTH, initial_indent="  ",
+                                        subsequent_indent="    ")]  # fmt: skip
         if reply.strongest:
             lines += ["", "  strongest differences:"]
             lines += [
@@ -107,6 +131,8 @@ def replies_markdown(cells: Sequence[Comparison], names: Mapping[str, str] | Non
         parts += [f"**{reply.question.capitalize()}**: {reply.asked}", f"{str(reply.counts).capitalize()}."]
         if reply.counts.present:
             parts.append(_evidence(reply).markdown())
+        if reply.reproduced:
+            parts.append(f"Reproduced: {_reproduced(reply, names or {})}.")
         if reply.strongest:
             lines = [f"{n}. {text}" for n, text in enumerate(_differences(reply, names or {}), start=1)]
             parts += ["The strongest differences:", "\n".join(lines)]
@@ -121,6 +147,10 @@ def _evidence(reply: Reply) -> Grid:
     ]
     right = frozenset(range(1, len(reply.columns) + 1))
     return Grid(columns=["", *reply.columns], lines=lines, right=right)
+
+
+def _reproduced(reply: Reply, names: Mapping[str, str]) -> str:
+    return "; ".join(f"{names.get(table, table)} {held} of {of}" for table, held, of in reply.reproduced)
 
 
 def _differences(reply: Reply, names: Mapping[str, str]) -> list[str]:

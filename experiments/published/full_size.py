@@ -50,8 +50,9 @@ class FullSize:
         """Its layers in stages, by an allowed cost and rule; None where the rule leaves a stage empty."""
         key = (cost, rule, num_stages)
         if key not in self._cuts:
+            costs = self._costs(cost)
             try:
-                self._cuts[key] = partition(self._costs(cost), num_stages, RULES[rule])
+                self._cuts[key] = partition(costs, num_stages, RULES[rule])
             except ValueError:
                 self._cuts[key] = None
         return self._cuts[key]

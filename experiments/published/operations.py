@@ -90,7 +90,7 @@ def _chain(name: str, options: dict[str, Any], modules: Sequence[nn.Module], exa
 
 def _trace(module: nn.Module, value: Any) -> tuple[_Layer, Any]:
     # Storages that two inputs share stay shared: a stage sends them once.
-    leaves = {id(t): t.detach().requires_grad_(t.is_floating_point()) for t in as_tuple(value)}
+    leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in as_tuple(value)}
     entered: Any = tuple(leaves[id(t)] for t in as_tuple(value))
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)  # so that the backward adds to it
@@ -105,7 +105,7 @@ def _trace(module: nn.Module, value: Any) -> tuple[_Layer, Any]:
     tensors = [ends.tensors[i] for i in ends.distinct]
     outputs = [(tuple(t.shape), t.dtype.itemsize, t.dtype.is_floating_point) for t in tensors]
     # What a layer passes on unchanged is one tensor to the next one, too.
-    left = {id(t): t.detach() for t in as_tuple(output)}
+    left = {id(t): t.detach().requires_grad_(t.is_floating_point()) for t in as_tuple(output)}
     following = tuple(left[id(t)] for t in as_tuple(output))
     passed: Any = following if isinstance(output, tuple) else following[0]
     return (forward.found, backward.found, outputs), passed

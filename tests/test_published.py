@@ -1,0 +1,431 @@
+"""Predictions for accelerators that are not here: counts, steps, the walk over what is unknown, records."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import record
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpipe_bench.experiments.published import accelerators, paper_models, throughput
+from gpipe_bench.experiments.published.accelerators import P100_16, TPU_V2, Accelerator
+from gpipe_bench.experiments.published.cases import ESTIMATE_S, run
+from gpipe_bench.experiments.published.elsewhere import errors_of
+from gpipe_bench.experiments.published.entries import PART, as_published, prediction_text, timed
+from gpipe_bench.experiments.published.full_size import FullSize
+from gpipe_bench.experiments.published.hypotheses import TRIED, hypotheses_of
+from gpipe_bench.experiments.published.layout import Steps
+from gpipe_bench.experiments.published.memory import Memory
+from gpipe_bench.experiments.published.operations import work_of
+from gpipe_bench.experiments.published.outcome import outcome
+from gpipe_bench.experiments.published.walk import Axis, Walk, points, ranks
+from gpipe_bench.experiments.published.work import Dim, Product, TensorSize, tiled_elements
+from gpipe_bench.harness.experiment import Case, RunOptions
+from gpipe_bench.harness.judging import paper as paper_file
+from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.peaks import pipeline_memory
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.plan.breakdown import breakdown
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.replay import replay
+from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+
+TRANSFORMER = {
+    "num_layers": 3, "d_model": 64, "ffn_dim": 256, "num_heads": 2, "seq_len": 16, "vocab_size": 100,
+    "attention": "explicit",
+}  # fmt: skip
+AMOEBANET = {"num_layers": 6, "num_filters": 16, "image_size": 64, "num_classes": 10, "aux_head": False}
+
+
+# Counts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "examples"),
+    [("transformer-lm", TRANSFORMER, 5), ("amoebanet-d", AMOEBANET, 4), ("resnet101", {"image_size": 64}, 4)],
+)
+def test_operations_scaled_from_two_and_three_examples_are_torchs_own_count(model, options, examples) -> None:
+    work = work_of(model, options)
+    with torch.device("meta"):
+        module = MODELS[model](**options)
+    inputs, target = example_batch(model, examples, device="meta", **options)
+    with FlopCounterMode(display=False) as forward:
+        output = module(inputs)
+    assert sum(layer.flops(examples) for layer in work.layers) == forward.get_total_flops()
+    with FlopCounterMode(display=False) as backward:
+        loss_fn(model, **options)(output, target).backward()
+    counted = sum(
+        p.flops(examples) for layer in work.layers for each in layer.backward for p in each.products
+    )
+    assert counted == backward.get_total_flops()
+    assert sum(work.parameters) == sum(p.numel() for p in module.parameters())
+
+
+def test_padded_operations_of_a_convolution_by_hand() -> None:
+    """3 x 3, 40 to 70 channels, 14 x 14 places, 4 images: rows 784, inner 360, columns 70."""
+    product = Product(Dim(1, 0), Dim(0, 196), Dim(360, 0), Dim(70, 0))
+    assert product.flops(4) == 2 * 784 * 360 * 70
+    assert product.flops(4, 128) == 2 * 784 * 384 * 128
+    assert product.flops(1, 128) == 2 * 200 * 384 * 128  # 196 rows in tiles of 8
+
+
+def test_tiles_by_hand() -> None:
+    # 4 images, 40 channels: 8 x 128 one way, 128 x 40 the other
+    assert tiled_elements((4, 40, 14, 14), "images") == 196 * 8 * 128
+    assert tiled_elements((256, 8, 1, 1), "images") == 256 * 8
+    assert tiled_elements((2, 3, 16, 100), "sequences") == 6 * 16 * 128
+    assert tiled_elements((100,), "images") == 100
+    weights = TensorSize((Dim(70, 0), Dim(40, 0)), 4, is_floating=True)
+    activations = TensorSize((Dim(0, 1), Dim(40, 0)), 4, is_floating=True)
+    assert weights.num_bytes(4, "bfloat16") == 4 * 70 * 40, "parameters stay float32"
+    assert activations.num_bytes(4, "bfloat16") == 2 * 4 * 40
+
+
+def test_an_operation_takes_the_longer_of_arithmetic_and_memory_and_fused_ones_nothing() -> None:
+    work = work_of("transformer-lm", TRANSFORMER)
+    arithmetic = Accelerator(name="counts", flops_per_s=1.0, half_flops_per_s=2.0, bytes_per_s=math.inf)
+    layer = work.layers[1]
+    seconds = work.seconds(arithmetic, "float32", 2, (0.5, 1.0))[1]
+    per_token = 2 * (4 * 64 * 64 + 2 * 64 * 256) + 2 * 2 * 16 * 64
+    assert layer.flops(2) == 2 * 16 * per_token
+    assert seconds.forward.tolist() == [2 * 2 * 16 * per_token, 2 * 16 * per_token]
+    assert seconds.backward[1] == 2 * seconds.forward[1]
+    assert work.seconds(arithmetic, "bfloat16", 2, (1.0,))[1].forward[0] == seconds.forward[1] / 2
+    moving = replace(arithmetic, flops_per_s=math.inf, bytes_per_s=1.0)
+    slow, fused = (
+        work.seconds(each, "float32", 2, (1.0,))[1].forward[0]
+        for each in (moving, replace(moving, fuses=True, name="fuses"))
+    )
+    pointwise = sum(
+        t.num_bytes(2, "float32") for each in layer.forward if each.elementwise for t in each.tensors
+    )
+    assert pointwise > 0
+    assert slow - fused == pointwise
+    with pytest.raises(ValueError, match="share of the peak"):
+        work.seconds(arithmetic, "float32", 2, (0.0,))
+
+
+def test_fewer_than_eight_images_take_a_tpu_as_long_as_eight() -> None:
+    work = work_of("resnet101", {"image_size": 64})
+    one, eight, nine = (work.seconds(TPU_V2, "float32", n, (0.5,))[0].forward[0] for n in (1, 8, 9))
+    assert one == eight < nine
+    gpu = [work.seconds(P100_16, "float32", n, (0.5,))[0].forward[0] for n in (1, 8)]
+    assert gpu[0] < gpu[1] / 4
+
+
+def test_a_core_is_half_a_chip() -> None:
+    for each, clock_hz, units in ((accelerators.TPU_V2, 700e6, 1), (accelerators.TPU_V3, 940e6, 2)):
+        assert each.flops_per_s == pytest.approx(units * 2 * 128 * 128 * clock_hz, rel=0.01)
+    assert (P100_16.flops_per_s, P100_16.bytes_per_s) == (9.3e12, 732e9)
+
+
+def test_memory_scaled_from_two_sizes_is_the_memory_models_own() -> None:
+    with torch.device("meta"):
+        modules = MODELS["amoebanet-d"](**AMOEBANET)
+    inputs, target = example_batch("amoebanet-d", 4, device="meta", **AMOEBANET)
+    layers, loss = Profiler(None).model(
+        modules, loss_fn("amoebanet-d", **AMOEBANET), Boundary.of(inputs), Boundary.of(target)
+    )
+    cut = (range(5), range(5, len(modules)))
+    wanted = pipeline_memory(layers, loss, cut, gpipe(2, 3, "always"), receive_ahead=1)
+    memory = Memory.of("amoebanet-d", AMOEBANET, "float32")
+    assert memory.peak_bytes(cut, 3, 4, "always", "rmsprop") == max(stage.peak for stage in wanted)
+
+
+# Steps ------------------------------------------------------------------------------------------------------
+
+SECONDS = st.floats(0.01, 10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 7), st.sampled_from(["never", "always", "except_last"]))
+def test_all_settings_at_once_give_what_the_replay_and_the_breakdown_give_one_by_one(
+    data, num_stages, num_microbatches, remat
+) -> None:
+    def many(count: int) -> list[np.ndarray]:
+        return [np.array(data.draw(st.lists(SECONDS, min_size=2, max_size=2))) for _ in range(count)]
+
+    forward, backward, update = (many(num_stages) for _ in range(3))
+    sent, returned = (many(num_stages - 1) for _ in range(2))
+    bandwidth, latency, setup = many(3)
+    steps = Steps(
+        num_microbatches, remat, forward, backward, sent, returned, bandwidth, latency, setup, update
+    )
+    makespans, shares = steps.makespan_s(), steps.shares()
+    for at in range(2):
+        times = {
+            (stage, kind): float(seconds[stage][at])
+            for kind, seconds in ((Kind.F, forward), (Kind.R, forward), (Kind.B, backward))
+            for stage in range(num_stages)
+        }
+        arguments = {
+            "activation_bytes": [float(each[at]) for each in sent],
+            "gradient_bytes": [float(each[at]) for each in returned],
+            "setup_s": [float(setup[at])] + [0.0] * (num_stages - 1),
+            "update_s": [float(each[at]) for each in update],
+        }
+        link, schedule = (
+            Link("a link", float(latency[at]), float(bandwidth[at])),
+            gpipe(num_stages, num_microbatches, remat),
+        )
+        assert makespans[at] == pytest.approx(replay(schedule, times, link, **arguments).makespan_s)
+        apart = breakdown(schedule, times, link, **arguments).shares
+        for part, share in apart.items():
+            assert shares["all accelerators"][part][at] == pytest.approx(float(share), abs=1e-9)
+        assert sum(each[at] for each in shares["the slowest accelerator"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("k", "m"), [(2, 1), (2, 8), (4, 32), (8, 32)])
+def test_equal_stages_over_a_free_link_give_the_closed_forms(k: int, m: int) -> None:
+    one, two = np.array(1.0), np.array(2.0)
+    kept = Steps(m, "never", [one] * k, [two] * k, [one * 0] * (k - 1), [one * 0] * (k - 1))
+    assert kept.makespan_s() == 3 * (m + k - 1)
+    assert kept.shares()["all accelerators"]["bubble"] == pytest.approx((k - 1) / (m + k - 1))
+    again = replace(kept, remat="always")
+    # A recomputation starts while the stage waits for the first gradient, but on the last stage it cannot.
+    assert again.makespan_s() == (m + k - 1) + 3 * m + 2 * (k - 1)
+    assert again.shares()["all accelerators"]["load imbalance"] == 0
+
+
+# The walk ---------------------------------------------------------------------------------------------------
+
+
+def unknown(setting: str, allowed=(), low=None, high=None) -> Unknown:
+    return Unknown(
+        tables=("t",), setting=setting, allowed=allowed, low=low, high=high, unit="", constraint="",
+        reason="because", sources=("general: made up",),
+    )  # fmt: skip
+
+
+def test_the_middle_is_a_rule() -> None:
+    assert points(unknown("a", low=1.0, high=100.0)) == (1, 10, 100)
+    assert ranks(unknown("a", low=1.0, high=100.0)) == (2, 0, 1)
+    assert ranks(unknown("b", allowed=(8, 16, 32, 64))) == (2, 0, 1, 3)
+    assert ranks(unknown("b", allowed=(1000, 1001))) == (0, 1)
+    assert ranks(unknown("c", allowed=("first", "second"))) == (0, 1)
+    assert ranks(unknown("d", allowed=(True, False))) == (0, 1)
+
+
+AXES = (Axis("a", (1, 2, 3), (1, 0, 2)), Axis("b", ("x", "y"), (0, 1)))
+CELL = ("table", "row", "column")
+
+
+def test_where_the_middle_is_not_admitted_the_nearest_is_and_the_first_settings_stay() -> None:
+    values = np.array([[1.0, 2.0], [np.nan, 3.0], [4.0, 5.0]])
+    walk = Walk.with_rule(AXES, {CELL: values})
+    assert walk.settings == {"a": 2, "b": "y"}, "one step in b rather than one in a, which stands first"
+    assert walk.middle(CELL) == 3
+    other = ("table", "row", "other")
+    walk = Walk.with_rule(AXES, {CELL: values, other: np.array([[1.0, 1.0], [1.0, np.nan], [1.0, 1.0]])})
+    assert walk.settings == {"a": 1, "b": "x"}, "a combination has all cells of the table"
+    with pytest.raises(ValueError, match="no combination of a, b is admitted"):
+        Walk.with_rule(AXES, {CELL: np.full((3, 2), np.nan)})
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.one_of(st.floats(0.1, 10), st.just(math.nan)), min_size=6, max_size=6))
+def test_the_range_holds_every_combination_and_every_part(found: list[float]) -> None:
+    values = np.array(found).reshape(3, 2)
+    if np.isnan(values).all():
+        return
+    walk = Walk.with_rule(AXES, {CELL: values})
+    spread = walk.spread(CELL)
+    admitted = [value for value in found if not math.isnan(value)]
+    assert (spread.low, spread.high, spread.combinations) == (min(admitted), max(admitted), len(admitted))
+    assert [part.what for part in spread.parts] == ["a", "b"]
+    for part in spread.parts:
+        assert spread.low <= part.low <= walk.middle(CELL) <= part.high <= spread.high
+
+
+def test_batches_hold_at_least_m_examples_and_fit() -> None:
+    full = paper_models.table2("transformer", quick=True)
+    cut = full.cut("layers", "least variance", 2)
+    batches = (2, 4, 64, 4096)
+    large, small = 10**12, full.memory("float32").peak_bytes(cut, 4, 16, "always", "rmsprop")
+    fits = full.fits("float32", [cut, None], batches, 4, [large, small])
+    assert fits[0].tolist() == [[False, False], [True, True], [True, True], [True, False]]
+    assert not fits[1].any(), "what cannot be cut does not fit"
+    steps = full.steps(
+        TPU_V2, "float32", [cut, None], batches, 4, shares_of_peak=(0.5,), link_bytes_per_s=(1e10,),
+        link_latency_s=(1e-6,),
+    )  # fmt: skip
+    seconds = steps.makespan_s()[..., 0, 0, 0]
+    assert np.isnan(seconds).tolist() == [[True, False, False, False], [True] * 4]
+
+
+def test_the_three_ways_to_adjust_a_batch() -> None:
+    """Batches 1 and 2 of K = 2 and 4 alike: rates by hand."""
+    rates = {(k, m): np.array([1.0, 10.0]) * k * m for k in (2, 4, 8) for m in (1, 4, 32)}
+    rates = {key: each.reshape(2, 1, 1, 1) for key, each in rates.items()}
+    fits = {key: np.ones((2, 1, 1, 1), dtype=bool) for key in rates}
+    fits[4, 4] = np.array([True, False]).reshape(2, 1, 1, 1)
+    ways = unknown(
+        "batch_adjustment",
+        allowed=("one batch for the table", "one batch for each M", "one batch for each entry"),
+    )
+    links = [Axis(name, (1.0,), (0,)) for name in throughput.LINK]
+    batch = Axis("batch_size", (1, 2), (0, 1))
+    walk = throughput._adjusted("table2-amoebanet", links, ways, batch, rates, fits)
+    assert walk.settings["batch_size"] == "one batch for the table: 1"
+    cell = ("table2-amoebanet", "M=4", "K=4")
+    assert walk.middle(cell) == 8
+    # The batch of 2 does not fit with K = 4 and M = 4: 8 with the batch of 1, over 1 or over 10 times 2.
+    found = walk.values[cell]
+    assert sorted(set(found[np.isfinite(found)].tolist())) == [0.8, 8]
+    in_its_row = walk.values["table2-amoebanet", "M=4", "K=2"]
+    assert sorted(set(in_its_row[np.isfinite(in_its_row)].tolist())) == [0.4, 4, 40]
+    each_m = in_its_row[0, 0, 0, 2:6]
+    assert sorted(each_m[np.isfinite(each_m)].tolist()) == [0.4, 4], "one batch for the row of M = 4"
+    parts = {part.what: part for part in walk.spread(cell).parts}
+    assert (parts["batch_size"].low, parts["batch_adjustment"].low) == (8, 0.8)
+
+
+# Records ----------------------------------------------------------------------------------------------------
+
+
+def predicted(experiment: str, model: str):
+    """A record of the path itself: a tiny model and the middle alone, said to be of the short profile."""
+    case = Case({"part": PART, "model": model})
+    found = run(experiment, case, RunOptions(profile="smoke"))
+    return record(
+        experiment=experiment, profile="short", case=case.key, quantities=found.quantities,
+        details=json.loads(json.dumps(found.details)),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def table3():
+    return predicted("table3", "transformer")
+
+
+def test_every_predicted_number_is_an_entry_of_the_first_question(table3) -> None:
+    entries = as_published([table3])
+    assert [entry.place for entry in entries] == [("table3-transformer", "M=32", f"K={k}") for k in (2, 4, 8)]
+    for entry in entries:
+        assert entry.question == "as published"
+        assert entry.spread.low <= entry.quantity.value <= entry.spread.high
+        assert entry.quantity.provenance == "modelled"
+        assert {part.what for part in entry.spread.parts} <= set(load_unknowns().of("table3-transformer"))
+    assert "As published" in prediction_text([table3])
+    assert prediction_text([]) == ""
+    other = replace(table3, case={"part": "steps", "model": "transformer"})
+    assert timed([table3, other]) == [other]
+
+
+def test_every_experiment_appends_its_predictions() -> None:
+    for experiment, model in ESTIMATE_S:
+        module = importlib.import_module(f"gpipe_bench.experiments.{experiment}.experiment")
+        for profile in ("smoke", "short"):
+            keys = [case.key for case in module.EXPERIMENT.cases(RunOptions(profile=profile))]
+            assert {"part": PART, "model": model} in keys
+    found = predicted("table3", "transformer")
+    module = importlib.import_module("gpipe_bench.experiments.table3.experiment")
+    assert [entry.question for entry in module.EXPERIMENT.cells([found])] == ["as published"] * 3
+
+
+def test_a_prediction_knows_nothing_of_the_papers_numbers(table3, monkeypatch, tmp_path) -> None:
+    def refuse(*given):
+        raise AssertionError("a prediction looked at the paper's numbers")
+
+    monkeypatch.setattr(paper_file, "load_paper", refuse)
+    monkeypatch.setattr(paper_file, "PATH", tmp_path / "nothing.csv")
+    again = predicted("table3", "transformer")
+    assert [q.value for q in again.quantities] == [q.value for q in table3.quantities]
+
+
+def test_entries_need_no_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from gpipe_bench.experiments.published import entries, elsewhere, hypotheses\n"
+        "from gpipe_bench.experiments.predictions.experiment import EXPERIMENT\n"
+        "print(len(EXPERIMENT.cells([])), entries.as_published([]), hypotheses.hypotheses_of([]))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.stdout.split("\n")[0] == "0 [] []", found.stderr
+
+
+def test_errors_elsewhere_are_of_the_middle_and_by_kind() -> None:
+    ratio, speed = ("table2-amoebanet", "M=4", "K=2"), ("table2-amoebanet", "M=4 throughput", "K=2")
+    published = {c.key: c.value for c in paper_file.load_paper() if c.source == "torchgpipe"}
+    found = errors_of(
+        [
+            {"cell": list(ratio), "value": 1.1 * published[ratio]},
+            {"cell": list(speed), "value": 0.7 * published[speed]},
+            {"cell": ["no", "such", "number"], "value": 1.0},
+        ]
+    )
+    assert found.ratios == pytest.approx((0.1,))
+    assert found.absolute == pytest.approx((0.3,))
+    assert "ratios median 10 %, worst 10 % of 1; absolute speeds median 30 %" in found.sentence
+    assert errors_of([]) is None
+
+
+# Hypotheses -------------------------------------------------------------------------------------------------
+
+
+def test_hypotheses_are_the_middle_every_single_change_and_the_best_of_all() -> None:
+    axes = (
+        Axis("activation_format", ("float32", "bfloat16"), (0, 1)),
+        Axis("num_microbatches", (4, 8), (0, 1)),
+    )
+    cells = [("breakdown-v5", part, "share of the step") for part in ("computation", "recompute")]
+    values = {
+        cells[0]: np.array([[60.0, 65.6], [61.0, 62.0]]),
+        cells[1]: np.array([[20.0, 22.5], [21.0, 0.0]]),
+    }
+    prediction = throughput.Prediction("A model", Walk.with_rule(axes, values))
+    quantities, details = outcome(prediction)
+    found = hypotheses_of(
+        [record(experiment="table4", profile="short", case={"part": PART, "model": "m"},
+                quantities=tuple(quantities), details=json.loads(json.dumps(details)))]
+    )  # fmt: skip
+    assert [each.name for each in found] == [
+        "A model: the middle of everything",
+        "A model: activation_format bfloat16",
+        "A model: num_microbatches 8",
+        "A model: the best of 4 combinations",
+    ]
+    assert dict(found[0].values) == {cells[0]: 60, cells[1]: 20}
+    assert dict(found[-1].values) == {cells[0]: 65.6, cells[1]: 22.5}
+    assert found[-1].settings == {"activation_format": "float32", "num_microbatches": 8, TRIED: 4}
+
+
+def test_the_best_of_table_2_may_have_a_batch_for_each_row() -> None:
+    labels = ["one batch for the table: 1"] + [
+        f"one batch for each M: {own}, first {first}" for own in (1, 2) for first in (1, 2)
+    ]
+    axis = Axis("batch_size", tuple(labels), (0, 1, 2, 3, 4))
+    cells = [("table2-amoebanet", f"M={m}", "K=4") for m in (1, 4)]
+    values = {
+        cells[0]: np.array([9.0, 1.13, math.nan, math.nan, 5.0]),  # a row has one batch, the first its own
+        cells[1]: np.array([9.0, 3.0, 7.0, 1.26, 8.0]),
+    }
+    walk = Walk.with_rule((axis,), values)
+    quantities, details = outcome(throughput.Prediction("A model", walk))
+    best = hypotheses_of(
+        [record(experiment="table2", profile="short", case={"part": PART, "model": "m"},
+                quantities=tuple(quantities), details=details)]
+    )[-1]  # fmt: skip
+    assert dict(best.values) == {cells[0]: 1.13, cells[1]: 1.26}
+    assert best.settings["batch_size"] == "one batch for each M: M=1: 1, M=4: 2"
+    assert best.settings[TRIED] == 5, "one for the table, and two rows of M = 4 with either first one"
+
+
+def test_a_cut_that_leaves_a_stage_empty_is_none() -> None:
+    full = FullSize("transformer-lm", TRANSFORMER)
+    assert full.cut("layers", "cumulative share", 5) is None or all(full.cut("layers", "cumulative share", 5))
+    assert full.cut("layers", "least variance", 5) == tuple(range(i, i + 1) for i in range(5))
+    with pytest.raises(ValueError, match="unknown cost 'seconds'"):
+        full.cut("seconds", "least variance", 2)

@@ -97,22 +97,6 @@ def parameters_of(half: str, name: str) -> int:
     return one + (size.num_layers - 1) * (two - one)
 
 
-def amoebanet_c() -> list[Answer]:
-    """A count that no choice here was made by."""
-    count = parameters(
-        "amoebanet-c", {"num_layers": 18, "num_filters": 228, "num_classes": 1001, "aux_head": False}
-    )
-    return [
-        Answer(
-            row="AmoebaNet-C (6, 228)",
-            column="parameters",
-            value=count,
-            unit="parameters",
-            what="the zoo's AmoebaNet-C (18, 228) without auxiliary head",
-        )
-    ]
-
-
 def parameters(name: str, options: dict[str, Any]) -> int:
     """Trained parameters of a model of the zoo, built without memory."""
     import torch
@@ -127,7 +111,6 @@ def parameters(name: str, options: dict[str, Any]) -> int:
 QUOTIENTS: dict[str, Callable[[], list[Answer]]] = {
     "claims": claims,
     "growth": growth,
-    "imagenet-models": amoebanet_c,
     "transfer": error_rates,
 }
 """By the table that they answer."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.profile import fake_copy
 from gpipe_bench.pipeline.stage.microbatch import Tree, tensors_of
 
@@ -27,7 +27,7 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
     `example` is a micro-batch; only its shapes and dtypes count, so it may be on the meta device.
     """
     costs = []
-    with FakeTensorMode(), torch.no_grad():
+    with QuickFakeTensors(), torch.no_grad():
         parts = tuple(
             torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors_of(example, "the example")
         )

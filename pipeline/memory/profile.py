@@ -9,7 +9,7 @@ therefore tells the *order of events* - which storage appears and dies when - of
     first    forward with a graph, backward that creates the gradients     (first B of a step)
     later    the same with a backward that accumulates into them           (every other B)
 
-Nothing of the real size is allocated: the layer runs under FakeTensorMode, on the CPU device. A GPU's kernels
+Nothing of the real size is allocated: the layer runs on fake tensors, on the CPU device. A GPU's kernels
 may keep other things; real runs under a memory cap check that.
 
 Inputs are laid out as the layer before leaves them; gradients of outputs are made up dense and in the order
@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.ends import enter, follow
+from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.signature import signature
 from gpipe_bench.pipeline.memory.story import Story
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections
@@ -118,7 +119,9 @@ class Profiler:
         """
         key = (signature(layer), inputs, unused)
         if key not in self._known:
-            with FakeTensorMode(), no_collections():
+            # Compiling looks at more of an operation than what it returns, which is all that is remembered.
+            fake = FakeTensorMode() if self.compiled else QuickFakeTensors()
+            with fake, no_collections():
                 self._known[key] = self._run(layer, inputs, unused)
         return self._known[key]
 

@@ -83,10 +83,10 @@ class StorageWatch(TorchDispatchMode):
         if func is _DEVICE_OF and hasattr(args[0], "fake_device"):
             return args[0].fake_device  # autograd asks for it more often than for all operations together
         result = func(*args, **kwargs) if kwargs else func(*args)
-        made = [result] if isinstance(result, Tensor) else _tensors(result)
+        made = [result] if isinstance(result, Tensor) else tensors_in(result)
         new = [each for each in made if each.untyped_storage()._cdata not in self._serials]
         if new:
-            given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+            given = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs))}
             for tensor in new:  # unless a view or in-place result of a storage that is not watched
                 if tensor.untyped_storage()._cdata not in given:
                     self._register(tensor)
@@ -96,7 +96,7 @@ class StorageWatch(TorchDispatchMode):
 _DEVICE_OF = torch.ops.prim.device.default
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, dict):
         value = value.values()
@@ -107,7 +107,7 @@ def _tensors(value: Any) -> list[Tensor]:
         if isinstance(each, Tensor):
             found.append(each)
         elif isinstance(each, (tuple, list, dict)):
-            found += _tensors(each)
+            found += tensors_in(each)
     return found
 
 

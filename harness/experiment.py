@@ -111,6 +111,8 @@ class Experiment:
         engines: the engine names it accepts, empty if it runs none
         untimed: no result depends on how long anything takes, so cases may run beside each other, in
             processes that import the experiment's functions by name
+        preload: modules that its cases import and that take long to; processes for cases beside each other
+            share one import of them, so importing them must start no thread and touch no device
     """
 
     name: str
@@ -130,6 +132,7 @@ class Experiment:
     options: tuple[str, ...] = ("device", "engine", "seed")
     engines: tuple[str, ...] = ()
     untimed: bool = False
+    preload: tuple[str, ...] = ()
 
     def identity(self, case: Case, options: RunOptions) -> str:
         """Identity of a case; equal to that of the record it leaves."""

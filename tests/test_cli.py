@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from records import record
 
 from gpipe_bench.experiments.commands import doctor
 from gpipe_bench.experiments.commands.cli import main
+from gpipe_bench.experiments.commands.run import sees_no_cuda
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.models import zoo
@@ -286,6 +288,27 @@ def test_a_device_that_is_not_there_is_bad_usage(fake, tmp_path, capsys, monkeyp
     assert "torch sees no CUDA device here" in capsys.readouterr().err
     assert main(["run", "fake", "--only", "step=1", "--json", "--results", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["options"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "driver", "none"),
+    [
+        ("None", "None", True, True), ("'13.0'", "None", False, True), ("'13.0'", "None", True, False),
+        ("None", "'6.4'", False, False), ("None", "", False, False),
+    ],
+)  # fmt: skip
+def test_where_torch_could_see_a_device_it_is_asked(tmp_path, monkeypatch, cuda, hip, driver, none):
+    def load(name):
+        if not driver:
+            raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(sys, "platform", "linux")
+    version = tmp_path / "version.py"
+    assert not sees_no_cuda(version)
+    lines = ["__version__ = '2.13.0'", f"cuda: Optional[str] = {cuda}", f"hip: Optional[str] = {hip}"]
+    version.write_text("\n".join(lines[: 3 if hip else 2]))
+    assert sees_no_cuda(version) is none
 
 
 def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, capsys, monkeypatch):

@@ -29,6 +29,7 @@ UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
 COMMAND = "import dataclasses, fake_experiment\n" + (
     "fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)\n" + START
 )
+FORKING = COMMAND.replace("untimed=True", "untimed=True, preload=('slow_to_import', 'nowhere')")
 
 
 @pytest.fixture
@@ -100,6 +101,32 @@ def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):
     assert {record.status for record in go(store, 2).records} == {"done"}
 
 
+def test_modules_that_cases_share_are_imported_once(tmp_path, log):
+    """In a process of their own, from which those of the cases are forked."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    imports, meeting = tmp_path / "imports", tmp_path / "meeting"
+    source = f"import os\nwith open({str(imports)!r}, 'a') as file: print(os.getpid(), file=file)\n"
+    (folder / "slow_to_import.py").write_text(source)
+    os.mkfifo(meeting)
+    process = start(
+        "run", "fake", "--device", "cpu", "--jobs", "2", "--json", "--results", tmp_path / "results",
+        code=f"import os, sys; os.environ['PYTHONPATH'] += ':{folder}'\n{FORKING}",
+        FAKE_LOG=str(log), FAKE_MEETING=str(meeting), FAKE_STEP_4="killed",
+    )  # fmt: skip
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 3, err
+    status = {each["case"]["step"]: each for each in lines(out.decode())}
+    assert {step: each["status"] for step, each in status.items()} == {
+        1: "done", 2: "done", 3: "done", 4: "failed", 5: "done",
+    }  # fmt: skip
+    assert "ended with signal SIGKILL" in status[4]["reason"]
+    (server,) = map(int, imports.read_text().split())
+    assert len(set(processes(log).values())) >= 2
+    assert server not in processes(log).values()
+    assert not psutil.pid_exists(server), "it ends with the run"
+
+
 def test_what_can_not_be_shown_ends_the_run_and_its_processes(store, log, gate, monkeypatch):
     """A reader that has left: step 2 would wait for ever, had its process not been ended."""
     monkeypatch.setenv("FAKE_GATE", str(gate.folder))
@@ -115,10 +142,11 @@ def test_what_can_not_be_shown_ends_the_run_and_its_processes(store, log, gate, 
     assert 2 not in kept
 
 
-def test_an_interrupt_keeps_what_is_finished(tmp_path, gate):
+@pytest.mark.parametrize("code", [COMMAND, FORKING])
+def test_an_interrupt_keeps_what_is_finished(tmp_path, gate, code):
     process = start(
         "run", "fake", "--device", "cpu", "--jobs", "2", "--json", "--results", tmp_path / "results",
-        "--only", "step=1", "--only", "step=2", code=COMMAND, FAKE_GATE=str(gate.folder),
+        "--only", "step=1", "--only", "step=2", code=code, FAKE_GATE=str(gate.folder),
     )  # fmt: skip
     assert process.stdout is not None
     assert b'"step":1' in process.stdout.readline()
@@ -135,10 +163,11 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path, gate):
     assert sorted(each["case"]["step"] for each in lines(out.decode())) == [1, 2]
 
 
-def test_the_processes_end_with_a_killed_run(tmp_path, gate):
+@pytest.mark.parametrize("code", [COMMAND, FORKING])
+def test_the_processes_end_with_a_killed_run(tmp_path, gate, code):
     """Else a training that nobody waits for could go on for days."""
     run = start(
-        "run", "fake", "--device", "cpu", "--jobs", "2", "--results", tmp_path / "results", code=COMMAND,
+        "run", "fake", "--device", "cpu", "--jobs", "2", "--results", tmp_path / "results", code=code,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, FAKE_GATE=str(gate.folder),
     )  # fmt: skip
     gate.wait()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import importlib.util
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -132,9 +135,13 @@ def _status(result: RunResult, comparisons: Sequence[Comparison], arguments: arg
 
 
 def _device(asked: str, experiment: Experiment) -> str:
-    """`cpu` or `cuda`, where the experiment depends on it; torch is asked only then."""
+    """`cpu` or `cuda`, where the experiment depends on it; torch is asked only where it could see one."""
     if asked == "cpu" or (asked == "auto" and "device" not in experiment.options):
         return asked
+    if asked == "auto" and "torch" not in sys.modules:
+        found = importlib.util.find_spec("torch")
+        if found is not None and found.origin and sees_no_cuda(Path(found.origin).with_name("version.py")):
+            return "cpu"
     import torch
 
     if torch.cuda.is_available():
@@ -144,6 +151,29 @@ def _device(asked: str, experiment: Experiment) -> str:
             "--device cuda: torch sees no CUDA device here; use --device cpu, or see what doctor says"
         )
     return "cpu"
+
+
+def sees_no_cuda(version: Path) -> bool:
+    """Whether the torch with this version file surely finds no device: it is built for none, or for CUDA and
+    there is no driver. Importing torch to ask would take a second.
+    """
+    try:
+        built_for = dict(
+            re.findall(r"^(cuda|hip)\b[^=\n]*= *(\S+)", version.read_text(encoding="utf-8"), re.M)
+        )
+    except OSError:
+        return False
+    if built_for.get("hip") != "None" or "cuda" not in built_for:
+        return False
+    if built_for["cuda"] == "None":
+        return True
+    if sys.platform != "linux":
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    return False
 
 
 def _jobs(asked: int | None, experiment: Experiment, device: str) -> int:

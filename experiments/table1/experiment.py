@@ -34,6 +34,13 @@ FIRST_PARTS = (("paper", "float32"), ("largest", "bfloat16"))
 FIRST_S = {"amoebanet": 5.0, "transformer": 1.0}
 """... and how long that takes."""
 
+PRELOAD = (
+    "torch._dynamo",
+    "gpipe_bench.experiments.table1.largest",
+    "gpipe_bench.experiments.table1.verify_memory",
+)
+"""Fake tensors and optimizers import the first one sooner or later."""
+
 VERIFIED_MODELS = ("amoebanet-d", "transformer-lm")
 VERIFIED_STAGES = (1, 2, 4)
 VERIFIED_REMAT = ("never", "always")
@@ -223,4 +230,5 @@ EXPERIMENT = Experiment(
     figures=figures,
     options=("device",),
     untimed=True,
+    preload=PRELOAD,
 )

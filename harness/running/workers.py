@@ -5,7 +5,8 @@
                   thread 2 --case--> process 2
 
 A thread of the run owns a process and waits for it, so whatever a case does to its process (a crash, a kill
-for want of memory) is that case's result and nobody else's.
+for want of memory) is that case's result and nobody else's. Where an experiment says which modules its cases
+import, one more process imports them and the others are forked from it: torch alone takes a second or two.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from typing import NoReturn
+from multiprocessing.context import ForkServerProcess, SpawnProcess
+from typing import Any, NoReturn, cast
 
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions
 from gpipe_bench.harness.records.codec import decode, encode
@@ -35,6 +37,9 @@ MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
 def sensible_jobs() -> int:
     """Cases at the same time that a machine takes without being asked: one per core, not too many."""
     return min(usable_cores(), MOST_JOBS)
+
+
+Process = SpawnProcess | ForkServerProcess
 
 
 class StoppedError(Exception):
@@ -61,8 +66,12 @@ class Workers(Here):
         super().__init__(experiment, options, command)
         self._mine = threading.local()
         self._lock = threading.Lock()
-        self._all: list[tuple[SpawnProcess, Connection]] = []
+        self._all: list[tuple[Process, Connection]] = []
         self._stopped = False
+        self._forked: _Forked | None = None
+        if experiment.preload and options.device != "cuda":  # a process that has seen a GPU cannot be forked
+            with contextlib.suppress(ValueError):
+                self._forked = _Forked(experiment.preload)
 
     def execute(self, case: Case) -> Record:
         """The record; a process that ends meanwhile makes it a failed one. Raises StoppedError."""
@@ -91,9 +100,11 @@ class Workers(Here):
             if process.is_alive():
                 process.kill()
                 process.join()
+        if self._forked is not None:
+            self._forked.end()
 
-    def _process(self) -> tuple[SpawnProcess, Connection]:
-        found: tuple[SpawnProcess, Connection] | None = getattr(self._mine, "process", None)
+    def _process(self) -> tuple[Process, Connection]:
+        found: tuple[Process, Connection] | None = getattr(self._mine, "process", None)
         if found is None:
             with self._lock:
                 if self._stopped:
@@ -102,14 +113,48 @@ class Workers(Here):
                 self._all.append(found)
         return found
 
-    def _start(self) -> tuple[SpawnProcess, Connection]:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
+    def _start(self) -> tuple[Process, Connection]:
+        ours, theirs = multiprocessing.Pipe()
         arguments = (theirs, self._experiment, self._options, self._command)
-        process = context.Process(target=_serve, args=arguments)
-        process.start()
+        process: Process | None = None
+        if self._forked is not None:
+            process = self._forked.context.Process(target=_serve, args=arguments)
+            try:
+                process.start()
+            except (
+                EOFError,
+                OSError,
+            ):  # a module that takes the server down takes a case down too, and says so
+                process = None
+        if process is None:
+            process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
+            process.start()
         theirs.close()
         return process, ours
+
+
+class _Forked:
+    """Processes forked from one that has imported the modules: the standard library's fork server, of which a
+    program has one. Raises ValueError where there can be none.
+    """
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        self._server = cast(Any, forkserver._forkserver)
+        if "forkserver" not in multiprocessing.get_all_start_methods():
+            raise ValueError("this system forks no processes")
+        if self._server._forkserver_pid is not None:
+            raise ValueError("somebody else's server, with another environment, is at work")
+        self.context = multiprocessing.get_context("forkserver")
+        self._preload_before = self._server._preload_modules
+        self.context.set_forkserver_preload([*modules])
+
+    def end(self) -> None:
+        """Ends the server, which would outlive the run by a moment; its processes must have ended."""
+        self.context.set_forkserver_preload(self._preload_before)
+        if self._server._forkserver_pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._server._forkserver_pid, signal.SIGTERM)
+            self._server._stop()
 
 
 def _failing(experiment: Experiment, exitcode: int | None) -> Experiment:

@@ -165,7 +165,10 @@ def _factor(verdict: Verdict, allowed: Allowed, low: float, high: float) -> floa
 
 
 def _apart(factor: float | None) -> str:
-    return "" if factor is None else f", at least a factor of {max(factor, 1 / factor):.3g} away"
+    if factor is None:
+        return ""
+    times = max(factor, 1 / factor)
+    return f", at least a factor of {times:.{3 if times >= 1.005 else 5}g} away"
 
 
 def _made_of(ours: Entry) -> str:

@@ -7,15 +7,19 @@ between markers, and a test compares.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.experiments.table1.readme import table as table1
 from gpipe_bench.harness.experiment import Experiment, RunOptions
+from gpipe_bench.harness.judging.entry import QUESTIONS
+from gpipe_bench.harness.judging.verdict import JUDGED, Verdict
 from gpipe_bench.harness.places import PUBLISHED, REFERENCE, ROOT
 from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.report.counts import EVIDENCE, evidence
 from gpipe_bench.harness.report.grid import between
 from gpipe_bench.harness.report.render import MARKS, MEANINGS
 from gpipe_bench.harness.report.replies import RULE, replies_markdown
@@ -46,6 +50,29 @@ def replies() -> str:
     return f"{replies_markdown(cells, {table.name: table.info.short for table in page.tables})}\n\n{RULE}"
 
 
+def widths() -> str:
+    """Verdicts by evidence at the declared width, and all of them at half and at twice the width."""
+    page = build(RECORDS, figures=False)
+    rows = [row for table in page.tables for row in table.rows if row.comparison.counted]
+    columns: tuple[Verdict, ...] = (*JUDGED, "not comparable", "not run")
+    lines = ["| question | evidence | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
+
+    def line(question: str, name: str, found: Sequence[Verdict]) -> str:
+        counted = Counter(found)
+        return f"| {question} | {name} | {' | '.join(str(counted[each] or '-') for each in columns)} |"
+
+    for question in QUESTIONS:
+        mine = [row for row in rows if row.comparison.question == question]
+        for rests_on in EVIDENCE:
+            found = [row.comparison.verdict for row in mine if evidence(row.comparison) == rests_on]
+            if found:
+                lines.append(line(question, rests_on, found))
+        lines.append(line(question, "all", [row.comparison.verdict for row in mine]))
+        lines.append(line(question, "all, at half the width", [row.narrow for row in mine]))
+        lines.append(line(question, "all, at twice the width", [row.wide for row in mine]))
+    return "\n".join(lines)
+
+
 def verdicts() -> str:
     """A row for each verdict."""
     rows = [f"| {MARKS[name]} {name} | {meaning} |" for name, meaning in MEANINGS.items()]
@@ -74,6 +101,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "verdicts": (ROOT / "README.md", verdicts),
     "sessions": (ROOT / "README.md", sessions),
     "experiments": (ROOT / "docs" / "commands.md", descriptions),
+    "widths": (ROOT / "docs" / "method.md", widths),
     "table1": (PUBLISHED / "README.md", lambda: table1(Store(RECORDS).load("table1").records)),
 }
 """By the name in the markers: the page, and what makes the section."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.hypotheses import Hypothesis
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar, Status, identity, label
 from gpipe_bench.harness.shown import KeptTimeline, PaperTable, Plot
 
@@ -104,6 +105,7 @@ class Experiment:
         tables: records and comparison as text; by default the comparison alone
         figures: the plots that the records suffice for
         timelines: the timelines in the records that a report shows as charts
+        hypotheses: settings of the same model that may explain differences, as they were run; the base first
         paper_tables: the tables of paper.csv that it answers, in words, in the order of the report
         docs: a page of the documentation that says more
         revision: raised whenever a change makes earlier records wrong: they are then run again
@@ -126,6 +128,7 @@ class Experiment:
     tables: Callable[[Sequence[Record], list[Comparison]], str] | None = None
     figures: Callable[[Sequence[Record]], list[Plot]] | None = None
     timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None
+    hypotheses: Callable[[Sequence[Record]], list[Hypothesis]] | None = None
     paper_tables: Mapping[str, PaperTable] = field(default_factory=dict)
     docs: str = ""
     revision: int = 1

@@ -54,6 +54,8 @@ def _verb(name: str) -> Callable[[argparse.Namespace], int]:
         from gpipe_bench.experiments.commands.doctor import run
     elif name == "compare":
         from gpipe_bench.experiments.commands.compare import run
+    elif name == "hypotheses":
+        from gpipe_bench.experiments.commands.hypotheses import run
     elif name == "report":
         from gpipe_bench.experiments.commands.report import run
     elif name == "size":
@@ -135,6 +137,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MACHINE",
         help="several machines in one table: names under results/reference, local, or folders of records",
     )
+
+    verb = _add(
+        verbs, "hypotheses", "tested reasons for differences: settings of the model against the paper"
+    )
+    verb.add_argument("name", metavar="NAME", help="an experiment, see list")
+    verb.add_argument("--all", action="store_true", help="every combination, not the nearest few")
 
     verb = _add(verbs, "report", "every number of the paper beside ours, as one HTML page and markdown")
     verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")

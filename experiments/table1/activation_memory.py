@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpipe_bench.experiments.table1.model_costs import ModelProfile, meta_model
 from gpipe_bench.experiments.table1.paper_models import HALVES, Column
 from gpipe_bench.experiments.table1.settings import (
+    OWN_OF_MODEL,
     Combination,
     Numbers,
+    allowed,
     cap_bytes,
     combinations,
     num_microbatches,
@@ -34,6 +37,10 @@ from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import gpipe, naive
 
 BYTES_PER_PARAMETER = 12
+PLAIN: Combination = {
+    "activation_format": "float32", "kept_by": "every operation", "tensor_layout": "dense",
+}  # fmt: skip
+"""Profiles of which only parameters or the number of layers are asked."""
 RULES = {"least variance": "variance", "cumulative share": "cumulative"}
 GRADIENT_BYTES = 4  # parameters are single precision, as stated, and so are the sums of their gradients
 
@@ -57,7 +64,7 @@ def activation_memory(half: str, column: Column) -> Numbers:
     """The sum over the accelerators, in bytes, for every combination of the half's unknown settings."""
     _, cap = cap_bytes(half)
     walked: dict[tuple[Value, ...], tuple[Stage, ...] | None] = {}
-    values: list[float | None] = []
+    values: list[int | None] = []
     fits: list[bool] = []
     for settings in combinations(half):
         key = tuple(value for name, value in settings.items() if name not in ADDED)
@@ -68,14 +75,32 @@ def activation_memory(half: str, column: Column) -> Numbers:
             values.append(None)
             fits.append(False)
             continue
-        copies = int(settings["gradient_copies"])
-        twice = settings["boundary_tensors"] == "inputs and outputs"
-        values.append(sum(stage.held[copies] + twice * stage.outputs for stage in stages))
-        # Whether they are counted or not, the gradients are there.
-        fits.append(
-            all(stage.fixed + stage.held[max(copies, 1)] + twice * stage.outputs <= cap for stage in stages)
-        )
+        values.append(sum(counted(stage, settings) for stage in stages))
+        fits.append(max(needed(stage, settings) for stage in stages) <= cap)
     return Numbers(tuple(values), tuple(fits))
+
+
+def parameter_counts(half: str, column: Column) -> tuple[int, ...]:
+    """Parameters of a column's model for every combination of `OWN_OF_MODEL`."""
+    names = OWN_OF_MODEL[half]
+    return tuple(
+        model_of(
+            half, column.num_layers, column.num_filters, 2, {**PLAIN, **dict(zip(names, values, strict=True))}
+        ).num_parameters
+        for values in product(*(allowed(half)[name] for name in names))
+    )
+
+
+def counted(stage: Stage, settings: Combination) -> int:
+    """Bytes that a report of the activation memory would count."""
+    twice = settings["boundary_tensors"] == "inputs and outputs"
+    return stage.held[int(settings["gradient_copies"])] + twice * stage.outputs
+
+
+def needed(stage: Stage, settings: Combination) -> int:
+    """Bytes that the accelerator must have. Whether they are counted or not, the gradients are there."""
+    copies = max(int(settings["gradient_copies"]), 1)
+    return stage.fixed + counted(stage, {**settings, "gradient_copies": copies})
 
 
 ADDED = ("gradient_copies", "boundary_tensors")
@@ -89,7 +114,15 @@ def stages_of(half: str, column: Column, settings: Combination) -> tuple[Stage, 
         return None
     count = num_microbatches(half, column, settings)
     model = model_of(half, column.num_layers, column.num_filters, HALVES[half].batch_size // count, settings)
-    return tuple(stage_of(model, cuts, stage, count, is_naive=column.is_naive) for stage in range(len(cuts)))
+    found: dict[object, Stage] = {}
+    stages = []
+    for index, cut in enumerate(cuts):
+        # All of the Transformer's layers between embedding and softmax are one.
+        like = (len(cut), index == 0, index == len(cuts) - 1) if half == "transformer" else index
+        if like not in found:
+            found[like] = stage_of(model, cuts, index, count, is_naive=column.is_naive)
+        stages.append(found[like])
+    return tuple(stages)
 
 
 def cuts_of(half: str, column: Column, settings: Combination) -> Partition | None:
@@ -111,13 +144,7 @@ def _cut(costs: tuple[float, ...], num_stages: int, rule: str) -> Partition | No
 
 def costs_of(half: str, num_layers: int, num_filters: int, settings: Combination) -> tuple[float, ...]:
     """What each layer counts for when the model is cut."""
-    plain = {
-        **settings,
-        "activation_format": "float32",
-        "kept_by": "every operation",
-        "tensor_layout": "dense",
-    }
-    model = model_of(half, num_layers, num_filters, 2, plain)
+    model = model_of(half, num_layers, num_filters, 2, {**settings, **PLAIN})
     match settings["partition_cost"]:
         case "layers":
             return (1.0,) * len(model.layers)
@@ -200,13 +227,13 @@ def _stage(
     bare = footprint(tuple(map(_bare, layers)), loss)
     bare = replace(bare, parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0)
     gradients = sum(map(gradient_bytes, layers))
-    # A single micro-batch's gradients appear while its activations go; those of several are added to a sum
-    # that is whole from the second on.
-    growing = footprint(tuple(map(_in_single_precision, layers)), loss).backward_first
     held = []
     for copies in range(3):
         counted = replace(bare, gradient_bytes=copies * gradients)
         if copies and num_microbatches == 1:
+            # A single micro-batch's gradients appear while its activations go; those of several are added
+            # to a sum that is whole from the second on.
+            growing = footprint(tuple(map(_in_single_precision, layers)), loss).backward_first
             counted = replace(counted, backward_first=growing)
         moment = fullest_moment(counted, demanded, num_microbatches, "sgd", is_first=is_first)
         held.append(moment.peak)

@@ -24,6 +24,9 @@ SHARED = (
 OWN = {"amoebanet": ("auxiliary_head", "num_classes"), "transformer": ("num_microbatches",)}
 """Settings of one half, after the shared ones."""
 
+OWN_OF_MODEL: dict[str, tuple[str, ...]] = {"amoebanet": OWN["amoebanet"], "transformer": ()}
+"""Settings of one half that change the model's parameters."""
+
 CAP = "memory_cap_bytes"
 
 Combination = Mapping[str, Value]
@@ -38,7 +41,7 @@ class Numbers:
         fits: whether the column's model then fits into its accelerators
     """
 
-    values: tuple[float | None, ...]
+    values: tuple[int | None, ...]
     fits: tuple[bool, ...]
 
 
@@ -69,31 +72,27 @@ def num_microbatches(half: str, column: Column, combination: Combination) -> int
     return int(combination.get("num_microbatches", HALVES[half].num_microbatches))
 
 
-def spread_of(half: str, numbers: Numbers) -> tuple[Spread, bool] | None:
-    """The range over the combinations under which the model fits, and True; over all of them, and False,
-    where it fits under none. None without any number.
+def spread_of(
+    settings: Sequence[Combination], values: Sequence[float | None], names: Sequence[str]
+) -> Spread | None:
+    """The range over all combinations that have a number; None where none has.
 
     What a setting does alone is the range of the medians over all else, one for each of its values.
     """
-    named = list(zip(combinations(half), numbers.values, numbers.fits, strict=True))
-    fitting = [(settings, value) for settings, value, fits in named if value is not None and fits]
-    found = fitting or [(settings, value) for settings, value, _ in named if value is not None]
+    found = [(each, value) for each, value in zip(settings, values, strict=True) if value is not None]
     if not found:
         return None
-    values = [value for _, value in found]
+    numbers = [value for _, value in found]
     return Spread(
-        low=min(values), high=max(values), parts=tuple(_parts(half, found)), combinations=len(values)
-    ), bool(fitting)
+        low=min(numbers), high=max(numbers), parts=tuple(_parts(found, names)), combinations=len(numbers)
+    )
 
 
-def _parts(half: str, found: Sequence[tuple[Combination, float]]) -> Iterator[Part]:
-    for name, choices in allowed(half).items():
-        groups = [[value for settings, value in found if settings[name] == choice] for choice in choices]
-        middles = [median(group) for group in groups if group]
+def _parts(found: Sequence[tuple[Combination, float]], names: Sequence[str]) -> Iterator[Part]:
+    for name in names:
+        groups: dict[Value, list[float]] = {}
+        for settings, value in found:
+            groups.setdefault(settings[name], []).append(value)
+        middles = [median(group) for group in groups.values()]
         if min(middles) < max(middles):
             yield Part(what=name, low=min(middles), high=max(middles))
-
-
-def middle(spread: Spread) -> float:
-    """The number that stands for a range."""
-    return (spread.low + spread.high) / 2

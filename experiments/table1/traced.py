@@ -23,7 +23,7 @@ from torch import nn
 from gpipe_bench.experiments.table1.model_costs import ModelProfile
 from gpipe_bench.experiments.table1.paper_models import HALVES
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.labels import Label, Relabel, tiled
 from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
 from gpipe_bench.pipeline.memory.story import Story
@@ -147,14 +147,10 @@ def is_traceable(num_layers: int, num_filters: int) -> bool:
 
 def amoebanet_at(reading: Reading, size: Size, *, pads: bool = False) -> ModelProfile:
     """All layers of the model; ``pads`` in tiled memory."""
-    entry, first, reductions, second, third, last, head, classifier, loss = _amoebanet(
+    *parts, loss = _amoebanet(
         reading, size.num_filters, size.microbatch_size, size.num_classes, size.auxiliary_head, pads
     )
-    layers = stacked(
-        entry, (*first, reductions[0], *second), head, (reductions[1], *third, *last), classifier,
-        num_layers=size.num_layers,
-    )  # fmt: skip
-    return ModelProfile(layers, loss[0])
+    return ModelProfile(stacked(*parts, num_layers=size.num_layers), *loss)
 
 
 T = TypeVar("T")
@@ -190,7 +186,7 @@ def stacked(
 def _amoebanet(
     reading: Reading, num_filters: int, examples: int, num_classes: int, auxiliary_head: bool, pads: bool
 ) -> tuple[tuple[LayerProfile, ...], ...]:
-    """Entry, first stack, reductions, second and third stack, last cell, head, classifier, loss."""
+    """What `stacked` puts together, and the loss."""
     kinds = _kinds(reading, 1 if examples == 1 else EXAMPLES)
     labels = [Label(WIDTH_PRIME, WIDTH, num_filters), Label(CLASSES, CLASSES, num_classes)]
     if examples != 1:
@@ -207,23 +203,31 @@ def _amoebanet(
         ).profile
         for times in (2, 4)
     )
-    entry = tuple(map(at_entry, kinds.entry))
-    first = tuple(map(cell, kinds.first))
-    second = (*map(cell, kinds.second), shifted(kinds.first[2]))
-    reductions = tuple(map(at_entry, kinds.reductions))
-    third = (*map(shifted, kinds.second), quartered(kinds.first[2]))
-    last = (quartered(kinds.last),)
     classifier, loss = map(at_entry, kinds.ends[auxiliary_head])
-    head: tuple[LayerProfile, ...] = ()
-    if auxiliary_head:
-        head = (at_entry(kinds.head),)
-        logits = head[0].outputs.tensors[-1]
-        carry = _carrier(Boundary((logits,), (0,), False))
-        reductions = (reductions[0], carry(reductions[1]))
-        third, last = tuple(map(carry, third)), tuple(map(carry, last))
-    groups = (entry, first, reductions, second, third, last, head, (classifier,), (loss,))
-    _check((*entry, *first, reductions[0], *second, *head, reductions[1], *third, *last, classifier))
+    head = (at_entry(kinds.head),) if auxiliary_head else ()
+    # The head's logits travel on to the classifier, through all cells between.
+    carried = _carrier(head[0].outputs.tensors[-1]) if head else _unchanged
+    first_reduction, second_reduction = map(at_entry, kinds.reductions)
+    entry = tuple(map(at_entry, kinds.entry))
+    middle = (
+        *map(cell, kinds.first), first_reduction, *map(cell, kinds.second), shifted(kinds.first[2]),
+    )  # fmt: skip
+    end = tuple(
+        map(
+            carried,
+            (
+                second_reduction, *map(shifted, kinds.second), quartered(kinds.first[2]),
+                quartered(kinds.last),
+            ),
+        )
+    )  # fmt: skip
+    groups = (entry, middle, head, end, (classifier,), (loss,))
+    _check((*entry, *middle, *head, *end[:3], *end[4:], classifier))
     return tuple(tuple(map(tiled, group)) for group in groups) if pads else groups
+
+
+def _unchanged(profile: LayerProfile) -> LayerProfile:
+    return profile
 
 
 def _check(layers: Sequence[LayerProfile]) -> None:
@@ -260,7 +264,7 @@ def _kinds(reading: Reading, examples: int) -> _Kinds:
         profiler.layer(plain[10], small(second_into)),
     )
     second = profiler.chain(cells[4:6], grown.boundary(reductions[0].outputs))
-    head = profiler.layer(with_head.aux_head, small(second_into))
+    head = profiler.layer(with_head.get_submodule("aux_head"), small(second_into))
     final = small(_halved(second_into))
     ends = {
         False: _ends(profiler, plain[-1], final, target),
@@ -288,9 +292,9 @@ def _joined(boundary: Boundary, head: Boundary) -> Boundary:
     return boundary.join(logits)
 
 
-def _carrier(carried: Boundary) -> Callable[[LayerProfile], LayerProfile]:
+def _carrier(spec: TensorSpec) -> Callable[[LayerProfile], LayerProfile]:
     """Makes a layer hand a further tensor on untouched, as cells do with the auxiliary logits."""
-    spec = carried.tensors[0]
+    carried = Boundary((spec,), (0,), False)
 
     def story(given: Story, *, with_graph: bool) -> Story:
         number = len(given.sizes)

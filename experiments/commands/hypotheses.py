@@ -1,0 +1,82 @@
+"""`hypotheses NAME`: settings of the same model against the paper's numbers, from records alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from gpipe_bench.experiments.commands import exits
+from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.experiments.report.records import select_records
+from gpipe_bench.harness.judging.hypotheses import Fit, Ranking, rank
+from gpipe_bench.harness.records.store import Store, lines_of
+from gpipe_bench.harness.report.hypotheses import summary, table
+
+BEST = 5
+"""Combinations shown unless all are asked for."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb. Raises ValueError where there is nothing to show, with what to do."""
+    experiment = load(arguments.name)
+    if experiment.hypotheses is None:
+        having = [name for name in EXPERIMENTS if load(name).hypotheses is not None]
+        raise ValueError(f"{experiment.name} has no hypotheses; those that have: {', '.join(having)}")
+    loaded = Store(arguments.results).load(experiment.name)
+    for line in lines_of(loaded.problems):
+        print(f"warning: {line}", file=sys.stderr)
+    records = select_records(loaded.records, experiment, None)
+    found = experiment.hypotheses(records)
+    if not found:
+        raise ValueError(
+            f"no records of {experiment.name} in {arguments.results} have hypotheses; make them with: "
+            f"run {experiment.name}"
+        )
+    ranking = rank(found)
+    if arguments.json:
+        for fit in ranking.fits if arguments.all else _shown(ranking):
+            print_line(msgspec.json.encode(_as_data(fit)))
+        return exits.DONE
+    print(_text(ranking, every=arguments.all))
+    return exits.DONE
+
+
+def _shown(ranking: Ranking) -> list[Fit]:
+    chosen = [*ranking.of_single_settings(), *ranking.fits[:BEST], *_best_of_tables(ranking)]
+    return list({fit.hypothesis.name: fit for fit in chosen}.values())
+
+
+def _best_of_tables(ranking: Ranking) -> list[Fit]:
+    return [ranking.best_of(name) for name in dict.fromkeys(key[0] for key in ranking.keys)]
+
+
+def _text(ranking: Ranking, *, every: bool) -> str:
+    parts = ["Ours over the paper's number under each hypothesis; RMS: root mean square of its logarithm."]
+    sections: Iterable[tuple[str, Sequence[Fit]]] = (
+        ("The base, and what changes one setting of it", ranking.of_single_settings()),
+        (
+            f"All {ranking.tried}" if every else f"The {BEST} nearest of all combinations",
+            ranking.fits if every else ranking.fits[:BEST],
+        ),
+        ("The nearest for each table alone", _best_of_tables(ranking)),
+    )
+    parts += [table(ranking, fits, title).text() for title, fits in sections]
+    return "\n\n".join([*parts, "\n".join(summary(ranking))])
+
+
+def _as_data(fit: Fit) -> dict[str, object]:
+    return {
+        "hypothesis": fit.hypothesis.name,
+        "settings": dict(fit.hypothesis.settings),
+        "changed_settings": fit.changed,
+        "ratios": [
+            {"table": table, "row": row, "column": column, "ratio": ratio}
+            for (table, row, column), ratio in fit.ratios.items()
+        ],
+        "rms": {**fit.by_table, "all": fit.overall},
+        "within": len(fit.within),
+    }

@@ -1,29 +1,147 @@
-"""A tested reason: one choice of what is not known, and what our numbers are under it.
+"""Reasons for a difference, tested: settings of the same model against the cells that they should explain.
 
-A difference may only be explained by a setting of the same model that was tried, beside all others that were
-tried; so an experiment hands over every choice with its numbers, and the table of them says what each
-explains.
+A footnote that says why a number differs is only worth something if the setting that it names was run and
+found to give the paper's number, and if it is said how many others were tried. A hypothesis is such a
+setting with the numbers that it gives; this module holds them against the paper's and ranks them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.records.record import Scalar
+
+Key = tuple[str, str, str]
+"""Table, row and column of paper.csv."""
+
+NEAR = 0.1
+"""How far from the paper's number a hypothesis may be to account for it, unless rounding leaves more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hypothesis:
-    """One choice of settings.
+    """What the model gives under one choice of settings.
 
     Args:
-        name: in words, as a footnote would give it
-        values: our number for each (table, row, column) of paper.csv that it is about, in the unit that is
-            printed there
-        settings: what was chosen, by the names of results/unknowns.toml where they stand there
+        name: the choice in a few words; equal names are one hypothesis
+        values: by table, row and column, each in the unit of that number in paper.csv
+        settings: by name, as in results/unknowns.toml where it has them
     """
 
     name: str
-    values: Mapping[tuple[str, str, str], float]
+    values: Mapping[Key, float]
     settings: Mapping[str, Scalar]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How near a hypothesis comes to the paper's numbers.
+
+    Args:
+        hypothesis: which
+        changed: how many settings differ from those of the first hypothesis that was given, the base
+        ratios: ours over the paper's, of the numbers it has
+        within: the keys that it accounts for: within the rounding or a tenth
+        by_table: root mean square of the logarithms of the ratios, by table
+        overall: the same of all
+    """
+
+    hypothesis: Hypothesis
+    changed: int
+    ratios: Mapping[Key, float]
+    within: frozenset[Key]
+    by_table: Mapping[str, float]
+    overall: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """All hypotheses tried, nearest first; those with fewer numbers come last.
+
+    `keys` are the paper's numbers that any of them has, in the paper's order.
+    """
+
+    keys: tuple[Key, ...]
+    fits: tuple[Fit, ...]
+
+    @property
+    def tried(self) -> int:
+        return len(self.fits)
+
+    @property
+    def explains_all(self) -> tuple[Fit, ...]:
+        """Those that account for every number."""
+        return tuple(fit for fit in self.fits if len(fit.within) == len(self.keys))
+
+    def explains(self, key: Key) -> tuple[Hypothesis, ...]:
+        """The hypotheses that account for one number, nearest over all numbers first."""
+        return tuple(fit.hypothesis for fit in self.fits if key in fit.within)
+
+    def best_of(self, table: str) -> Fit:
+        """The nearest one over the numbers of a table. Raises ValueError where none has any."""
+        having = [fit for fit in self.fits if table in fit.by_table]
+        if not having:
+            raise ValueError(f"no hypothesis has a number of {table!r}")
+        return min(having, key=lambda fit: fit.by_table[table])
+
+    def of_single_settings(self) -> tuple[Fit, ...]:
+        """The base, then what changes one setting of it, nearest first."""
+        found = [fit for fit in self.fits if fit.changed <= 1]
+        return tuple(sorted(found, key=lambda fit: fit.changed))
+
+
+def _changes(base: Hypothesis, other: Hypothesis) -> int:
+    names = {*base.settings, *other.settings}
+    return sum(base.settings.get(name) != other.settings.get(name) for name in names)
+
+
+def rank(hypotheses: Sequence[Hypothesis], paper: Sequence[PaperCell] | None = None) -> Ranking:
+    """Hold the hypotheses against the paper's numbers, which are those of paper.csv unless given.
+
+    Raises ValueError for two of one name, for a number that the paper lacks or that cannot be compared, and
+    for values that have no logarithm.
+    """
+    cells = {cell.key: cell for cell in (load_paper() if paper is None else paper) if cell.source == "paper"}
+    order: dict[str, int] = {}
+    for index, hypothesis in enumerate(hypotheses):
+        if order.setdefault(hypothesis.name, index) != index:
+            raise ValueError(f"two hypotheses are called {hypothesis.name!r}")
+    fits = [_fit(hypothesis, hypotheses[0], cells) for hypothesis in hypotheses]
+    fits.sort(key=lambda fit: (-len(fit.ratios), fit.overall, order[fit.hypothesis.name]))
+    having = {key for fit in fits for key in fit.ratios}
+    return Ranking(tuple(key for key in cells if key in having), tuple(fits))
+
+
+def _fit(hypothesis: Hypothesis, base: Hypothesis, cells: Mapping[Key, PaperCell]) -> Fit:
+    ratios: dict[Key, float] = {}
+    within: set[Key] = set()
+    logarithms: dict[str, list[float]] = {}
+    for key, value in hypothesis.values.items():
+        cell = cells.get(key)
+        if cell is None:
+            raise ValueError(f"{hypothesis.name}: the paper has no number {' / '.join(key)}")
+        if not (math.isfinite(value) and value > 0 and cell.target > 0):
+            raise ValueError(
+                f"{hypothesis.name}: {value} over {cell.target} of {' / '.join(key)} is no ratio"
+            )
+        ratios[key] = value / cell.target
+        logarithms.setdefault(key[0], []).append(math.log(ratios[key]))
+        if abs(value - cell.target) <= max(cell.target_rounding, NEAR * cell.target):
+            within.add(key)
+    every = [each for table in logarithms.values() for each in table]
+    return Fit(
+        hypothesis,
+        _changes(base, hypothesis),
+        ratios,
+        frozenset(within),
+        {table: root_mean_square(each) for table, each in logarithms.items()},
+        root_mean_square(every),
+    )
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    """0 for none."""
+    return math.sqrt(math.fsum(value * value for value in values) / len(values)) if values else 0.0

@@ -133,14 +133,14 @@ def test_a_core_is_half_a_chip() -> None:
 
 def test_memory_scaled_from_two_sizes_is_the_memory_models_own() -> None:
     with torch.device("meta"):
-        modules = MODELS["amoebanet-d"](**AMOEBANET)
-    inputs, target = example_batch("amoebanet-d", 4, device="meta", **AMOEBANET)
+        modules = MODELS["transformer-lm"](**TRANSFORMER)
+    inputs, target = example_batch("transformer-lm", 4, device="meta", **TRANSFORMER)
     layers, loss = Profiler(None).model(
-        modules, loss_fn("amoebanet-d", **AMOEBANET), Boundary.of(inputs), Boundary.of(target)
+        modules, loss_fn("transformer-lm", **TRANSFORMER), Boundary.of(inputs), Boundary.of(target)
     )
-    cut = (range(5), range(5, len(modules)))
+    cut = (range(2), range(2, len(modules)))
     wanted = pipeline_memory(layers, loss, cut, gpipe(2, 3, "always"), receive_ahead=1)
-    memory = Memory.of("amoebanet-d", AMOEBANET, "float32")
+    memory = Memory.of("transformer-lm", TRANSFORMER, "float32")
     assert memory.peak_bytes(cut, 3, 4, "always", "rmsprop") == max(stage.peak for stage in wanted)
 
 

@@ -49,7 +49,8 @@ def _of_record(record: Record, printed: Mapping[Cell, float]) -> Iterator[Hypoth
     for each in record.details["changed"]:
         yield Hypothesis(
             name=f"{title}: {each['setting']} {_text(each['value'])}",
-            values={cells[number]: each["values"][number] for number in judged},
+            # A share of nothing has no ratio to the paper's, so it accounts for nothing.
+            values={cells[number]: each["values"][number] for number in judged if each["values"][number] > 0},
             settings=reference | {each["setting"]: each["value"]},
         )
     best = _best(record, judged, cells, printed)

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -17,19 +18,21 @@ from hypothesis import strategies as st
 from records import record
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.experiments.published import accelerators, paper_models, throughput
-from gpipe_bench.experiments.published.accelerators import P100_16, TPU_V2, Accelerator
+from gpipe_bench.experiments.published.accelerator_steps import accelerators, paper_models
+from gpipe_bench.experiments.published.accelerator_steps.accelerators import P100_16, TPU_V2, Accelerator
+from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
+from gpipe_bench.experiments.published.accelerator_steps.layout import Steps
+from gpipe_bench.experiments.published.accelerator_steps.memory import Memory
+from gpipe_bench.experiments.published.accelerator_steps.operations import work_of
+from gpipe_bench.experiments.published.accelerator_steps.work import Dim, Product, TensorSize, tiled_elements
 from gpipe_bench.experiments.published.cases import ESTIMATE_S, run
 from gpipe_bench.experiments.published.elsewhere import errors_of
 from gpipe_bench.experiments.published.entries import PART, as_published, prediction_text, timed
-from gpipe_bench.experiments.published.full_size import FullSize
 from gpipe_bench.experiments.published.hypotheses import TRIED, hypotheses_of
-from gpipe_bench.experiments.published.layout import Steps
-from gpipe_bench.experiments.published.memory import Memory
-from gpipe_bench.experiments.published.operations import work_of
 from gpipe_bench.experiments.published.outcome import outcome
+from gpipe_bench.experiments.published.settings import LINK, Prediction
 from gpipe_bench.experiments.published.walk import Axis, Walk, points, ranks
-from gpipe_bench.experiments.published.work import Dim, Product, TensorSize, tiled_elements
+from gpipe_bench.experiments.table2.predicted import _adjusted
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging import paper as paper_file
 from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
@@ -275,9 +278,9 @@ def test_the_three_ways_to_adjust_a_batch() -> None:
         "batch_adjustment",
         allowed=("one batch for the table", "one batch for each M", "one batch for each entry"),
     )
-    links = [Axis(name, (1.0,), (0,)) for name in throughput.LINK]
+    links = [Axis(name, (1.0,), (0,)) for name in LINK]
     batch = Axis("batch_size", (1, 2), (0, 1))
-    walk = throughput._adjusted("table2-amoebanet", links, ways, batch, rates, fits)
+    walk = _adjusted("table2-amoebanet", links, ways, batch, rates, fits)
     assert walk.settings["batch_size"] == "one batch for the table: 1"
     cell = ("table2-amoebanet", "M=4", "K=4")
     assert walk.middle(cell) == 8
@@ -298,7 +301,8 @@ def test_the_three_ways_to_adjust_a_batch() -> None:
 def predicted(experiment: str, model: str):
     """A record of the path itself: a tiny model and the middle alone, said to be of the short profile."""
     case = Case({"part": PART, "model": model})
-    found = run(experiment, case, RunOptions(profile="smoke"))
+    predicted = import_module(f"gpipe_bench.experiments.{experiment}.predicted")
+    found = run(predicted.predict, case, RunOptions(profile="smoke"))
     return record(
         experiment=experiment, profile="short", case=case.key, quantities=found.quantities,
         details=json.loads(json.dumps(found.details)),
@@ -385,7 +389,7 @@ def test_hypotheses_are_the_middle_every_single_change_and_the_best_of_all() -> 
         cells[0]: np.array([[60.0, 65.6], [61.0, 62.0]]),
         cells[1]: np.array([[20.0, 22.5], [21.0, 0.0]]),
     }
-    prediction = throughput.Prediction("A model", Walk.with_rule(axes, values))
+    prediction = Prediction("A model", Walk.with_rule(axes, values))
     quantities, details = outcome(prediction)
     found = hypotheses_of(
         [record(experiment="table4", profile="short", case={"part": PART, "model": "m"},
@@ -413,7 +417,7 @@ def test_the_best_of_table_2_may_have_a_batch_for_each_row() -> None:
         cells[1]: np.array([9.0, 3.0, 7.0, 1.26, 8.0]),
     }
     walk = Walk.with_rule((axis,), values)
-    quantities, details = outcome(throughput.Prediction("A model", walk))
+    quantities, details = outcome(Prediction("A model", walk))
     best = hypotheses_of(
         [record(experiment="table2", profile="short", case={"part": PART, "model": "m"},
                 quantities=tuple(quantities), details=details)]

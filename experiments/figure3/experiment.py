@@ -71,7 +71,9 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
-        return predictions.run("figure3", case, options)
+        from gpipe_bench.experiments.figure3.predicted import predict
+
+        return predictions.run(predict, case, options)
     name = str(case.key["model"])
     subject = V1_SUBJECTS[name]
     plan = configurations(

@@ -64,7 +64,7 @@ def _count() -> Outcome:
     import numpy as np
     import torch
 
-    from gpipe_bench.experiments.published.throughput import Unknowns, whole
+    from gpipe_bench.experiments.published.settings import Unknowns, whole
     from gpipe_bench.experiments.published.walk import Walk
     from gpipe_bench.models import MODELS
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from gpipe_bench.experiments.published.entries import PART
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.published.settings import Prediction
 
 ESTIMATE_S = {
     ("table2", "amoebanet"): 25.0,
@@ -32,15 +38,22 @@ def is_prediction(case: Case) -> bool:
     return case.key.get("part") == PART
 
 
-def run(experiment: str, case: Case, options: RunOptions) -> Outcome:
-    """Predicts one model's numbers. In the smoke profile, of a tiny model and in the middle alone."""
-    from gpipe_bench.experiments.published import overheads, throughput, torchgpipe
+def run(
+    predict: Callable[..., Prediction], case: Case, options: RunOptions, not_tried: tuple[str, ...] = ()
+) -> Outcome:
+    """Predicts one model's numbers. In the smoke profile, of a tiny model and in the middle alone.
+
+    Args:
+        predict: of a model by name
+        case: of `cases`
+        options: the profile counts
+        not_tried: settings of which hypotheses take the middle alone
+    """
+    from gpipe_bench.experiments.published import torchgpipe
     from gpipe_bench.experiments.published.outcome import outcome
 
-    predict = {**throughput.PREDICTIONS, "table4": overheads.table4}[experiment]
     quick = options.profile == "smoke"
-    prediction = predict(str(case.key["model"]), quick=quick)
-    quantities, details = outcome(prediction, ("share_of_peak",) if experiment == "table2" else ())
+    quantities, details = outcome(predict(str(case.key["model"]), quick=quick), not_tried)
     if not quick:
         details["elsewhere"] = torchgpipe.middles()
     return Outcome(tuple(quantities), details)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpipe_bench.experiments.published.throughput import EACH_ENTRY, Prediction
+from gpipe_bench.experiments.published.settings import EACH_ENTRY, Prediction
 from gpipe_bench.experiments.published.walk import Axis, Walk
 from gpipe_bench.harness.records.record import Quantity
 

@@ -67,7 +67,9 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
-        return predictions.run("table2", case, options)
+        from gpipe_bench.experiments.table2.predicted import predict
+
+        return predictions.run(predict, case, options, ("share_of_peak",))
     subject = SUBJECTS[str(case.key["model"])]
     batch = str(case.key["batch"])
     if batch == SHARED_CORES:

@@ -96,7 +96,9 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
-        return predictions.run("table3", case, options)
+        from gpipe_bench.experiments.table3.predicted import predict
+
+        return predictions.run(predict, case, options)
     subject = SUBJECTS[str(case.key["model"])]
     match case.key["part"]:
         case "paper size":
@@ -108,9 +110,9 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 def _paper_size(subject: Subject) -> Estimate:
     """One micro-batch of the paper's model at a P100's peaks."""
-    from gpipe_bench.experiments.published.accelerators import P100_16
+    from gpipe_bench.experiments.published.accelerator_steps.accelerators import P100_16
+    from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
     from gpipe_bench.experiments.published.estimate import estimate
-    from gpipe_bench.experiments.published.full_size import FullSize
 
     size = subject.sizes["full"]
     return estimate(FullSize(subject.model, size.options), size.batch_size // NUM_MICROBATCHES, P100_16)

@@ -67,7 +67,9 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
-        return predictions.run("table4", case, options)
+        from gpipe_bench.experiments.table4.predicted import predict
+
+        return predictions.run(predict, case, options)
     from gpipe_bench.experiments.measuring.configuration import Configuration
 
     subject = V1_SUBJECTS[str(case.key["model"])]

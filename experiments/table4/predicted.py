@@ -11,11 +11,11 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_bench.experiments.published import paper_models
-from gpipe_bench.experiments.published.accelerators import TPU_V2
-from gpipe_bench.experiments.published.full_size import FullSize, Setup
-from gpipe_bench.experiments.published.throughput import (
-    FIGURE3_TITLES,
+from gpipe_bench.experiments.figure3.predicted import TITLES
+from gpipe_bench.experiments.published.accelerator_steps import paper_models
+from gpipe_bench.experiments.published.accelerator_steps.accelerators import TPU_V2
+from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize, Setup
+from gpipe_bench.experiments.published.settings import (
     Prediction,
     Unknowns,
     fitting,
@@ -33,7 +33,7 @@ PRINTED = ("computation", "recompute", "bubble", "load imbalance", "setup", "wei
 """The slices of v5's chart."""
 
 
-def table4(model: str = "resnet101", *, quick: bool = False) -> Prediction:
+def predict(model: str = "resnet101", *, quick: bool = False) -> Prediction:
     """Shares of the step in per cent, and the ratios that the text makes of them."""
     unknowns = Unknowns("breakdown-v5", load_unknowns(), quick)
     names = ("activation_format", "memory_cap_bytes", "num_microbatches", "setup_place", "averaged_over")
@@ -66,7 +66,7 @@ def table4(model: str = "resnet101", *, quick: bool = False) -> Prediction:
         else:
             values["breakdown-v1", "load imbalance", f"K={k}"] = found["load imbalance"]
     axes = [activation_format, cap, count, place, *unknowns.cuts, *unknowns.link, over]
-    return Prediction(FIGURE3_TITLES[model], Walk.with_rule(axes, values))
+    return Prediction(TITLES[model], Walk.with_rule(axes, values))
 
 
 def _shares(

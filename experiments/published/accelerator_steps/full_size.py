@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_bench.experiments.published.accelerators import HOST_BYTES_PER_S, Accelerator
-from gpipe_bench.experiments.published.layout import Steps
-from gpipe_bench.experiments.published.memory import Memory
-from gpipe_bench.experiments.published.operations import work_of
-from gpipe_bench.experiments.published.work import Work
+from gpipe_bench.experiments.published.accelerator_steps.accelerators import HOST_BYTES_PER_S, Accelerator
+from gpipe_bench.experiments.published.accelerator_steps.layout import Steps
+from gpipe_bench.experiments.published.accelerator_steps.memory import Memory
+from gpipe_bench.experiments.published.accelerator_steps.operations import work_of
+from gpipe_bench.experiments.published.accelerator_steps.work import Work
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 
 Array = NDArray[np.float64]

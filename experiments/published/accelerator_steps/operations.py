@@ -18,7 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gpipe_bench.experiments.published.work import Dim, LayerWork, Operation, Product, TensorSize, Work
+from gpipe_bench.experiments.published.accelerator_steps.work import (
+    Dim,
+    LayerWork,
+    Operation,
+    Product,
+    TensorSize,
+    Work,
+)
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.profile import LossLayer

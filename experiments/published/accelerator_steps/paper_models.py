@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipe_bench.experiments.published.full_size import FullSize
+from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
 
 
 def _amoebanet(num_layers: int, num_filters: int, *, quick: bool, num_classes: int) -> FullSize:

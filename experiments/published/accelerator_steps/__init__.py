@@ -1,0 +1,1 @@
+"""What the operations of a full model take on an accelerator, and what fits into its memory."""

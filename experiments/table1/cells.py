@@ -15,6 +15,7 @@ from gpipe_bench.experiments.table1.published import (
     parameter_choices,
     ranged,
 )
+from gpipe_bench.experiments.table1.sentences import sentences
 from gpipe_bench.experiments.table1.settings import spread_of
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.spread import Spread
@@ -63,7 +64,7 @@ def cells(records: Sequence[Record]) -> list[Entry]:
             ]
     for claim in CLAIMS:
         found += [_claim(records, *claim), _quotient(records, *claim)]
-    return found
+    return found + sentences(records)
 
 
 def _parameters(records: Sequence[Record], half: str, column: str, row: str, each: int) -> Entry:

@@ -1,5 +1,5 @@
-"""What the text says of Table 1's largest models: linear in the accelerators for the Transformer, not perfectly
-so for AmoebaNet.
+"""What the text says of the largest models of Table 1: linear in the accelerators for the Transformer, not
+perfectly so for AmoebaNet.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ comes back for is not kept; at the end of a stage the engine does keep it, until
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -64,10 +63,9 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
     saved_bytes, holder, forward = _walk_forward(walked, links)
     inputs = layers[0].inputs
     saved_names = {
-        name
-        for layer, ends in zip(walked, links.ends, strict=True)
-        for storage, name in _names(layer.first, ends).items()
-        if storage in layer.first.kept
+        names[storage]
+        for layer, names in zip(walked, links.names, strict=True)
+        for storage in layer.first.kept_ends
     }
     return Footprint(
         num_parameters=sum(layer.num_parameters for layer in layers),
@@ -92,70 +90,62 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
 
 
 @dataclass(frozen=True)
-class _Ends:
-    """Names, unique within the stage, of the storages at a layer's two ends."""
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _Links:
-    """The storages that layers of a stage pass to one another."""
+    """The storages that layers of a stage pass to one another, by names that are unique within the stage."""
 
-    ends: tuple[_Ends, ...]  # of each layer
+    inputs: tuple[frozenset[int], ...]  # names at the entry of each layer
+    names: tuple[dict[int, int], ...]  # of the storages at both ends of each layer, as its `first` knows them
     sizes: dict[int, int]  # bytes of each name
     boundary: frozenset[int]  # names that the stage's boundary holds, and the target
 
 
 def _link(chain: Sequence[LayerProfile]) -> _Links:
     """Follow storages through the chain."""
-    ends: list[_Ends] = []
+    inputs: list[frozenset[int]] = []
+    every: list[dict[int, int]] = []
     names: tuple[int, ...] = tuple(chain[0].inputs.same_as)
     sizes = {name: chain[0].inputs.tensors[name].num_bytes for name in names}
     boundary = set(names)
     unused = len(names)
     for index, layer in enumerate(chain):
-        if index and len(layer.first.inputs) > len(names):  # the loss: its last input is the target
+        story = layer.first
+        if index and len(story.inputs) > len(names):  # the loss: its last input is the target
             sizes[unused] = layer.inputs.tensors[-1].num_bytes
             boundary.add(unused)
             names = (*names, unused)
             unused += 1
-        story = layer.first
         known = dict(zip(story.inputs, names, strict=True))
         for storage in story.outputs:
             if storage not in known:
                 known[storage], sizes[unused] = unused, story.sizes[storage]
                 unused += 1
-        ends.append(_Ends(names, tuple(known[storage] for storage in story.outputs)))
-        names = ends[-1].outputs
-    return _Links(tuple(ends), sizes, frozenset(boundary))
-
-
-def _names(story: Story, ends: _Ends) -> dict[int, int]:
-    """The stage's names of the storages at the two ends of a layer."""
-    return dict(zip(story.inputs + story.outputs, ends.inputs + ends.outputs, strict=True))
+        inputs.append(frozenset(names))
+        every.append(known)
+        names = tuple([known[storage] for storage in story.outputs])
+    return _Links(tuple(inputs), tuple(every), sizes, frozenset(boundary))
 
 
 def _walk_free(chain: Sequence[LayerProfile], links: _Links) -> Moment:
     peak = 0
-    for layer, ends in zip(chain, links.ends, strict=True):
-        loose = sum(links.sizes[name] for name in set(ends.inputs) - links.boundary)
+    for layer, inputs in zip(chain, links.inputs, strict=True):
+        loose = sum([links.sizes[name] for name in inputs - links.boundary])
         peak = max(peak, loose + layer.free.forward_peak)
     return Moment(transients=peak)
 
 
 def _walk_forward(chain: Sequence[LayerProfile], links: _Links) -> tuple[int, dict[int, int], Moment]:
     """Bytes saved at the end, the earliest layer whose graph holds each storage, and the fullest moment."""
-    saved, holder, fullest = 0, dict[int, int](), Moment()
-    for index, (layer, ends) in enumerate(zip(chain, links.ends, strict=True)):
-        story = layer.first
-        loose = sum(links.sizes[name] for name in set(ends.inputs) - links.boundary - holder.keys())
-        moment = Moment(activations=saved, transients=loose + story.forward_peak)
-        fullest = max(fullest, moment, key=lambda each: each.total)
+    saved, holder, fullest, most = 0, dict[int, int](), Moment(), 0
+    for index, layer in enumerate(chain):
+        story, names = layer.first, links.names[index]
+        loose = sum([links.sizes[name] for name in links.inputs[index] - links.boundary - holder.keys()])
+        if saved + loose + story.forward_peak > most:
+            fullest = Moment(activations=saved, transients=loose + story.forward_peak)
+            most = fullest.total
         saved += story.kept_inside
-        for storage, name in _names(story, ends).items():
-            if storage in story.kept and name not in links.boundary and name not in holder:
+        for storage in story.kept_ends:
+            name = names[storage]
+            if name not in links.boundary and name not in holder:
                 holder[name] = index
                 saved += links.sizes[name]
     return saved, holder, fullest
@@ -164,7 +154,7 @@ def _walk_forward(chain: Sequence[LayerProfile], links: _Links) -> tuple[int, di
 def _walk_backward(
     chain: Sequence[LayerProfile], links: _Links, holder: dict[int, int], saved: int, *, first: bool
 ) -> Moment:
-    gradients, fullest = 0, Moment()
+    gradients, fullest, most = 0, Moment(), 0
     last = chain[-1].first if first else chain[-1].later
     received = tuple(
         None if storage is None else Received(index, last.sizes[storage], is_held=True)
@@ -173,28 +163,41 @@ def _walk_backward(
     held = sum(each.num_bytes for each in received if each is not None)
     numbers = count(len(received))
     for index in range(len(chain) - 1, -1, -1):
-        story = chain[index].first if first else chain[index].later
-        names = _names(story, links.ends[index])
+        layer = chain[index]
+        story = layer.first if first else layer.later
+        names = links.names[index] if first else _names_later(layer, links.names[index])
         received = received[: len(story.outputs)]  # without the target's place
         # A layer may hold a name more than once: two slices of one storage are two storages to it.
-        holds = Counter(names[storage] for storage in story.kept & names.keys())
+        holds: dict[int, int] = {}
+        for storage in story.kept_ends:
+            holds[names[storage]] = holds.get(names[storage], 0) + 1
         # Gradients of activations and temporaries.
-        other = held + sum(each.num_bytes for each in {*received} if each is not None and not each.is_held)
+        other = held + sum([each.num_bytes for each in {*received} if each is not None and not each.is_held])
         for stretch in story.stretches(received):
-            if stretch.peak > fullest.total - saved - gradients - other:
+            if stretch.peak > most - saved - gradients - other:
                 fullest = Moment(
                     saved + stretch.peak_saved, gradients + stretch.peak_gradients, other + stretch.peak_other
                 )
+                most = fullest.total
             saved += stretch.saved
             gradients += stretch.gradients
             other += stretch.other
             if stretch.released is not None:
                 name = names[stretch.released]
-                holds[name] -= 1
+                holds[name] = holds.get(name, 0) - 1
                 if holder.get(name) == index and holds[name] == 0:
                     saved -= links.sizes[name]
         received = _passed_back(story, received, numbers)
     return fullest
+
+
+def _names_later(layer: LayerProfile, names: dict[int, int]) -> dict[int, int]:
+    """The same for the story of a later backward, which as a rule knows the storages by the same numbers."""
+    first, later = layer.first, layer.later
+    if later.inputs == first.inputs and later.outputs == first.outputs:
+        return names
+    ends = [names[storage] for storage in first.inputs + first.outputs]
+    return dict(zip(later.inputs + later.outputs, ends, strict=True))
 
 
 def _passed_back(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,11 @@ class Story:
     def kept_inside(self) -> int:
         """Bytes the graph holds beyond the storages at the layer's two ends."""
         return sum(self.sizes[storage] for storage in self.kept.difference(self.inputs, self.outputs))
+
+    @cached_property
+    def kept_ends(self) -> tuple[int, ...]:
+        """The storages at the layer's two ends that the graph holds, in the order of the ends."""
+        return tuple(dict.fromkeys(s for s in self.inputs + self.outputs if s in self.kept))
 
     def stretches(self, received: tuple[Received | None, ...]) -> tuple[Stretch, ...]:
         """The backward pass, cut where storages are let go that the neighbours may hold too.
@@ -102,8 +108,7 @@ class Story:
         return tuple(stretches)
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(NamedTuple):
     """The gradient of an output as the layers after made it, maybe one storage for several outputs."""
 
     storage: int  # equal for outputs that got the same

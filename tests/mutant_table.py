@@ -39,6 +39,8 @@ MEMORY = ("tests/test_memory.py::test_what_is_charged_at_the_fullest_moment",)
 PADDING = ("tests/test_models_padding.py::test_pools_by_hand",)
 
 
+SPLIT = "tests/test_split_backward.py::test_"
+
 GRADIENTS = (
     Mutant(
         name="outputs in reverse order",
@@ -51,11 +53,11 @@ GRADIENTS = (
     Mutant(
         name="one accumulation dropped",
         file="pipeline/stage/stage.py",
-        old="            self._runner.run_backward(roots, seeds, keep_graph=False)\n",
+        old="            self._runner.in_backward(run_engine, roots, seeds)\n",
         new="""\
             last = self._parameters[-1] if m == 1 and self._parameters else None
             kept = None if last is None or last.grad is None else last.grad.clone()
-            self._runner.run_backward(roots, seeds, keep_graph=False)
+            self._runner.in_backward(run_engine, roots, seeds)
             if last is not None:
                 last.grad = kept
 """,
@@ -65,9 +67,9 @@ GRADIENTS = (
     Mutant(
         name="one gradient scaled by 1.01",
         file="pipeline/stage/stage.py",
-        old="            self._runner.run_backward(roots, seeds, keep_graph=False)\n",
+        old="            self._runner.in_backward(run_engine, roots, seeds)\n",
         new="""\
-            self._runner.run_backward(roots, seeds, keep_graph=False)
+            self._runner.in_backward(run_engine, roots, seeds)
             if m == 0 and self._parameters and self._parameters[0].grad is not None:
                 self._parameters[0].grad.mul_(1.01)
 """,
@@ -129,10 +131,106 @@ GRADIENTS = (
     Mutant(
         name="weights' half of a split backward skipped once",
         file="pipeline/stage/stage.py",
-        old="        if weights and edges:\n",
-        new="        if weights and edges and m:\n",
+        old="        if weights is not None:\n",
+        new="        if weights is not None and m:\n",
         why="I and W together are one backward",
         tests=("tests/test_engine.py::test_a_split_backward_computes_the_same",),
+    ),
+    Mutant(
+        name="hooks of activations passed by",
+        file="pipeline/stage/split.py",
+        old="            if waiting.inputs:\n",
+        new="            if False:\n",
+        why="a gradient that a hook has changed is the one that a whole backward would have used",
+        tests=(SPLIT + "the_halves_give_the_bits_of_the_whole[hooks on activations-torch.float32]",),
+    ),
+    Mutant(
+        name="hooks of parameters run in both halves",
+        file="pipeline/stage/split.py",
+        old="        active.clear()\n",
+        new="        pass\n",
+        why="a hook that changes the gradient would change it twice",
+        tests=(SPLIT + "hooks_of_parameters_run_once_with_the_sum[changing]",),
+    ),
+    Mutant(
+        name="uses of one weight added one by one",
+        file="pipeline/stage/split.py",
+        old="(single if self._shared.isdisjoint(waiting.leaves) else shared)",
+        new="single",
+        why="a whole backward adds up the uses of a weight in a micro-batch first",
+        tests=(SPLIT + "the_halves_give_the_bits_of_the_whole[large and used twice-torch.float32]",),
+    ),
+    Mutant(
+        name="uses of one weight added in their order in the forward",
+        file="pipeline/stage/split.py",
+        old="        shared.sort(key=lambda waiting: -waiting.order)\n",
+        new="        shared.sort(key=lambda waiting: waiting.order)\n",
+        why="a sum of three depends on the order",
+        tests=(SPLIT + "the_halves_give_the_bits_of_the_whole[convolution used three times-torch.float32]",),
+    ),
+    Mutant(
+        name="a weight's direct use before its turn",
+        file="pipeline/stage/split.py",
+        old="(len(uses) > 2 and not _arrive_in_turn(uses))",
+        new="False",
+        why="a sum of three depends on the order",
+        tests=(SPLIT + "the_halves_give_the_bits_of_the_whole[tied to two heads-torch.float32]",),
+    ),
+    Mutant(
+        name="a weight that something unknown uses too",
+        file="pipeline/stage/split.py",
+        old="if not self._rest.keys().isdisjoint(w.leaves)]:\n",
+        new="if False]:\n",
+        why="what the first half computes of it would be there twice",
+        tests=(SPLIT + "the_halves_give_the_bits_of_the_whole[used and scaled-torch.float32]",),
+    ),
+    Mutant(
+        name="graph kept after the inputs' half of its backward",
+        file="pipeline/stage/stage.py",
+        old="        inputs = state.inputs\n        state.drop()\n",
+        new="        inputs = state.inputs\n",
+        why="what W needs is less than what I needed",
+        tests=(SPLIT + "the_graph_is_gone_after_the_first_half_and_the_rest_after_the_second",),
+    ),
+    Mutant(
+        name="the outputs held until the second half",
+        file="pipeline/stage/deferrable.py",
+        old="    return tensor.detach()\n",
+        new="    return tensor\n",
+        why="a tensor that knows where it comes from holds the graph",
+        tests=(SPLIT + "the_graph_is_gone_after_the_first_half_and_the_rest_after_the_second",),
+    ),
+    Mutant(
+        name="checkpoints looked into",
+        file="pipeline/stage/deferrable.py",
+        old='    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:\n',
+        new="    if False:\n",
+        why="every look at what a checkpoint did not save computes all of it again",
+        tests=(SPLIT + "a_checkpoint_computes_its_part_once_and_in_the_first_half",),
+    ),
+    Mutant(
+        name="the first gradient copied",
+        file="pipeline/stage/split.py",
+        old="            edges += (_entrance(weight), *bias)\n",
+        new="            edges += (weight, *bias)\n",
+        why="a copy of every weight's gradient, at the fullest moment of a stage",
+        tests=(SPLIT + "the_first_gradient_is_not_copied[convolution]",),
+    ),
+    Mutant(
+        name="a column's product taken by rows",
+        file="pipeline/stage/deferrable.py",
+        old="    if down == 1 and across == rows:\n",
+        new="    if False:\n",
+        why="the same product computed in another layout has other bits, or strides",
+        tests=(SPLIT + "the_halves_give_the_bits_of_the_whole",),
+    ),
+    Mutant(
+        name="weights' gradients under autocast",
+        file="pipeline/stage/stage.py",
+        old="            self._runner.in_backward(weights.accumulate)\n",
+        new="            weights.accumulate()\n",
+        why="a backward runs in the types of its forward, not in those that autocast would choose now",
+        tests=(SPLIT + "autocast_gives_the_same_bits_too",),
     ),
     Mutant(
         name="first gradients left in shared memory",
@@ -187,8 +285,8 @@ GRADIENTS = (
     Mutant(
         name="autocast during the backward",
         file="pipeline/stage/layers.py",
-        old="            if not self._autocast:\n                run(",
-        new="            if True:\n                run(",
+        old="            if not self._autocast:\n",
+        new="            if True:\n",
         why="the context that chose the precisions must not choose those of the backward",
         tests=("tests/test_engine.py::test_autocast_is_over_when_the_backward_runs",),
     ),
@@ -410,8 +508,8 @@ LIFETIMES = (
     Mutant(
         name="graph kept after its backward",
         file="pipeline/stage/stage.py",
-        old="        state.drop()\n        if roots:\n",
-        new="        if roots:\n",
+        old="        state.drop()\n        if roots:\n            self._runner.in_backward(run_engine",
+        new="        if roots:\n            self._runner.in_backward(run_engine",
         why="memory is freed at the earliest action",
         tests=ALIVE,
     ),
@@ -419,7 +517,7 @@ LIFETIMES = (
         name="outputs kept by the graph's owner",
         file="pipeline/stage/kept.py",
         old="        self.places = tuple(",
-        new="        self.gradients = tuple(outputs)\n        self.places = tuple(",
+        new="        self.weights = tuple(outputs)\n        self.places = tuple(",
         why="an output lives on only if a layer saved it",
         tests=("tests/test_stage.py::test_graphs_and_inputs_alive_at_every_action[never-gpipe]",),
     ),

@@ -2,8 +2,9 @@
 
 The memory that a schedule needs is what the stages hold while they wait, so all that a stage may hold stands
 here, in one object per micro-batch with a known moment for each part: the inputs come in with F, they become
-the leaves of a graph with F or R, and `drop` lets go of everything at once. The graph is held by its outgoing
-edges rather than by the output tensors, so that an output lives on only if a layer saved it.
+the leaves of a graph with F or R, and `drop` lets go of everything at once, in B, or in I, which leaves what
+W needs. The graph is held by its outgoing edges rather than by the output tensors, so that an output lives on
+only if a layer saved it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_bench.pipeline.stage.buffers import Saved
 from gpipe_bench.pipeline.stage.microbatch import Message, Structure, Tree, flatten
+from gpipe_bench.pipeline.stage.split import Split, Weights
 
 
 class _Entry(torch.autograd.Function):
@@ -45,13 +47,13 @@ class Kept:
         "buffers",
         "edges",
         "exits",
-        "gradients",
         "inputs",
         "needs_grad",
         "places",
         "stage",
         "structure",
         "versions",
+        "weights",
     )
 
     def __init__(self, stage: int) -> None:
@@ -67,7 +69,7 @@ class Kept:
         self.edges: tuple[GradientEdge, ...] = ()  # where the gradients of the outputs enter the graph
         self.exits: list[Tensor | None] = []  # gradients of the inputs, once the backward has run
         self.places: tuple[int, ...] = ()  # which tensors of the outgoing message the edges belong to
-        self.gradients: tuple[Tensor, ...] = ()  # of the edges, kept from I to W
+        self.weights: Weights | None = None  # what I left for W
 
     def take(self, received: Message) -> None:
         """The inputs that came from the stage before."""
@@ -93,6 +95,10 @@ class Kept:
             entered.append(_Entry.apply(leaf, exits, position) if needed else leaf)
         self.exits, self.inputs = exits, tuple(leaves)
         return tuple(entered)
+
+    def split(self, edges: tuple[GradientEdge, ...]) -> Split:
+        """The graph behind some of the edges, as what I computes and what W does."""
+        return Split(edges, _Entry._backward_cls)
 
     def keep_graph(self, outputs: Sequence[Tensor], announced: tuple[bool, ...] | None = None) -> None:
         """Keeps where the gradients enter the graph, and of the inputs only the leaves that take gradients

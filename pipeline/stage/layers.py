@@ -9,16 +9,16 @@ once, so that the actions of a stage are about what it keeps and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge
 
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.microbatch import Tree, tensors_of
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 
+Result = TypeVar("Result")
 LossFn = Callable[..., Tensor]  # (output, target) -> mean loss over the examples of a micro-batch
 
 
@@ -112,28 +112,17 @@ class LayerRunner:
             )
         return loss
 
-    def run_backward(
-        self,
-        edges: tuple[GradientEdge, ...],
-        gradients: tuple[Tensor, ...],
-        *,
-        keep_graph: bool,
-        inputs: tuple[Tensor, ...] = (),
-    ) -> None:
-        """Accumulates the gradients of the graph's leaves, or of `inputs` alone, from those of its edges."""
-        # What torch.autograd.backward calls in the end; its own checks of gradient edges cost 30 us a time.
-        run = Variable._execution_engine.run_backward
-        arguments = (edges, gradients, keep_graph, False, inputs)
+    def in_backward(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        """What `call` gives in the surroundings of a backward."""
         if self.statistics:  # a layer may checkpoint parts of itself, which then run once more in here
             self.statistics.redirect(recording=False)
         try:
             if not self._autocast:
-                run(*arguments, allow_unreachable=True, accumulate_grad=True)
-                return
+                return call(*arguments)
             # As after a plain forward: the context that chose the precisions is over when the backward
             # begins.
             with torch.autocast(self.device.type, enabled=False), torch.autocast("cpu", enabled=False):
-                run(*arguments, allow_unreachable=True, accumulate_grad=True)
+                return call(*arguments)
         finally:
             if self.statistics:
                 self.statistics.release()

@@ -21,6 +21,7 @@ from gpipe_bench.pipeline.stage.first_gradients import separate
 from gpipe_bench.pipeline.stage.kept import Kept
 from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
+from gpipe_bench.pipeline.stage.split import run_engine
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()
@@ -222,37 +223,39 @@ class Stage:
         inputs = state.inputs  # alive until the backward is over, as the memory model has it
         state.drop()
         if roots:
-            self._runner.run_backward(roots, seeds, keep_graph=False)
+            self._runner.in_backward(run_engine, roots, seeds)
             if self._without_grad:
                 self._without_grad = separate(self._without_grad, (*seeds, *exits))
         del inputs
         return tuple(exits)
 
     def backward_inputs(self, m: int, gradients: Gradients) -> Gradients:
-        """I: the gradients of the inputs alone; the graph and the gradients of the outputs stay for W.
+        """I: gradients of the outputs in, gradients of the inputs out; what the weights need stays for W.
 
-        The two halves walk the graph one after the other, so W passes through the activations' gradients a
-        second time.
+        Inputs and graph are dropped at once. Where a graph cannot be split, this is all of B.
         """
         state = self._microbatches[m]
-        state.edges, state.gradients = self._roots(state, m, gradients)
-        leaves = tuple([t for t in state.inputs if t.requires_grad])
-        if leaves and state.edges:
-            self._runner.run_backward(state.edges, state.gradients, keep_graph=True, inputs=leaves)
-        return tuple(state.exits or [None] * len(state.needs_grad))
+        roots, seeds = self._roots(state, m, gradients)
+        split = state.split(roots)
+        if split.whole:
+            return self.backward(m, gradients)
+        del gradients
+        exits = state.exits or [None] * len(state.needs_grad)
+        inputs = state.inputs
+        state.drop()
+        if roots:
+            state.weights = self._runner.in_backward(split.inputs, roots, seeds, exits)
+        del inputs
+        return tuple(exits)
 
     def backward_weights(self, m: int) -> None:
-        """W: the gradients of the parameters, from what I left; then everything of the micro-batch is
-        dropped.
-        """
+        """W: the gradients of the parameters, from what I left; then nothing of the micro-batch is left."""
         state = self._microbatches[m]
-        weights = tuple([p for p in self._parameters if p.requires_grad])
-        edges, gradients = state.edges, state.gradients
+        weights = state.weights
         state.drop()
-        if weights and edges:
-            self._runner.run_backward(edges, gradients, keep_graph=False, inputs=weights)
-            if self._without_grad:
-                self._without_grad = separate(self._without_grad, gradients)
+        if weights is not None:
+            self._runner.in_backward(weights.accumulate)
+            self._without_grad = [p for p in self._without_grad if p.grad is None]
 
     # Parts of the actions
 

@@ -72,7 +72,7 @@ def test_a_file_comes_back_as_the_same_schedule(tmp_path: Path) -> None:
         ("gpipe --num-stages 2 --from {tmp}/swapped.csv", "says it all; leave NAME, --num-stages out"),
         ("--from {tmp}/missing.csv", "missing.csv: No such file or directory; give a file that --csv wrote"),
         ("--from {tmp}/picture.csv", "is no text"),
-        ("--from {tmp}/empty.csv", "the text holds no actions; write one line per stage"),
+        ("--from {tmp}/empty.csv", "the text holds no actions; write one line per worker"),
         ("--from {tmp}/prose.csv", "'stage 0' is not an action"),
         ("--from {tmp}/huge.csv", "the text is no table"),
         ("--from {tmp}/swapped.csv", "swapped.csv: stage 1 sends 1B1 to stage 0, which waits for 1B0 first"),

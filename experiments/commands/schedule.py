@@ -15,9 +15,10 @@ from typing import Any
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.pipeline.plan.drawing import draw, from_csv, to_csv
+from gpipe_bench.pipeline.plan.drawing import draw
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
+from gpipe_bench.pipeline.plan.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.plan.validate import validate
 

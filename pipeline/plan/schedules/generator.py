@@ -143,9 +143,14 @@ def _kinds(schedule: Schedule) -> set[Kind]:
 
 
 def _policies(placement: tuple[int, ...], num_workers: int, most_alive: int | None) -> Iterator[Policy]:
-    """Preferences that win somewhere: with and without groups, both orders, patient fillers or none."""
+    """Preferences that win somewhere: with and without groups, both orders, patient fillers or none, and the
+    lead of 1F1B.
+    """
     alive = None if most_alive is None else (most_alive,) * num_workers
     groups = (num_workers, None) if len(placement) > num_workers else (None,)
+    lead = tuple(placement.count(worker) * (num_workers - worker) for worker in range(num_workers))
+    yield Policy(alive=alive, lead=lead, patience=1.0)
+    yield Policy(alive=alive, lead=lead)
     for group, forwards_first, patience in product(groups, (False, True), (1.0, 0.0)):
         yield Policy(alive=alive, group=group, forwards_first=forwards_first, patience=patience)
 

@@ -15,7 +15,7 @@ Two workers with one stage each, M = 3, every action one slot, forwards that lea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -41,7 +41,7 @@ class Work:
     num_microbatches: int
     remat: str
     split: bool
-    seconds: dict[Kind, Sequence[float]]
+    seconds: Mapping[Kind, Sequence[float]]
     activation_s: Sequence[float]
     gradient_s: Sequence[float]
 
@@ -55,8 +55,6 @@ class Policy:
             micro-batch is recomputed) to the end of the backward; None for any number.
         lead: for each worker, the most micro-batches of its stages between F and I or B; None for any number.
         group: micro-batches that pass through all stages of a worker before the next ones; None for all.
-        deep: of several stages of a worker, whether the forward of the deepest comes first.
-        strict: whether the forwards of a worker keep the order of the groups even if a later one could start.
         patience: the share of its own length by which a filler (W, or an R whose gradient has not come) may
             delay what is known to arrive: 1 takes it whenever the worker is free, 0 only where it fits.
         forwards_first: whether a forward comes before a backward.
@@ -65,10 +63,11 @@ class Policy:
     alive: tuple[int, ...] | None = None
     lead: tuple[int, ...] | None = None
     group: int | None = None
-    deep: bool = True
-    strict: bool = False
     patience: float = 0.0
     forwards_first: bool = False
+
+
+_Choice = tuple[float, tuple[float, ...], Kind, int]  # start, rank (the least first), kind, stage
 
 
 class StuckError(Exception):
@@ -202,14 +201,13 @@ class _List:
         a, b = self.work.placement[source], self.work.placement[target]
         return a == b or self.channels[a, b][forward][0] == target
 
-    def _best(self, w: int) -> tuple[float, tuple[float, ...], Kind, int] | None:
+    def _best(self, w: int) -> _Choice | None:
         """When and what the worker takes next, as far as is known; None if it has to wait."""
         policy, free_s, number = self.policy, self.free_s[w], self.work.num_microbatches
-        found: tuple[float, tuple[float, ...], Kind, int] | None = None
+        found: _Choice | None = None
         soon_s = inf  # when the first action starts that is no filler
-        fillers: list[tuple[float, tuple[float, ...], Kind, int]] = []
+        fillers: list[_Choice] = []
         group = policy.group or number
-        first = self._first_forward(w, group) if policy.strict else None
         for s in self.stages[w]:
             m = self.next_b[s]
             if m < number:
@@ -224,7 +222,7 @@ class _List:
                     come_s = 0.0 if is_last else self.gradients_s[s][m]
                     start_s = max(come_s, built_s, free_s)
                     soon_s = min(soon_s, start_s)
-                    choice = (start_s, (0.0, m // group, -s, m), self.backward, s)
+                    choice: _Choice = (start_s, (0.0, m // group, -s, m), self.backward, s)
                     if found is None or choice < found:
                         found = choice
                 elif (
@@ -241,11 +239,7 @@ class _List:
                     elif found is None or choice < found:
                         found = choice
             m = self.next_f[s]
-            if (
-                m < len(self.inputs_s[s])
-                and (first is None or s == first)
-                and (not s or self._is_next(s - 1, s, forward=True))
-            ):
+            if m < len(self.inputs_s[s]) and (not s or self._is_next(s - 1, s, forward=True)):
                 room = self.lead[w] + self.deeper[s] < self.most_lead[w] and (
                     self.again[m] or self.alive[w] + self.deeper[s] < self.most_alive[w]
                 )
@@ -253,7 +247,7 @@ class _List:
                     start_s = max(self.inputs_s[s][m], free_s)
                     soon_s = min(soon_s, start_s)
                     urgency = -1.0 if policy.forwards_first else 1.0
-                    choice = (start_s, (urgency, m // group, -s if policy.deep else s, m), Kind.F, s)
+                    choice = (start_s, (urgency, m // group, -s, m), Kind.F, s)
                     if found is None or choice < found:
                         found = choice
             m = self.next_w[s]
@@ -266,10 +260,3 @@ class _List:
             if found is None or choice < found:
                 found = choice
         return found
-
-    def _first_forward(self, w: int, group: int) -> int | None:
-        """The stage whose forward comes next where groups are strict."""
-        waiting = [s for s in self.stages[w] if self.next_f[s] < self.work.num_microbatches]
-        if not waiting:
-            return None
-        return min(waiting, key=lambda s: (self.next_f[s] // group, s))

@@ -61,6 +61,8 @@ def named(
     """
     if name not in NAMED:
         raise ValueError(f"schedule is {name!r}; choose one of {', '.join(NAMED)}")
+    if num_workers < 1:
+        raise ValueError(f"num_workers is {num_workers}; a pipeline has at least 1 worker")
     make, fixed = NAMED[name]
     if fixed is None:
         schedule = make(num_workers, num_microbatches, stages_per_worker or 2)

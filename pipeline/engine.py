@@ -41,13 +41,13 @@ def prepare(
 ) -> tuple[Instruction, ...]:
     """The actions that this process takes, in order, with everything looked up that a step needs.
 
-    With one stage that is its row. Several on one device take turns (`schedule.execution_order`); on devices
-    of their own, which work side by side, they are served in the order in which their actions would start.
-    `training=False` leaves the forwards only.
+    With the stages of one worker that is its row. Several workers on one device take turns
+    (`order.execution_order`); on devices of their own, which work side by side, they are served in the order
+    in which their actions would start. `training=False` leaves the forwards only.
     """
     validate(schedule)
-    (only,) = stages if len(stages) == 1 else (None,)
-    actions = schedule.actions[only] if only is not None else execution_order(schedule)
+    workers = {schedule.worker(stage) for stage in stages}
+    actions = schedule.actions[workers.pop()] if len(workers) == 1 else execution_order(schedule)
     if len({stage.device for stage in stages.values()}) > 1:
         actions = tuple(event.action for event in replay(schedule, SLOTS).events)
     return tuple(

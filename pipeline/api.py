@@ -110,7 +110,7 @@ class Pipeline(nn.Module):
             if self._schedule.placement:
                 raise ValueError(
                     f"schedule {self._schedule.name!r} gives a worker several stages, which no transport "
-                    "between processes carries; leave group out, or choose a schedule with one stage per worker"
+                    "between processes carries; leave group out, or give each worker one stage"
                 )
             local = self._schedule.stages_of(worker_of(group, self._schedule))
         mine = [modules[i] for k in local for i in self._partition[k]]

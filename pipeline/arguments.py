@@ -78,7 +78,7 @@ def schedule_of(
     if fixed not in (None, per_worker):
         raise ValueError(
             f"schedule {schedule!r} has {fixed} stage{'s' * (fixed != 1)} per worker, so num_stages="
-            f"{num_stages} is not for {num_workers} workers; give num_stages={fixed * num_workers}"  # type: ignore[operator]
+            f"{num_stages} is not for {num_workers} workers; give num_stages={fixed * num_workers}"
         )
     return named(schedule, num_workers, num_microbatches, remat=remat, stages_per_worker=per_worker)
 

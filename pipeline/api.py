@@ -107,11 +107,6 @@ class Pipeline(nn.Module):
         self._partition = partition(costs_of(cost, modules, example), num_stages)
         local: Sequence[int] = range(num_stages)
         if group is not None:
-            if self._schedule.placement:
-                raise ValueError(
-                    f"schedule {self._schedule.name!r} gives a worker several stages, which no transport "
-                    "between processes carries; leave group out, or give each worker one stage"
-                )
             local = self._schedule.stages_of(worker_of(group, self._schedule))
         mine = [modules[i] for k in local for i in self._partition[k]]
         self._devices = devices_of(devices, num_stages, mine)
@@ -201,9 +196,9 @@ class Pipeline(nn.Module):
         """The timeline of all processes; all must call. The clocks of different hosts are compared for it."""
         if self._ranks is None:
             return self.timeline
-        (stage,) = self._stages.values()
+        device = next(iter(self._stages.values())).device
         with self._ranks.together() as together:
-            return gather_timeline(together, self._steps.clock, stage.device)
+            return gather_timeline(together, self._steps.clock, device, self._schedule)
 
     def gather(self, mine: T) -> list[T]:
         """What every rank brings, a picklable object, in the order of the ranks; all must call.
@@ -243,7 +238,7 @@ class Pipeline(nn.Module):
     def forward(self, batch: Tree | None) -> Tree | None:
         """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph.
 
-        With a process group, the output is on the last rank; the others return None.
+        With a process group, the output is on the rank of the last stage; the others return None.
         """
         self._steps.take(self, _FORWARD_ONLY + self._num_forwards, batch)
         self._num_forwards += 1
@@ -268,7 +263,16 @@ class Pipeline(nn.Module):
             found = torch._foreach_norm([gradient for _, gradient in present], norm_type)
             norms[[i for i, _ in present]] = torch.stack([norm.to(norms) for norm in found])
         if self.group is not None:
-            norms = torch.cat(self.gather(norms.cpu())).to(device)
+            # The parameters of a rank come stage by stage.
+            counts: dict[int, int] = {}
+            seen: set[nn.Parameter] = set()
+            for index, stage in self._stages.items():
+                own = {p for layer in stage.layers for p in layer.parameters()} - seen
+                counts[index] = len(own)
+                seen |= own
+            of_stages = zip(counts, norms.cpu().split(list(counts.values())), strict=True)
+            found_norms = dict(pair for of_rank in self.gather(list(of_stages)) for pair in of_rank)
+            norms = torch.cat([found_norms[stage] for stage in sorted(found_norms)]).to(device)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total

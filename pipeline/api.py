@@ -28,7 +28,7 @@ from gpipe_bench.pipeline.arguments import (
     refuse_split_statistics,
     refuse_split_ties,
     schedule_of,
-    stage_of,
+    worker_of,
 )
 from gpipe_bench.pipeline.engine import Observer
 from gpipe_bench.pipeline.plan.partition import partition
@@ -57,7 +57,8 @@ class Pipeline(nn.Module):
             tensors to the same.
         num_stages: K, the number of stages.
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty.
-        schedule: "gpipe", "1f1b" or "naive", or a `Schedule` of one's own.
+        schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`, or a `Schedule` of one's
+            own.
         remat: which micro-batches are recomputed: "always", "except_last" or "never". A `Schedule` says it
             itself.
         cost: what the stages are balanced by: "parameters" (the default), "auto" (estimated from `example`),
@@ -67,8 +68,10 @@ class Pipeline(nn.Module):
         seed: of the random streams of the layers (see `stage.rng`).
         replica_group: process group of the data-parallel replicas of a stage, for batch normalization's
             averages.
-        group: process group of the pipeline, whose rank k runs stage k; without one, all stages live in this
-            process.
+        num_workers: of schedules that give a worker several stages; `num_stages` is the number of stages of
+            all of them. Default: the ranks of `group`, or as many as leave each two stages.
+        group: process group of the pipeline, whose rank k runs the stages of worker k; without one, all
+            stages live in this process.
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
         share_memory: whether ranks on one host exchange CPU tensors through memory that both map.
         transport: another in-process transport, such as `InProcess(copy=True)`.
@@ -84,6 +87,7 @@ class Pipeline(nn.Module):
         num_stages: int,
         num_microbatches: int,
         schedule: str | Schedule = "gpipe",
+        num_workers: int | None = None,
         remat: str = "always",
         cost: str | Sequence[float] | None = None,
         example: Tree | None = None,
@@ -98,16 +102,20 @@ class Pipeline(nn.Module):
         super().__init__()
         named = named_layers(layers)
         modules = [layer for _, layer in named]
-        self._schedule = schedule_of(schedule, num_stages, num_microbatches, remat)
+        num_ranks = None if group is None else dist.get_world_size(group)
+        self._schedule = schedule_of(schedule, num_stages, num_microbatches, remat, num_workers, num_ranks)
         self._partition = partition(costs_of(cost, modules, example), num_stages)
-        local = range(num_stages) if group is None else [stage_of(group, num_stages)]
+        local: Sequence[int] = range(num_stages)
+        if group is not None:
+            local = self._schedule.stages_of(worker_of(group, self._schedule))
         mine = [modules[i] for k in local for i in self._partition[k]]
         self._devices = devices_of(devices, num_stages, mine)
         refuse_split_statistics(modules, self._partition)
         if group is None:
             refuse_split_ties(modules, self._partition, self._devices, "device")
         else:
-            refuse_split_ties(modules, self._partition, range(num_stages), "process")
+            homes = [self._schedule.worker(stage) for stage in range(num_stages)]
+            refuse_split_ties(modules, self._partition, homes, "process")
         self._replicas = Replicas(replica_group, timeout_s) if replica_group is not None else None
         for index in local:
             span, device = self._partition[index], self._devices[index]
@@ -182,15 +190,15 @@ class Pipeline(nn.Module):
         """What happened when in the latest training step, in this process. On GPUs, asking waits for the
         device.
         """
-        return self._steps.clock.timeline(self._schedule.num_stages)
+        return self._steps.clock.timeline(self._schedule.num_stages, self._schedule.placement)
 
     def gather_timeline(self) -> Timeline:
         """The timeline of all processes; all must call. The clocks of different hosts are compared for it."""
         if self._ranks is None:
             return self.timeline
-        (stage,) = self._stages.values()
+        device = next(iter(self._stages.values())).device
         with self._ranks.together() as together:
-            return gather_timeline(together, self._steps.clock, stage.device)
+            return gather_timeline(together, self._steps.clock, device, self._schedule)
 
     def gather(self, mine: T) -> list[T]:
         """What every rank brings, a picklable object, in the order of the ranks; all must call.
@@ -230,7 +238,7 @@ class Pipeline(nn.Module):
     def forward(self, batch: Tree | None) -> Tree | None:
         """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph.
 
-        With a process group, the output is on the last rank; the others return None.
+        With a process group, the output is on the rank of the last stage; the others return None.
         """
         self._steps.take(self, _FORWARD_ONLY + self._num_forwards, batch)
         self._num_forwards += 1
@@ -255,7 +263,16 @@ class Pipeline(nn.Module):
             found = torch._foreach_norm([gradient for _, gradient in present], norm_type)
             norms[[i for i, _ in present]] = torch.stack([norm.to(norms) for norm in found])
         if self.group is not None:
-            norms = torch.cat(self.gather(norms.cpu())).to(device)
+            # The parameters of a rank come stage by stage.
+            counts: dict[int, int] = {}
+            seen: set[nn.Parameter] = set()
+            for index, stage in self._stages.items():
+                own = {p for layer in stage.layers for p in layer.parameters()} - seen
+                counts[index] = len(own)
+                seen |= own
+            of_stages = zip(counts, norms.cpu().split(list(counts.values())), strict=True)
+            found_norms = dict(pair for of_rank in self.gather(list(of_stages)) for pair in of_rank)
+            norms = torch.cat([found_norms[stage] for stage in sorted(found_norms)]).to(device)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_bench.pipeline.memory.cost import layer_costs
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
+from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.stage.microbatch import Tree
 
 Device = torch.device | str
@@ -38,18 +39,48 @@ def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.
     return named
 
 
-def schedule_of(schedule: str | Schedule, num_stages: int, num_microbatches: int, remat: str) -> Schedule:
-    """The schedule by its name, or as given if the numbers agree."""
+def schedule_of(
+    schedule: str | Schedule,
+    num_stages: int,
+    num_microbatches: int,
+    remat: str,
+    num_workers: int | None = None,
+    num_ranks: int | None = None,
+) -> Schedule:
+    """The schedule by its name, or as given if the numbers agree.
+
+    Without `num_workers` a worker has as many stages as its schedule's name says. If any number will do,
+    the stages are shared by `num_ranks`, or each worker has two.
+    """
+    check_sizes(num_stages, num_microbatches, "never")
     if isinstance(schedule, Schedule):
         if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
             raise ValueError(
                 f"the schedule is for {schedule.num_stages} stages and {schedule.num_microbatches} "
                 f"micro-batches, not for num_stages={num_stages} and num_microbatches={num_microbatches}"
             )
+        if num_workers not in (None, schedule.num_workers):
+            raise ValueError(
+                f"the schedule is for {schedule.num_workers} workers, not for num_workers={num_workers}; "
+                "leave num_workers out, or give a schedule for as many"
+            )
         return schedule
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}; choose one of {', '.join(SCHEDULES)} or give a Schedule")
-    return SCHEDULES[schedule](num_stages, num_microbatches, remat=remat)
+    if schedule not in NAMED:
+        raise ValueError(f"schedule is {schedule!r}; choose one of {', '.join(NAMED)} or give a Schedule")
+    fixed = NAMED[schedule].stages_per_worker
+    if num_workers is None:
+        num_workers = num_ranks if fixed is None and num_ranks else max(1, num_stages // (fixed or 2))
+    if num_workers < 1 or num_stages % num_workers:
+        raise ValueError(
+            f"num_stages={num_stages} cannot be shared by num_workers={num_workers} workers; give a multiple"
+        )
+    per_worker = num_stages // num_workers
+    if fixed not in (None, per_worker):
+        raise ValueError(
+            f"schedule {schedule!r} has {fixed} stage{'s' * (fixed != 1)} per worker, so num_stages="
+            f"{num_stages} is not for {num_workers} workers; give num_stages={fixed * num_workers}"
+        )
+    return named(schedule, num_workers, num_microbatches, remat=remat, stages_per_worker=per_worker)
 
 
 def costs_of(
@@ -123,12 +154,14 @@ def refuse_split_ties(
                     )
 
 
-def stage_of(group: dist.ProcessGroup, num_stages: int) -> int:
-    """The stage of this process: its rank in the group, which has one for each stage."""
+def worker_of(group: dist.ProcessGroup, schedule: Schedule) -> int:
+    """The worker that this process is: its rank in the group, which has one for each worker."""
     size = dist.get_world_size(group)
-    if size != num_stages:
+    if size != schedule.num_workers:
+        holders = "workers" if schedule.placement else "stages"
         raise ValueError(
-            f"the process group has {size} ranks for {num_stages} stages; it needs one rank per stage"
+            f"the process group has {size} ranks for {schedule.num_workers} {holders}; it needs one rank per "
+            f"{holders[:-1]}"
         )
     rank = dist.get_rank(group)
     if rank < 0:

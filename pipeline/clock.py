@@ -79,10 +79,12 @@ class Clock:
             events.append(Event(action, start_s + offset_ns / 1e9, end_s + offset_ns / 1e9))
         return tuple(events)
 
-    def timeline(self, num_stages: int) -> Timeline:
+    def timeline(self, num_stages: int, placement: tuple[int, ...] = ()) -> Timeline:
         """The latest step. Waits for the device. `ValueError` before the first complete step."""
         devices = [str(device) for device in self._devices]
-        return Timeline.of(self.events(), num_stages, devices=devices, conditions=conditions())
+        return Timeline.of(
+            self.events(), num_stages, devices=devices, conditions=conditions(), placement=placement
+        )
 
 
 def conditions() -> dict[str, str]:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.validate import validate
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.transport import Transport
@@ -40,13 +41,13 @@ def prepare(
 ) -> tuple[Instruction, ...]:
     """The actions that this process takes, in order, with everything looked up that a step needs.
 
-    With one stage that is its row. Several on one device take turns (`schedule.execution_order`); on devices
-    of their own, which work side by side, they are served in the order in which their actions would start.
-    `training=False` leaves the forwards only.
+    With the stages of one worker that is its row. Several workers on one device take turns
+    (`order.execution_order`); on devices of their own, which work side by side, they are served in the order
+    in which their actions would start. `training=False` leaves the forwards only.
     """
     validate(schedule)
-    (only,) = stages if len(stages) == 1 else (None,)
-    actions = schedule.actions[only] if only is not None else execution_order(schedule)
+    workers = {schedule.worker(stage) for stage in stages}
+    actions = schedule.actions[workers.pop()] if len(workers) == 1 else execution_order(schedule)
     if len({stage.device for stage in stages.values()}) > 1:
         actions = tuple(event.action for event in replay(schedule, SLOTS).events)
     return tuple(

@@ -50,10 +50,24 @@ BOTH_LOOK_AWAY = _of(
 )
 
 
+def random_placement(generator: random.Random, num_stages: int) -> tuple[int, ...]:
+    """Any stages on any workers, none of which is without a stage."""
+    num_workers = generator.randint(1, num_stages)
+    rest = [generator.randrange(num_workers) for _ in range(num_stages - num_workers)]
+    return tuple(generator.sample([*range(num_workers), *rest], num_stages))
+
+
 def random_schedule(
-    generator: random.Random, num_stages: int, num_microbatches: int, remat: str | None = None
+    generator: random.Random,
+    num_stages: int,
+    num_microbatches: int,
+    remat: str | None = None,
+    placement: tuple[int, ...] = (),
 ) -> Schedule:
-    """A schedule in which every stage takes what it likes best of what it can take, and likes change."""
+    """A schedule in which every stage takes what it likes best of what it can take, and likes change.
+
+    What a worker takes of another one's messages of a direction it takes in the order in which they leave.
+    """
     remat = remat or generator.choice(REMAT_MODES)
     stages, microbatches = range(num_stages), range(num_microbatches)
     forwards = list(microbatches)
@@ -63,16 +77,33 @@ def random_schedule(
     halved = generator.choice([0.0, 0.5, 1.0])
     split = {(s, m): generator.random() < halved for s in stages for m in microbatches}
     likes = [{kind: generator.choice([0.02, 0.2, 1.0, 5.0]) for kind in Kind} for _ in stages]
-    rows: list[list[Action]] = [[] for _ in stages]
+    home = placement or tuple(stages)
+    rows: list[list[Action]] = [[] for _ in range(max(home) + 1)]
     done: set[Action] = set()
+    waiting: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}  # messages by source, target, direction
+
+    def comes(s: int, source: int, m: int, backward: bool) -> bool:
+        if home[s] == home[source]:
+            return any(Action(source, k, m) in done for k in ((Kind.B, Kind.I) if backward else (Kind.F,)))
+        return waiting.get((home[source], home[s], backward), [])[:1] == [(s, m)]
+
+    def pass_on(action: Action) -> None:
+        s, m, backward = action.stage, action.microbatch, action.kind in (Kind.B, Kind.I)
+        if not backward and action.kind is not Kind.F:
+            return
+        source, target = (s + 1, s - 1) if backward else (s - 1, s + 1)
+        if 0 <= source < num_stages and home[source] != home[s]:
+            waiting[home[source], home[s], backward].remove((s, m))
+        if 0 <= target < num_stages and home[target] != home[s]:
+            waiting.setdefault((home[s], home[target], backward), []).append((target, m))
 
     def possible(s: int) -> list[Action]:
         found = []
-        taken = [action.kind for action in rows[s]]
+        taken = [action.kind for action in rows[home[s]] if action.stage == s]
         number = taken.count(Kind.F)
         if number < num_microbatches:
             m = forwards[number]
-            if s == 0 or Action(s - 1, Kind.F, m) in done:
+            if s == 0 or comes(s, s - 1, m, False):
                 found.append(Action(s, Kind.F, m))
         for m in microbatches:
             if recomputes(remat, m, num_microbatches) and Action(s, Kind.F, m) in done:
@@ -83,8 +114,8 @@ def random_schedule(
         if number < num_microbatches:
             m = backwards[number]
             maker = Kind.R if recomputes(remat, m, num_microbatches) else Kind.F
-            comes = s == num_stages - 1 or any(Action(s + 1, k, m) in done for k in (Kind.B, Kind.I))
-            if comes and Action(s, maker, m) in done:
+            is_due = s == num_stages - 1 or comes(s, s + 1, m, True)
+            if is_due and Action(s, maker, m) in done:
                 found.append(Action(s, Kind.I if split[s, m] else Kind.B, m))
         return [action for action in found if action not in done]
 
@@ -94,8 +125,9 @@ def random_schedule(
             break
         actions, weights = zip(*choices, strict=True)
         (action,) = generator.choices(actions, weights)
-        rows[action.stage].append(action)
+        rows[home[action.stage]].append(action)
         done.add(action)
+        pass_on(action)
         if generator.random() < 0.05:
             likes[action.stage] = {kind: generator.choice([0.02, 0.2, 1.0, 5.0]) for kind in Kind}
-    return Schedule("random", num_stages, num_microbatches, remat, tuple(map(tuple, rows)))
+    return Schedule("random", num_stages, num_microbatches, remat, tuple(map(tuple, rows)), placement)

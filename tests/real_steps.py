@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.arguments import schedule_of
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.peaks import StageMemory, pipeline_memory
 from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
-from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.memory.workers import worker_memory
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.stage.microbatch import Tree, split
 from gpipe_bench.pipeline.transport import InProcess
 
@@ -34,7 +36,7 @@ class Step:
     num_stages: int = 1
     num_microbatches: int = 1
     remat: str = "never"
-    schedule: str = "gpipe"
+    schedule: str | Schedule = "gpipe"
     optimizer: str = "rmsprop"
     autocast: torch.dtype | None = None
 
@@ -44,7 +46,7 @@ class Step:
 
 @dataclass
 class Counted:
-    """Most bytes alive on each stage: in the whole step, and in each action."""
+    """Most bytes alive on each worker: in the whole step, and in each action."""
 
     peaks: list[int]
     actions: dict[Action, int] = field(default_factory=dict)
@@ -55,55 +57,59 @@ def count(
 ) -> tuple[Counted, Pipeline]:
     """Train two steps on separate in-process devices; count the second, in which optimizer state exists."""
     memory = LiveMemory()
+    schedule = schedule_of(step.schedule, step.num_stages, step.num_microbatches, step.remat)
+    home = schedule.worker
+    # The copies of what crosses a boundary belong to the worker that receives them.
+    transport = InProcess(copy=True, observe_transfer=lambda stage: memory.owned_by(home(stage)))
     pipeline = Pipeline(
         model,
         num_stages=step.num_stages,
         num_microbatches=step.num_microbatches,
-        schedule=step.schedule,
-        remat=step.remat,
+        schedule=schedule,
         cost=[1.0] * len(model),
-        transport=InProcess(copy=True, observe_transfer=memory.owned_by),
+        transport=transport,
     )
     stages = pipeline.stages
     parameters = [[p for layer in stage.layers for p in layer.parameters()] for stage in stages]
     optimizers = [OPTIMIZERS[step.optimizer](own) if own else None for own in parameters]
-    counted = Counted([0] * step.num_stages)
+    num_workers = schedule.num_workers
+    counted = Counted([0] * num_workers)
 
-    def collect(stage: int) -> int:
-        peak = memory.peak_bytes[stage]
-        counted.peaks[stage] = max(counted.peaks[stage], peak)
-        memory.peak_bytes[stage] = memory.live_bytes[stage]
+    def collect(worker: int) -> int:
+        peak = memory.peak_bytes[worker]
+        counted.peaks[worker] = max(counted.peaks[worker], peak)
+        memory.peak_bytes[worker] = memory.live_bytes[worker]
         return peak
 
     @contextmanager
     def observe(action: Action) -> Iterator[None]:
-        collect(action.stage)
-        with memory.owned_by(action.stage):
+        collect(home(action.stage))
+        with memory.owned_by(home(action.stage)):
             yield
-        counted.actions[action] = collect(action.stage)
+        counted.actions[action] = collect(home(action.stage))
 
     with memory:
         for stage in stages:
-            with memory.owned_by(stage.index):
+            with memory.owned_by(home(stage.index)):
                 memory.watch(t for layer in stage.layers for t in (*layer.parameters(), *layer.buffers()))
                 stage.statistics.begin()  # its tensors belong to the stage
         for index in range(2):
             if index == 1:
-                counted.peaks[:] = [0] * step.num_stages
+                counted.peaks[:] = [0] * num_workers
                 memory.reset_peaks()
             with step.precision():
                 pipeline.step(batch, target, loss_fn, observe=observe)
             for stage, optimizer in zip(stages, optimizers, strict=True):
                 if optimizer is not None:
-                    with memory.owned_by(stage.index):
+                    with memory.owned_by(home(stage.index)):
                         optimizer.step()
                         optimizer.zero_grad()
-                collect(stage.index)
-    data = [0] * step.num_stages
-    data[0] += sum(tensor.untyped_storage().nbytes() for tensor in dict.fromkeys(as_tuple(batch)))
-    data[-1] += target.untyped_storage().nbytes()
+                collect(home(stage.index))
+    data = [0] * num_workers
+    data[home(0)] += sum(tensor.untyped_storage().nbytes() for tensor in dict.fromkeys(as_tuple(batch)))
+    data[home(step.num_stages - 1)] += target.untyped_storage().nbytes()
     counted.peaks = [peak + own for peak, own in zip(counted.peaks, data, strict=True)]
-    counted.actions = {action: peak + data[action.stage] for action, peak in counted.actions.items()}
+    counted.actions = {action: peak + data[home(action.stage)] for action, peak in counted.actions.items()}
     return counted, pipeline
 
 
@@ -123,5 +129,6 @@ def compare(
     """What a real step holds, and what the model says."""
     counted, pipeline = count(model, batch, target, loss_fn, step)
     layers, loss = profiles(model, batch, target, loss_fn, step)
-    modelled = pipeline_memory(layers, loss, pipeline.partition, pipeline.schedule, step.optimizer)
+    model_of = worker_memory if pipeline.schedule.placement else pipeline_memory
+    modelled = model_of(layers, loss, pipeline.partition, pipeline.schedule, step.optimizer)
     return counted, modelled

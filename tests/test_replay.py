@@ -13,6 +13,7 @@ from work_done import lines_run
 
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
+from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import (
     REMAT_MODES,
@@ -21,7 +22,6 @@ from gpipe_bench.pipeline.plan.schedule import (
     Kind,
     Schedule,
     dependencies,
-    execution_order,
     gpipe,
     naive,
     one_f_one_b,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import HELD_UP, LATE_WEIGHTS, random_schedule
+from random_schedules import HELD_UP, LATE_WEIGHTS, random_placement, random_schedule
 from test_schedule import schedules
 
-from gpipe_bench.pipeline.plan.ring import SENDS_ON_THE_WAY, Ring, activation_ring, gradient_ring
+from gpipe_bench.pipeline.plan.ring import SENDS_ON_THE_WAY, Ring, activation_ring, gradient_ring, turns
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.validate import validate
 
 
@@ -88,52 +90,70 @@ def test_no_buffer_is_used_twice_at_a_time(schedule: Schedule, data: st.DataObje
 
 
 def stopped(schedule: Schedule, *, small: bool) -> list[str]:
-    """Where the stages stand when nothing moves any more: [] if the step ends.
+    """Where the workers stand when nothing moves any more: [] if the step ends.
 
-    A message goes when its receive is posted. A stage waits for what it needs, and after a send for the
-    oldest one if more are on their way than may be.
+    A message goes when its receive is posted: when its slot is free and those before it, of its direction
+    and between its two workers, are posted. A worker waits for what it needs, and after a send for the oldest
+    one of that channel if more are on their way than may be.
     """
-    stages = range(schedule.num_stages)
+    stages, workers = range(schedule.num_stages), range(schedule.num_workers)
+    home = schedule.worker
     rings = {(s, False): activation_ring(schedule, s) for s in stages[1:]}
     rings |= {(s, True): gradient_ring(schedule, s, small=small) for s in stages[:-1]}
-    posted = {key: set(ring.initial) for key, ring in rings.items()}
-    on_the_way: dict[tuple[int, bool], list[int]] = {key: [] for key in rings}
+    source = {key: home(key[0] + 1 if key[1] else key[0] - 1) for key in rings}
+    slotted = {key: set(ring.initial) for key, ring in rings.items()}
+    queues = {
+        (a, b, back): [*turns(schedule, b, a, gradients=back)]
+        for a in workers for b in workers for back in (False, True) if a != b
+    }  # fmt: skip
+    posted: dict[tuple[int, bool], set[int]] = {key: set() for key in rings}
+    on_the_way: dict[tuple[int, int, bool], list[tuple[int, int]]] = {key: [] for key in queues}
     sent: dict[tuple[int, bool], set[int]] = {key: set() for key in rings}
-    position, held_up = dict.fromkeys(stages, 0), dict[int, tuple[int, bool]]()
+    position, held_up = dict.fromkeys(workers, 0), dict[int, tuple[int, int, bool]]()
 
-    def advance(s: int) -> bool:
-        if s in held_up:
-            key = held_up[s]
-            if on_the_way[key][0] not in posted[key]:
+    def post() -> None:
+        for (_, _, back), queue in queues.items():
+            while queue and queue[0][1] in slotted[queue[0][0], back]:
+                stage, m = queue.pop(0)
+                posted[stage, back].add(m)
+
+    def advance(w: int) -> bool:
+        post()
+        if w in held_up:
+            stage, m = on_the_way[held_up[w]][0]
+            if m not in posted[stage, held_up[w][2]]:
                 return False
-            on_the_way[key].pop(0)
-            del held_up[s]
+            on_the_way[held_up.pop(w)].pop(0)
             return True
-        row = schedule.actions[s]
-        if position[s] == len(row):
+        row = schedule.actions[w]
+        if position[w] == len(row):
             return False
-        kind, m = row[position[s]].kind, row[position[s]].microbatch
+        s, kind, m = row[position[w]].stage, row[position[w]].kind, row[position[w]].microbatch
         backward = kind in (Kind.B, Kind.I)
         key = (s, backward)
-        if (kind is Kind.F or backward) and key in rings and not (m in sent[key] and m in posted[key]):
-            return False
-        position[s] += 1
+        if (kind is Kind.F or backward) and key in rings:
+            own = source[key] == w
+            if not (m in sent[key] and (own or m in posted[key])):
+                return False
+        position[w] += 1
         if kind is Kind.W or kind is Kind.B:
             for key in ((s, False), (s, True)):
                 if key in rings and (following := rings[key].following[m]) is not None:
-                    posted[key].add(following)
+                    slotted[key].add(following)
         target = (s - 1 if backward else s + 1, backward)
         if (kind is Kind.F or backward) and target in rings:
             sent[target].add(m)
-            on_the_way[target].append(m)
-            if len(on_the_way[target]) > SENDS_ON_THE_WAY:
-                held_up[s] = target
+            channel = (w, home(target[0]), backward)
+            if channel in on_the_way:
+                on_the_way[channel].append((target[0], m))
+                if len(on_the_way[channel]) > SENDS_ON_THE_WAY:
+                    held_up[w] = channel
         return True
 
-    while any(advance(s) for s in stages):
+    while any(advance(w) for w in workers):
         pass
     rows = schedule.actions
-    return [str(rows[s][position[s]]) for s in stages if position[s] < len(rows[s]) or s in held_up]
+    return [str(rows[w][position[w]]) for w in workers if position[w] < len(rows[w]) or w in held_up]
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -156,3 +176,22 @@ def test_no_valid_schedule_stops_for_want_of_a_buffer(small: bool) -> None:
         schedule = random_schedule(generator, generator.randint(2, 5), generator.randint(1, 9))
         validate(schedule)
         assert not stopped(schedule, small=small), f"schedule {number}: {schedule}"
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_no_valid_schedule_of_workers_with_several_stages_stops_for_want_of_a_buffer(small: bool) -> None:
+    generator = random.Random(1)
+    for number in range(200):
+        num_stages = generator.randint(2, 6)
+        placement = random_placement(generator, num_stages)
+        schedule = random_schedule(generator, num_stages, generator.randint(1, 9), placement=placement)
+        validate(schedule)
+        assert not stopped(schedule, small=small), f"schedule {number}: {schedule}"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_no_named_schedule_stops_for_want_of_a_buffer(name: str) -> None:
+    for num_workers, num_microbatches in itertools.product((1, 2, 3, 4), (1, 2, 4, 7, 8)):
+        for remat in ("never", "always"):
+            schedule = named(name, num_workers, num_microbatches, remat=remat)
+            assert not stopped(schedule, small=False), schedule

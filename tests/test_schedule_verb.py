@@ -50,12 +50,21 @@ def test_a_file_comes_back_as_the_same_schedule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "no schedule; give one of naive, gpipe, 1f1b, or --from FILE"),
+        ("", "no schedule; give one of naive, gpipe, 1f1b, interleaved"),
         (
             "zigzag --num-stages 2 --num-microbatches 2",
-            "unknown schedule 'zigzag'; known: naive, gpipe, 1f1b",
+            "unknown schedule 'zigzag'; known: naive, gpipe, 1f1b, interleaved",
         ),
-        ("gpipe --num-stages 2", "gpipe needs --num-stages K and --num-microbatches M"),
+        ("gpipe --num-stages 2", "gpipe needs --workers K (or --num-stages K) and --microbatches M"),
+        ("zb-v --num-stages 3 --microbatches 2", "--num-stages 3 is no multiple of the 2 stages"),
+        ("zb-v --num-stages 4 --workers 2 --microbatches 2", "say the same; give one of them"),
+        ("zb-v --workers 2 --microbatches 2 --stages-per-worker 3", "'zb-v' has 2 stages per worker, not 3"),
+        ("zb-v --workers 0 --microbatches 2", "num_workers is 0; a pipeline has at least 1"),
+        ("zb-v --workers 2 --microbatches 2 --draw {tmp}/no/file.svg", "in a folder that exists"),
+        ("interleaved --workers 999 --microbatches 99", "more than 500000 actions; give smaller numbers"),
+        ("--from {tmp}/swapped.csv --workers 2", "says it all; leave --workers out"),
+        ("--from {tmp}/gap.csv", "gap.csv: no line holds stage 1, but one holds stage 2"),
+        ("--from {tmp}/like_torch.csv", "'0F0xyz' is not an action"),
         ("gpipe --num-stages 0 --num-microbatches 2", "num_stages is 0"),
         ("gpipe --num-stages 2 --num-microbatches -1", "num_microbatches is -1"),
         ("gpipe --num-stages 2 --num-microbatches 2 --remat some", "invalid choice: 'some'"),
@@ -72,7 +81,7 @@ def test_a_file_comes_back_as_the_same_schedule(tmp_path: Path) -> None:
         ("gpipe --num-stages 2 --from {tmp}/swapped.csv", "says it all; leave NAME, --num-stages out"),
         ("--from {tmp}/missing.csv", "missing.csv: No such file or directory; give a file that --csv wrote"),
         ("--from {tmp}/picture.csv", "is no text"),
-        ("--from {tmp}/empty.csv", "the text holds no actions; write one line per stage"),
+        ("--from {tmp}/empty.csv", "the text holds no actions; write one line per worker"),
         ("--from {tmp}/prose.csv", "'stage 0' is not an action"),
         ("--from {tmp}/huge.csv", "the text is no table"),
         ("--from {tmp}/swapped.csv", "swapped.csv: stage 1 sends 1B1 to stage 0, which waits for 1B0 first"),
@@ -87,12 +96,59 @@ def test_what_is_no_schedule_is_one_line_with_the_remedy(
     (tmp_path / "empty.csv").write_text("\n")
     (tmp_path / "long.csv").write_text("0F0," * 500_000 + "0B0")
     (tmp_path / "prose.csv").write_text("stage 0\n")
+    (tmp_path / "gap.csv").write_text("0F0,2F0,2B0,0B0\n")
+    (tmp_path / "like_torch.csv").write_text("0F0xyz,0B0\n")
     (tmp_path / "huge.csv").write_text("0" * 200_000)
     status, out, err = call("schedule", *arguments.format(tmp=tmp_path).split())
     assert (status, out) == (2, "")
     assert message in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+def test_several_stages_per_worker(tmp_path: Path) -> None:
+    """Makespan in slots of a stage and of a whole share, and what each worker holds."""
+    path = tmp_path / "zb-v.svg"
+    asked = ("zb-v", "--workers", 4, "--microbatches", 8, "--draw", path, "--csv", tmp_path / "zb-v.csv")
+    status, out, err = call("schedule", *asked)
+    assert (status, err) == (0, "")
+    found = out.splitlines()
+    assert found[0] == "zb-v: 8 stages on 4 workers, 8 micro-batches, remat never, valid"
+    assert found[2].startswith("worker 0 | 0F0 0F1 0F2 0F3 0F4 0F5 0F6 7F0 7I0 7W0")
+    assert "makespan 51 slots, 25.5 of a worker's whole share, bubble 5.9%" in out
+    assert [line.split() for line in found[-4:]] == [
+        ["0", "0", "7", "8", "4", "48"], ["1", "1", "6", "8", "4", "48"],
+        ["2", "2", "5", "8", "4", "48"], ["3", "3", "4", "8", "4", "48"],
+    ]  # fmt: skip
+    picture = path.read_text()
+    assert picture.count("<g>") == 3 * 8 * 8
+    assert "stage 3, 4" in picture
+    assert call("schedule", "--from", tmp_path / "zb-v.csv") == (0, out, "")
+    status, out, _ = call("schedule", "zb-v", "--num-stages", 8, "--microbatches", 8, "--json")
+    facts = json.loads(out)
+    assert (facts["num_workers"], facts["makespan_slots"], facts["makespan_shares"]) == (4, 51, 25.5)
+    assert facts["placement"] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [worker["live_activations"] for worker in facts["workers"]] == [8] * 4
+    assert facts["workers"][3]["stages"] == [3, 4]
+
+
+def test_loops_of_more_stages_and_recomputation() -> None:
+    asked = (
+        "interleaved",
+        "--workers",
+        2,
+        "--stages-per-worker",
+        3,
+        "--microbatches",
+        4,
+        "--remat",
+        "always",
+    )
+    status, out, _ = call("schedule", *asked)
+    assert status == 0
+    assert out.startswith("interleaved: 6 stages on 2 workers, 4 micro-batches, remat always, valid")
+    assert out.count("4R3") == 1
+    assert out.index("4R3") < out.index("4B3")
 
 
 def test_a_schedule_is_drawn_where_torch_is_missing() -> None:

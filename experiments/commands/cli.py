@@ -17,6 +17,7 @@ from gpipe_bench.experiments.commands.output import give_up_unwritable, prepare_
 from gpipe_bench.harness.places import own_results
 from gpipe_bench.harness.running.stopping import number_of, stopping
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedules.known import NAMED
 
 PROFILES = ("smoke", "short", "full")
 
@@ -190,16 +191,26 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     verb = _add(
-        verbs, "schedule", "draw and check a schedule: one row per stage, length, bubble, activations"
+        verbs, "schedule", "draw and check a schedule: one row per worker, length, bubble, activations"
     )
-    verb.add_argument("name", nargs="?", metavar="NAME", help="gpipe, 1f1b or naive; none with --from")
-    verb.add_argument("--num-stages", type=int, metavar="K")
-    verb.add_argument("--num-microbatches", type=int, metavar="M")
+    verb.add_argument("name", nargs="?", metavar="NAME", help=f"{', '.join(NAMED)}; none with --from")
+    verb.add_argument("--workers", type=int, metavar="K", help="processes or devices")
+    verb.add_argument("--num-stages", type=int, metavar="K", help="instead: the stages of all workers")
+    verb.add_argument(
+        "--stages-per-worker", type=int, metavar="V", help="of interleaved and breadth-first; default: 2"
+    )
+    verb.add_argument("--microbatches", "--num-microbatches", dest="num_microbatches", type=int, metavar="M")
     verb.add_argument("--remat", choices=REMAT_MODES, help="default: the schedule's, or as in the file")
     verb.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write it, one line per stage: 0F0,0F1,0B1,0B0"
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="write it, one line per worker, as torch reads it: 0F0,0F1,0B1",
     )
-    verb.add_argument("--from", dest="source", type=Path, metavar="FILE", help="read what --csv writes")
+    verb.add_argument("--draw", type=Path, metavar="FILE.svg", help="write a picture of it")
+    verb.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="read what --csv or torch writes"
+    )
     return parser
 
 

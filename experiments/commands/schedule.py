@@ -1,8 +1,12 @@
 """`schedule`: a schedule as a picture, checked, with what follows from it; to a file and from one.
 
 A schedule can be judged before anything runs: whether it can be executed at all, how long a step is, how much
-of it is bubble, and how many micro-batches a stage holds at a time. Durations are the usual ones for equal
+of it is bubble, and how many micro-batches a worker holds at a time. Durations are the usual ones for equal
 stages, a forward and a recomputation one slot and a backward two, and messages take no time.
+
+Where a worker holds several stages, each is a part of what it would hold alone. So beside the slots of a
+stage there are those of a whole share of the model, which make schedules with different numbers of stages
+comparable.
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ from typing import Any
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.pipeline.plan.drawing import draw, from_csv, to_csv
+from gpipe_bench.pipeline.plan.drawing import draw
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.svg import svg
+from gpipe_bench.pipeline.plan.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.plan.validate import validate
 
@@ -29,12 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what is no valid schedule."""
     schedule = _named(arguments) if arguments.source is None else _read(arguments)
     timeline = replay(schedule, SLOTS)
-    slots = schedule.num_stages * round(timeline.makespan_s)
+    slots = schedule.num_workers * round(timeline.makespan_s)
     if slots > MOST_SLOTS and not arguments.json:
         raise ValueError(f"that is a picture of {slots} slots; --json has the numbers without it")
-    if arguments.csv is not None:
-        _write(schedule, arguments.csv)
     facts = _facts(schedule, timeline)
+    if arguments.csv is not None:
+        _write("--csv", arguments.csv, to_csv(schedule))
+    if arguments.draw is not None:
+        _write("--draw", arguments.draw, svg(timeline, f"{_title(facts)}; {_length(facts)}"))
     if arguments.json:
         print_line(json.dumps(facts).encode())
     else:
@@ -44,23 +53,55 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _named(arguments: argparse.Namespace) -> Schedule:
     """A built-in schedule, validated like any other."""
-    known = ", ".join(SCHEDULES)
+    known = ", ".join(NAMED)
     if arguments.name is None:
         raise ValueError(f"no schedule; give one of {known}, or --from FILE")
-    if arguments.name not in SCHEDULES:
+    if arguments.name not in NAMED:
         raise ValueError(f"unknown schedule {arguments.name!r}; known: {known}, or --from FILE reads yours")
-    num_stages, num_microbatches = arguments.num_stages, arguments.num_microbatches
-    if num_stages is None or num_microbatches is None:
-        raise ValueError(f"{arguments.name} needs --num-stages K and --num-microbatches M")
-    if num_stages > 0 and num_microbatches > 0 and 3 * num_stages * num_microbatches > MOST_ACTIONS:
+    num_workers, num_microbatches = _num_workers(arguments), arguments.num_microbatches
+    if num_workers is None or num_microbatches is None:
         raise ValueError(
-            f"--num-stages {num_stages} with --num-microbatches {num_microbatches} is more than "
-            f"{MOST_ACTIONS} actions; give smaller numbers, the picture repeats itself"
+            f"{arguments.name} needs --workers K (or --num-stages K) and --microbatches M (or "
+            "--num-microbatches M)"
         )
-    options = {} if arguments.remat is None else {"remat": arguments.remat}
-    schedule = SCHEDULES[arguments.name](num_stages, num_microbatches, **options)
+    per_worker = arguments.stages_per_worker
+    num_actions = (
+        4 * num_workers * num_microbatches * (NAMED[arguments.name].stages_per_worker or per_worker or 2)
+    )
+    if num_workers > 0 and num_microbatches > 0 and num_actions > MOST_ACTIONS:
+        raise ValueError(
+            f"--workers {num_workers} with --microbatches {num_microbatches} is more than {MOST_ACTIONS} "
+            "actions; give smaller numbers, the picture repeats itself"
+        )
+    if arguments.name in SCHEDULES and per_worker is None:
+        options = {} if arguments.remat is None else {"remat": arguments.remat}
+        schedule = SCHEDULES[arguments.name](num_workers, num_microbatches, **options)
+    else:
+        schedule = named(
+            arguments.name,
+            num_workers,
+            num_microbatches,
+            remat=arguments.remat or "never",
+            stages_per_worker=per_worker,
+        )
     validate(schedule)
     return schedule
+
+
+def _num_workers(arguments: argparse.Namespace) -> int | None:
+    """As given, or the stages divided among them."""
+    workers, stages = arguments.workers, arguments.num_stages
+    if stages is None:
+        return workers  # type: ignore[no-any-return]
+    if workers is not None:
+        raise ValueError(f"--workers {workers} and --num-stages {stages} say the same; give one of them")
+    each = NAMED[arguments.name].stages_per_worker or arguments.stages_per_worker or 2
+    if stages % each:
+        raise ValueError(
+            f"--num-stages {stages} is no multiple of the {each} stages that a worker has in "
+            f"{arguments.name}; give --workers K"
+        )
+    return stages // each  # type: ignore[no-any-return]
 
 
 def _read(arguments: argparse.Namespace) -> Schedule:
@@ -68,8 +109,10 @@ def _read(arguments: argparse.Namespace) -> Schedule:
     path: Path = arguments.source
     given = (
         ("NAME", arguments.name),
+        ("--workers", arguments.workers),
         ("--num-stages", arguments.num_stages),
-        ("--num-microbatches", arguments.num_microbatches),
+        ("--stages-per-worker", arguments.stages_per_worker),
+        ("--microbatches", arguments.num_microbatches),
     )
     superfluous = [option for option, value in given if value is not None]
     if superfluous:
@@ -91,16 +134,17 @@ def _read(arguments: argparse.Namespace) -> Schedule:
     return schedule
 
 
-def _write(schedule: Schedule, path: Path) -> None:
+def _write(option: str, path: Path, text: str) -> None:
     try:
-        path.write_text(to_csv(schedule), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--csv {path}: {error.strerror}; give a file in a folder that exists") from error
+        raise ValueError(f"{option} {path}: {error.strerror}; give a file in a folder that exists") from error
 
 
 def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
     """What follows from the schedule, as it is printed and as JSON."""
-    return {
+    share = schedule.num_workers / schedule.num_stages
+    facts = {
         "schedule": schedule.name,
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
@@ -113,27 +157,63 @@ def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
                 "in_flight": schedule.in_flight(stage),
                 "live_activations": max(live for _, live in timeline.live_activations(stage)),
                 "busy_slots": timeline.busy_s(stage),
-                "actions": [str(action) for action in row],
+                "actions": [str(action) for action in schedule.row(stage)],
             }
-            for stage, row in enumerate(schedule.actions)
+            for stage in range(schedule.num_stages)
         ],
     }
+    if schedule.placement:
+        facts |= {
+            "num_workers": schedule.num_workers,
+            "placement": list(schedule.placement),
+            "makespan_shares": timeline.makespan_s * share,
+            "workers": [
+                {
+                    "worker": worker,
+                    "stages": list(schedule.stages_of(worker)),
+                    "live_activations": max(live for _, live in timeline.worker_live_activations(worker)),
+                    "busy_slots": timeline.worker_busy_s(worker),
+                    "actions": [str(action) for action in row],
+                }
+                for worker, row in enumerate(schedule.actions)
+            ],
+        }
+    return facts
+
+
+def _title(facts: dict[str, Any]) -> str:
+    workers = f" on {facts['num_workers']} workers" if "num_workers" in facts else ""
+    return (
+        f"{facts['schedule']}: {facts['num_stages']} stages{workers}, {facts['num_microbatches']} "
+        f"micro-batches, remat {facts['remat']}, valid"
+    )
+
+
+def _length(facts: dict[str, Any]) -> str:
+    shares = f", {facts['makespan_shares']:g} of a worker's whole share" if "num_workers" in facts else ""
+    return f"makespan {facts['makespan_slots']:g} slots{shares}, bubble {facts['bubble']:.1%}"
 
 
 def _text(facts: dict[str, Any], picture: str) -> str:
-    title = (
-        f"{facts['schedule']}: {facts['num_stages']} stages, {facts['num_microbatches']} micro-batches, "
-        f"remat {facts['remat']}, valid"
-    )
     lengths = ", ".join(f"{kind.value} {slots:g}" for kind, slots in SLOTS.items())
-    lines = [
+    columns = ["stage", "micro-batches in flight", "live activations", "busy slots"]
+    lines: list[list[Any]] = [
         [each["stage"], each["in_flight"], each["live_activations"], f"{each['busy_slots']:g}"]
         for each in facts["stages"]
     ]
-    columns = ["stage", "micro-batches in flight", "live activations", "busy slots"]
-    stages = Grid(columns=columns, lines=lines, right=frozenset({1, 2, 3})).text()
-    result = (
-        f"makespan {facts['makespan_slots']:g} slots, bubble {facts['bubble']:.1%} "
-        f"(slots: {lengths}; equal stages, messages take no time)"
-    )
-    return f"{title}\n\n{picture}\n\n{result}\n\n{stages}"
+    if "workers" in facts:
+        share = facts["num_workers"] / facts["num_stages"]
+        columns = ["worker", "stages", "live activations", "of a whole share", "busy slots"]
+        lines = [
+            [
+                each["worker"],
+                " ".join(map(str, each["stages"])),
+                each["live_activations"],
+                f"{each['live_activations'] * share:g}",
+                f"{each['busy_slots']:g}",
+            ]
+            for each in facts["workers"]
+        ]
+    table = Grid(columns=columns, lines=lines, right=frozenset(range(1, len(columns)))).text()
+    result = f"{_length(facts)} (slots: {lengths}; equal stages, messages take no time)"
+    return f"{_title(facts)}\n\n{picture}\n\n{result}\n\n{table}"

@@ -24,7 +24,8 @@ from torch.func import functional_call
 from gpipe_bench.experiments.consistency.task import Task
 from gpipe_bench.experiments.consistency.updates import WeightAverage
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import Kind, execution_order, one_f_one_b
+from gpipe_bench.pipeline.plan.order import execution_order
+from gpipe_bench.pipeline.plan.schedule import Kind, one_f_one_b
 from gpipe_bench.pipeline.stage.rng import Generators, stream_key
 
 

@@ -124,7 +124,7 @@ def lay_out(
 def balanced(timed: TimedActions, num_microbatches: int | None = None) -> Timeline:
     """The bound: the same total work of each kind, spread evenly over the stages, over a free link."""
     medians, program = timed.medians_s(), timed.program(num_microbatches)
-    even = even_stages({action: medians[action.stage, action.kind] for action in program})
+    even = even_stages({action: medians[action.stage, action.kind] for action in program}, program)
     update_s = mean(timed.update_s) if timed.update_s else 0.0
     return replay(program, even.__getitem__, update_s=[update_s] * timed.num_stages)
 

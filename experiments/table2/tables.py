@@ -241,6 +241,6 @@ def bound_shares(layers_s: Sequence[float], num_stages: int, num_microbatches: i
             continue
         stages_s = [sum(layers_s[i] for i in span) for span in stages]
         work = {action: SLOTS[action.kind] * stages_s[action.stage] for action in schedule}
-        even_s = replay(schedule, even_stages(work).__getitem__).makespan_s
+        even_s = replay(schedule, even_stages(work, schedule).__getitem__).makespan_s
         shares[rule] = even_s / replay(schedule, work.__getitem__).makespan_s
     return shares

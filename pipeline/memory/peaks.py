@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import add
+from operator import add, attrgetter
 
 from gpipe_bench.pipeline.memory.footprint import Footprint, Moment, footprint
 from gpipe_bench.pipeline.memory.profile import LayerProfile
@@ -87,6 +87,11 @@ def pipeline_memory(
     """
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
+    if schedule.placement:
+        raise ValueError(
+            f"schedule {schedule.name!r} gives a worker several stages; memory.workers.worker_memory says "
+            "what each worker holds"
+        )
     last = len(stages) - 1
     return tuple(
         stage_memory(
@@ -124,50 +129,70 @@ def fullest_moment(
     is_first: bool,
 ) -> StageMemory:
     """The same from the `demands` of its actions, which stages of one schedule share."""
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(OPTIMIZERS)}")
-    rule = OPTIMIZERS[optimizer]
-    state = rule.state * sum(stage.trained_sizes) + 4 * len(stage.trained_sizes) * rule.counts_steps
-    # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
-    user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
-
-    def at(
-        moment: Moment, gradients: int, boundary: int, activations: int, receives: int, when: str
-    ) -> StageMemory:
-        return StageMemory(
-            parameters=stage.parameter_bytes,
-            buffers=stage.buffer_bytes,
-            gradients=gradients + moment.gradients,
-            optimizer_state=state,
-            boundary=user_bytes + boundary,
-            activations=activations + moment.activations,
-            transients=moment.transients + receives,
-            when=when,
-        )
-
-    moments = {
-        "free": stage.free,
-        "forward": stage.forward,
-        "first": stage.backward_first,
-        "later": stage.backward,
-    }
-    received, kept = (0, 0) if is_first else (stage.input_bytes, stage.kept_input_bytes)
-    fullest = at(
-        Moment(transients=_update_transients(rule, stage.trained_sizes)),
-        stage.gradient_bytes, 0, 0, 0, "optimizer",
-    )  # fmt: skip
+    rule = rule_of(optimizer)
+    state = optimizer_state(stage, rule)
+    fullest = memory_at(stage, None, rule, state, num_microbatches, is_first=is_first)
     for demand in demanded:
-        candidate = at(
-            moments[demand.moment],
-            stage.gradient_bytes if demand.after_first_backward else 0,
-            demand.inputs * received + demand.graph_inputs * kept,
-            demand.graphs * stage.saved_bytes,
-            demand.inputs_ahead * received + demand.output_gradients * stage.output_gradient_bytes,
-            demand.when,
-        )
+        candidate = memory_at(stage, demand, rule, state, num_microbatches, is_first=is_first)
         if candidate.peak > fullest.peak:
             fullest = candidate
     return fullest
+
+
+def rule_of(optimizer: str) -> Optimizer:
+    """`ValueError` for an optimizer that is not known."""
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {optimizer!r}: use one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[optimizer]
+
+
+def optimizer_state(stage: Footprint, rule: Optimizer) -> int:
+    """Bytes that the optimizer keeps for a stage."""
+    return rule.state * sum(stage.trained_sizes) + 4 * len(stage.trained_sizes) * rule.counts_steps
+
+
+_MOMENTS = {
+    "free": attrgetter("free"),
+    "forward": attrgetter("forward"),
+    "first": attrgetter("backward_first"),
+    "later": attrgetter("backward"),
+}
+
+
+def memory_at(
+    stage: Footprint,
+    demand: Demand | None,
+    rule: Optimizer,
+    state: int,
+    num_microbatches: int,
+    *,
+    is_first: bool,
+) -> StageMemory:
+    """What a stage holds in the action of a demand, or in the optimizer's step; ``state`` as
+    `optimizer_state` says.
+    """
+    received, kept = (0, 0) if is_first else (stage.input_bytes, stage.kept_input_bytes)
+    gradients, boundary, activations, receives = stage.gradient_bytes, 0, 0, 0
+    if demand is None:
+        moment = Moment(transients=_update_transients(rule, stage.trained_sizes))
+    else:
+        moment = _MOMENTS[demand.moment](stage)
+        gradients = stage.gradient_bytes if demand.after_first_backward else 0
+        boundary = demand.inputs * received + demand.graph_inputs * kept
+        activations = demand.graphs * stage.saved_bytes
+        receives = demand.inputs_ahead * received + demand.output_gradients * stage.output_gradient_bytes
+    # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
+    user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
+    return StageMemory(
+        parameters=stage.parameter_bytes,
+        buffers=stage.buffer_bytes,
+        gradients=gradients + moment.gradients,
+        optimizer_state=state,
+        boundary=user_bytes + boundary,
+        activations=activations + moment.activations,
+        transients=moment.transients + receives,
+        when="optimizer" if demand is None else demand.when,
+    )
 
 
 def _update_transients(rule: Optimizer, sizes: tuple[int, ...]) -> int:
@@ -192,37 +217,67 @@ class Demand:
     when: str
 
 
+class Walk:
+    """What a stage holds as its actions go by, one after another, in numbers of micro-batches."""
+
+    def __init__(self, actions: Sequence[Action], receive_ahead: int = 0) -> None:
+        self._recomputed = {action.microbatch for action in actions if action.kind is Kind.R}
+        self._to_receive = sum(action.kind is Kind.F for action in actions)
+        self._to_send_back = sum(action.kind in (Kind.B, Kind.I) for action in actions)
+        self._receive_ahead = receive_ahead
+        self.whole = self.graphs = self.backwards = 0
+
+    def take(self, action: Action) -> Demand:
+        """What the next action finds alive."""
+        graphs = self.graphs
+        match action.kind:
+            case Kind.F:
+                self.whole, self._to_receive = self.whole + 1, self._to_receive - 1
+                moment = "free" if action.microbatch in self._recomputed else "forward"
+                gradients = 0
+            case Kind.R:
+                moment, gradients = "forward", 1 + min(self._receive_ahead, self._to_send_back - 1)
+            case Kind.B:
+                self._to_send_back -= 1
+                graphs -= 1
+                moment = "later" if self.backwards else "first"
+                gradients = min(self._receive_ahead, self._to_send_back)
+            case _:
+                raise ValueError(f"no memory model for action {action}: split backwards are not modelled yet")
+        in_graphs = graphs + (action.kind is Kind.B)
+        found = Demand(
+            moment,
+            self.whole,
+            in_graphs,
+            graphs,
+            self.inputs_ahead,
+            gradients,
+            self.backwards > 0,
+            str(action),
+        )
+        if action.kind is Kind.B:
+            self.backwards += 1
+            self.graphs -= 1
+        elif moment == "forward":
+            self.whole, self.graphs = self.whole - 1, self.graphs + 1
+        return found
+
+    @property
+    def inputs_ahead(self) -> int:
+        """Posted receives of further inputs."""
+        return min(self._receive_ahead, self._to_receive)
+
+    @property
+    def gradients_ahead(self) -> int:
+        """Posted receives of gradients."""
+        return min(self._receive_ahead, self._to_send_back)
+
+
 @lru_cache(maxsize=1024)
 def demands(actions: tuple[Action, ...], receive_ahead: int = 0) -> tuple[Demand, ...]:
     """The distinct demands of a stage's actions, those left out that another one exceeds in everything."""
-    recomputed = {action.microbatch for action in actions if action.kind is Kind.R}
-    to_receive = sum(action.kind is Kind.F for action in actions)
-    to_send_back = sum(action.kind in (Kind.B, Kind.I) for action in actions)
-    whole, graphs, backwards = 0, 0, 0
-    found: list[Demand] = []
-    for action in actions:
-        ahead = 0
-        match action.kind:
-            case Kind.F:
-                whole, to_receive = whole + 1, to_receive - 1
-                moment = "free" if action.microbatch in recomputed else "forward"
-                gradients = 0
-            case Kind.R:
-                moment, gradients = "forward", 1 + min(receive_ahead, to_send_back - 1)
-            case Kind.B:
-                to_send_back -= 1
-                graphs -= 1
-                moment, gradients = "later" if backwards else "first", min(receive_ahead, to_send_back)
-            case _:
-                raise ValueError(f"no memory model for action {action}: split backwards are not modelled yet")
-        ahead = min(receive_ahead, to_receive)
-        in_graphs = graphs + (action.kind is Kind.B)
-        found.append(Demand(moment, whole, in_graphs, graphs, ahead, gradients, backwards > 0, str(action)))
-        if action.kind is Kind.B:
-            backwards += 1
-        elif moment == "forward":
-            whole, graphs = whole - 1, graphs + 1
-    return _undominated(found)
+    walk = Walk(actions, receive_ahead)
+    return _undominated([walk.take(action) for action in actions])
 
 
 def _undominated(found: list[Demand]) -> tuple[Demand, ...]:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: every device-second of K x makespan has one reason.
+"""Where the time of a step goes: every device-second of workers x makespan has one reason.
 
 Idle time carries no label. A stage that waits may wait for a slow link, for a fuller stage, or because any
 pipeline fills and drains; a profiler cannot tell. So the same step is laid out again under circumstances that
@@ -43,18 +43,18 @@ class Breakdown:
     """
 
     seconds: dict[str, Fraction]
-    num_stages: int
+    num_workers: int
     timeline: Timeline
 
     @property
     def shares(self) -> dict[str, Fraction]:
-        """Shares of K x makespan; they add up to exactly 1. All zero for a step that takes no time."""
+        """Shares of workers x makespan; they add up to exactly 1. All zero for a step that takes no time."""
         total = sum(self.seconds.values(), Fraction(0))
         return {part: value / total if total else Fraction(0) for part, value in self.seconds.items()}
 
     @property
     def makespan_s(self) -> float:
-        return float(sum(self.seconds.values(), Fraction(0)) / self.num_stages)
+        return float(sum(self.seconds.values(), Fraction(0)) / self.num_workers)
 
 
 def breakdown(
@@ -91,7 +91,7 @@ def breakdown(
     step = lay_out(work, _exact_link(link), setup, update)
     free = lay_out(work, FREE, setup, update)
     ready = lay_out(work, FREE, (), update)
-    even = lay_out(even_stages(work), FREE, (), [_mean(update)] * len(update))
+    even = lay_out(even_stages(work, schedule), FREE, (), _even_updates(update, schedule))
 
     recompute = _total(seconds for action, seconds in work.items() if action.kind is Kind.R)
     set_up = _total(setup)
@@ -108,21 +108,35 @@ def breakdown(
         "load imbalance": imbalance,
         "bubble": idle - communication - waiting_for_setup - imbalance,
     }
-    return Breakdown(seconds, schedule.num_stages, _in_floats(step))
+    return Breakdown(seconds, schedule.num_workers, _in_floats(step))
 
 
-def even_stages(work: Mapping[Action, float]) -> dict[Action, float]:
-    """The same total work, with the same kind of work on a micro-batch taking every stage equally long."""
-    alike: dict[tuple[Kind, int], list[float]] = {}
-    for action, seconds in work.items():
-        alike.setdefault((action.kind, action.microbatch), []).append(seconds)
-    mean = {key: _mean(group) for key, group in alike.items()}
-    return {action: mean[action.kind, action.microbatch] for action in work}
+def even_stages(work: Mapping[Action, float], schedule: Schedule) -> dict[Action, float]:
+    """The same total work, with the same kind of work on a micro-batch taking every worker equally long, and
+    each of a worker's stages as long as its others.
+    """
+    alike: dict[tuple[Kind, int], list[Action]] = {}
+    for action in work:
+        alike.setdefault((action.kind, action.microbatch), []).append(action)
+    found: dict[Action, float] = {}
+    for group in alike.values():
+        total = sum(work[action] for action in group)
+        homes = [schedule.worker(action.stage) for action in group]
+        found |= {
+            action: total / len(set(homes)) / homes.count(home)
+            for action, home in zip(group, homes, strict=True)
+        }
+    return {action: found[action] for action in work}
+
+
+def _even_updates(update: Sequence[float], schedule: Schedule) -> list[float]:
+    total, homes = sum(update), [schedule.worker(stage) for stage in range(len(update))]
+    return [total / schedule.num_workers / homes.count(home) for home in homes]
 
 
 def _lost(to: Timeline, instead: Timeline, idle: Fraction, known: Fraction = Fraction(0)) -> Fraction:
     """Device-seconds by which one step is longer than the other, less the known ones; at most those idle."""
-    longer = to.num_stages * (Fraction(to.makespan_s) - Fraction(instead.makespan_s))
+    longer = to.num_workers * (Fraction(to.makespan_s) - Fraction(instead.makespan_s))
     return min(max(longer - known, Fraction(0)), idle)
 
 
@@ -152,10 +166,6 @@ def _exact_link(link: Link) -> Link:
         latency_s=_exact("latency_s", link.latency_s),
         bandwidth_bytes_per_s=bandwidth if bandwidth == inf else _exact("bandwidth_bytes_per_s", bandwidth),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0
 
 
 def _total(values: Iterable[float]) -> Fraction:

@@ -16,17 +16,29 @@ A message may wait for its buffer and, as few sends may be on their way, its sen
 that can be executed could still stop for good where buffers are scarce. The numbers given here are those that
 suffice for most schedules; where the waits of a schedule would close a circle, a ring on it grows until none
 does. With a buffer for every micro-batch nothing waits for one, so every valid schedule gets through.
+
+Several stages of a worker may receive from one other worker. Each has a ring of its own, because its messages
+have sizes of their own, but the receives of one direction from one worker are posted in the order of need,
+whichever stage they are for (`turns`): NCCL matches sends and receives by their order alone. So a receive may
+wait for its turn too, which is among the waits that must close no circle.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, dependencies
+from gpipe_bench.pipeline.plan.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    Transfer,
+    channels,
+    dependencies,
+    ends_of,
+)
 
 # Sends on the way, per direction, before the sender waits for the oldest. With one, a late receiver would
 # hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its
@@ -57,9 +69,9 @@ def activation_ring(schedule: Schedule, stage: int) -> Ring:
     As many buffers as the stage before has micro-batches in flight, so that it never computes an output that
     has no place to go, or as this stage has, if it keeps them longer.
     """
-    order = _order(schedule, stage, gradients=False)
-    ends = [end.microbatch for end in _ends(schedule, stage)]
-    return _ring(order, ends, _num_slots(schedule)[stage, False])
+    row = schedule.row(stage)
+    order = [action.microbatch for action in row if action.kind is Kind.F]
+    return _ring(order, _ends(row), _num_slots(schedule)[stage, False])
 
 
 def gradient_ring(schedule: Schedule, stage: int, *, small: bool = False) -> Ring:
@@ -68,106 +80,113 @@ def gradient_ring(schedule: Schedule, stage: int, *, small: bool = False) -> Rin
     One buffer where a recomputation separates two backwards, which hides the transfer; two where nothing
     does; one for every micro-batch in flight where messages are small.
     """
-    order = _order(schedule, stage, gradients=True)
+    row = schedule.row(stage)
+    order = [action.microbatch for action in row if action.kind in (Kind.B, Kind.I)]
     num_slots = _num_slots(schedule)[stage, True]
     if small:
         num_slots = max(num_slots, schedule.in_flight(stage))
-    return _ring(order, [end.microbatch for end in _ends(schedule, stage)], num_slots)
+    return _ring(order, _ends(row), num_slots)
 
 
-def _order(schedule: Schedule, stage: int, *, gradients: bool) -> list[int]:
-    """Micro-batches in the order in which the stage needs what it receives for them."""
-    kinds = (Kind.B, Kind.I) if gradients else (Kind.F,)
-    return [action.microbatch for action in schedule.actions[stage] if action.kind in kinds]
+def turns(schedule: Schedule, worker: int, source: int, *, gradients: bool) -> tuple[tuple[int, int], ...]:
+    """(stage, micro-batch) of the messages that `worker` receives from worker `source`, in the order in which
+    their receives are posted.
+    """
+    messages = channels(schedule).get((source, worker, gradients), [])
+    return tuple([(message.target.stage, message.target.microbatch) for message in messages])
 
 
-def _ends(schedule: Schedule, stage: int) -> list[Action]:
-    """The actions with which the stage is done with a micro-batch, in their order."""
-    row = schedule.actions[stage]
-    halved = {action.microbatch for action in row if action.kind is Kind.W}
-    return [action for action in row if action.kind is (Kind.W if action.microbatch in halved else Kind.B)]
+def _ends(row: tuple[Action, ...]) -> list[int]:
+    return [action.microbatch for action in ends_of(row)]
 
 
-_Rings = dict[tuple[int, bool], int]  # number of slots by receiving stage and whether of gradients
+_RingKey = tuple[int, bool]  # receiving stage, and whether of gradients
+_Node = Action | Transfer  # an action, or the posting of the receive of a message
+_Waits = dict[_Node, list[tuple[_Node, _RingKey | None]]]  # what for, and on which ring
 
 
 @lru_cache(maxsize=16)
-def _num_slots(schedule: Schedule) -> _Rings:
+def _num_slots(schedule: Schedule) -> dict[_RingKey, int]:
     """The slots of every ring: what suffices as a rule, and more where the schedule would stop for good."""
-    slots: _Rings = {}
+    slots: dict[_RingKey, int] = {}
     ahead = 2 if schedule.remat == "never" else 1
-    for stage, row in enumerate(schedule.actions):
+    for stage in range(schedule.num_stages):
         in_flight = schedule.in_flight(stage)
         if stage > 0:
             slots[stage, False] = max(schedule.in_flight(stage - 1), in_flight)
         if stage + 1 < schedule.num_stages:
-            halved = any(action.kind is Kind.W for action in row)
+            halved = any(action.kind is Kind.W for action in schedule.row(stage))
             slots[stage, True] = in_flight if halved else min(ahead, in_flight)
-    needs = dependencies(schedule)
-    for row in schedule.actions:
-        for earlier, later in pairwise(row):
-            needs[later] += (earlier,)
-    while circle := _circle(schedule, needs, slots):
+    waits = _waits(schedule)
+    ends = [ends_of(schedule.row(stage)) for stage in range(schedule.num_stages)]
+    posted: dict[_RingKey, list[Transfer]] = {}
+    for messages in channels(schedule).values():
+        for message in messages:
+            posted.setdefault((message.target.stage, message.target.kind is not Kind.F), []).append(message)
+    while circle := _circle(waits, _waits_for_slots(posted, ends, slots)):
         for ring in circle:
             slots[ring] += 1
     return slots
 
 
-def _circle(
-    schedule: Schedule, needs: dict[Action, tuple[Action, ...]], slots: _Rings
-) -> set[tuple[int, bool]]:
-    """The rings on a circle of waits, if there is one; `needs` holds the waits for other reasons."""
-    waits: dict[Action, list[tuple[Action, tuple[int, bool] | None]]] = {
-        action: [(source, None) for source in sources] for action, sources in needs.items()
+def _waits(schedule: Schedule) -> _Waits:
+    """Every wait but those for slots."""
+    waits: _Waits = {
+        action: [(source, None) for source in sources] for action, sources in dependencies(schedule).items()
     }
-    for slotted, num_slots in slots.items():
-        for waiting, end in _waits_for_slots(schedule, *slotted, num_slots):
-            waits[waiting].append((end, slotted))
-    followers: dict[Action, list[Action]] = {action: [] for action in waits}
-    missing = {action: len(sources) for action, sources in waits.items()}
-    for action, sources in waits.items():
+    after: dict[Action, Action] = {}
+    for row in schedule.actions:
+        for earlier, later in pairwise(row):
+            waits[later].append((earlier, None))
+            after[earlier] = later
+    for messages in channels(schedule).values():
+        for position, message in enumerate(messages):
+            waits[message] = [(messages[position - 1], None)] if position else []
+            waits[message.target].append((message, None))
+            # The sender goes on from the send that is one too many on the way when the oldest has left.
+            held_up = position + SENDS_ON_THE_WAY
+            if held_up < len(messages) and (following := after.get(messages[held_up].source)) is not None:
+                waits[following].append((message, None))
+    return waits
+
+
+def _waits_for_slots(
+    posted: dict[_RingKey, list[Transfer]], ends: list[list[Action]], slots: dict[_RingKey, int]
+) -> _Waits:
+    """Which receive is posted at which end of a micro-batch, because that frees its slot."""
+    return {
+        messages[position]: [(ends[ring[0]][position - slots[ring]], ring)]
+        for ring, messages in posted.items()
+        for position in range(slots[ring], len(messages))
+    }
+
+
+def _circle(waits: _Waits, for_slots: _Waits) -> set[_RingKey]:
+    """The rings on a circle of waits, if there is one."""
+    followers: dict[_Node, list[_Node]] = {node: [] for node in waits}
+    missing: dict[_Node, int] = {}
+    for node, reasons in waits.items():
+        sources = [*reasons, *for_slots.get(node, ())]
+        missing[node] = len(sources)
         for source, _ in sources:
-            followers[source].append(action)
-    free = [action for action, number in missing.items() if not number]
+            followers[source].append(node)
+    free = [node for node, number in missing.items() if not number]
     while free:
         for follower in followers[free.pop()]:
             missing[follower] -= 1
             if not missing[follower]:
                 free.append(follower)
-    stuck = [action for action, number in missing.items() if number]
-    if not stuck:
+    stuck = next((node for node, number in missing.items() if number), None)
+    if stuck is None:
         return set()
     # Whoever is left waits for another that is left, so going back from one to the next closes a circle.
-    path: list[Action] = []
-    reasons: list[tuple[int, bool] | None] = []
-    action = stuck[0]
-    while action not in path:
-        path.append(action)
-        action, reason = next((source, ring) for source, ring in waits[action] if missing[source])
-        reasons.append(reason)
-    return {ring for ring in reasons[path.index(action) :] if ring is not None}
-
-
-def _waits_for_slots(
-    schedule: Schedule, stage: int, gradients: bool, num_slots: int
-) -> Iterator[tuple[Action, Action]]:
-    """Which action waits for which end of a micro-batch, because a message waits for its slot.
-
-    The action that needs the message, and on the sender whatever follows the send that is one too many on the
-    way.
-    """
-    sender = stage + 1 if gradients else stage - 1
-    kinds = (Kind.B, Kind.I) if gradients else (Kind.F,)
-    ends = _ends(schedule, stage)
-    needing = [action for action in schedule.actions[stage] if action.kind in kinds]
-    row = schedule.actions[sender]
-    after_send = [row[i + 1] if i + 1 < len(row) else None for i in range(len(row)) if row[i].kind in kinds]
-    for position in range(num_slots, len(needing)):
-        end = ends[position - num_slots]
-        yield needing[position], end
-        held_up = position + SENDS_ON_THE_WAY
-        if held_up < len(after_send) and (following := after_send[held_up]) is not None:
-            yield following, end
+    path: dict[_Node, _RingKey | None] = {}
+    while stuck not in path:
+        sources = [*waits[stuck], *for_slots.get(stuck, ())]
+        before, path[stuck] = next((source, ring) for source, ring in sources if missing[source])
+        stuck = before
+    nodes = list(path)
+    return {ring for node in nodes[nodes.index(stuck) :] if (ring := path[node]) is not None}
 
 
 def _ring(order: list[int], ends: list[int], num_slots: int) -> Ring:

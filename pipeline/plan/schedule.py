@@ -2,8 +2,9 @@
 
 The engine executes it, the replay lays it out in time, the memory model walks over it and the drawing prints
 it. Engines that keep the order of the work in their control flow cannot be checked without running them; here
-a schedule is a tuple of actions per stage, made by a pure function, and everything that follows from it (who
-sends what to whom, how many micro-batches are in flight) is derived. Only the standard library is imported.
+a schedule is a tuple of actions per worker, made by a pure function, and everything that follows from it (who
+sends what to whom, how many micro-batches are in flight) is derived. A worker holds one stage, or several
+where the schedule has a placement (`schedules`). Only the standard library is imported.
 
 One notation for an action, everywhere: `2F0` is stage 2, forward, micro-batch 0.
 
@@ -61,14 +62,15 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every stage, in the order in which the stage takes them.
+    """The actions of every worker, in the order in which the worker takes them.
 
     Args:
         name: of a built-in schedule, or any other.
-        num_stages: K, the number of rows.
+        num_stages: K, the number of partitions of the model.
         num_microbatches: M, numbered from 0.
         remat: which micro-batches are recomputed: "never", "always" or "except_last" (all but the last).
-        actions: one row per stage.
+        actions: one row per worker.
+        placement: the worker of each stage; empty where every stage has a worker of its own.
     """
 
     name: str
@@ -76,6 +78,31 @@ class Schedule:
     num_microbatches: int
     remat: str
     actions: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        # One form of each placement, so that equal schedules are equal.
+        if self.placement == tuple(range(self.num_stages)):
+            object.__setattr__(self, "placement", ())
+
+    @property
+    def num_workers(self) -> int:
+        """Processes, or devices, that take the rows."""
+        return max(self.placement) + 1 if self.placement else self.num_stages
+
+    def worker(self, stage: int) -> int:
+        """The worker that holds `stage`."""
+        return self.placement[stage] if self.placement else stage
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """The stages that `worker` holds, in their order."""
+        return tuple(stages_of(self.placement, worker))
+
+    def row(self, stage: int) -> tuple[Action, ...]:
+        """The actions of one stage, in the order in which its worker takes them."""
+        if not self.placement:
+            return self.actions[stage]
+        return tuple([action for action in self.actions[self.placement[stage]] if action.stage == stage])
 
     def __iter__(self) -> Iterator[Action]:
         return (action for row in self.actions for action in row)
@@ -87,11 +114,27 @@ class Schedule:
     def in_flight(self, stage: int) -> int:
         """Largest number of micro-batches that `stage` has taken forward and not yet backward."""
         live = peak = 0
-        halved = any(action.kind is Kind.W for action in self.actions[stage])
-        for action in self.actions[stage]:
-            live += (action.kind is Kind.F) - (action.kind is (Kind.W if halved else Kind.B))
+        row = self.row(stage)
+        ends = dict.fromkeys(ends_of(row), 1)
+        for action in row:
+            live += (action.kind is Kind.F) - ends.get(action, 0)
             peak = max(peak, live)
         return peak
+
+
+def stages_of(placement: tuple[int, ...], worker: int) -> list[int]:
+    """The stages that `worker` holds; where `placement` is empty, the one of its own number."""
+    return [stage for stage, other in enumerate(placement) if other == worker] if placement else [worker]
+
+
+def ends_of(row: tuple[Action, ...]) -> list[Action]:
+    """The actions with which the stages are done with a micro-batch, W or else B, in the order of the row."""
+    halved = {(action.stage, action.microbatch) for action in row if action.kind is Kind.W}
+    return [
+        action
+        for action in row
+        if action.kind is (Kind.W if (action.stage, action.microbatch) in halved else Kind.B)
+    ]
 
 
 def recomputes(remat: str, microbatch: int, num_microbatches: int) -> bool:
@@ -177,7 +220,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {"naive": naive, "gpipe": gpipe,
 
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
-    """A message that `source` produces and `target`, on a neighbouring stage, needs."""
+    """A message that `source` produces and `target`, of the stage before or behind, needs."""
 
     source: Action
     target: Action
@@ -187,9 +230,10 @@ class Transfer:
 
 
 def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
-    """Every message of a step, in the order in which the receiving stages need them.
+    """Every message of a step, in the order in which the receiving workers need them.
 
-    Derived from the rows, never written by hand. Raises ValueError for an action whose gradient nobody sends.
+    Derived from the rows, never written by hand. A worker that holds both stages sends it to itself. Raises
+    ValueError for an action whose gradient nobody sends.
     """
     gradient_source = {
         (action.stage, action.microbatch): action for action in schedule if action.kind in (Kind.B, Kind.I)
@@ -209,9 +253,26 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     return tuple(found)
 
 
+Channel = tuple[int, int, bool]
+"""Source worker, target worker, and whether gradients travel or activations."""
+
+
+def channels(schedule: Schedule) -> dict[Channel, list[Transfer]]:
+    """The messages from each worker to each other one, each direction for itself, in the order of need.
+
+    What a worker sends to itself travels nowhere and is left out.
+    """
+    found: dict[Channel, list[Transfer]] = {}
+    for transfer in transfers(schedule):
+        source, target = schedule.worker(transfer.source.stage), schedule.worker(transfer.target.stage)
+        if source != target:
+            found.setdefault((source, target, transfer.target.kind is not Kind.F), []).append(transfer)
+    return found
+
+
 def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
     """The actions each action has to wait for: messages from neighbours, and its own stage's earlier work on
-    the same micro-batch. The order of a stage's row is a further constraint, which the row itself expresses.
+    the same micro-batch. The order of a worker's row is a further constraint, which the row itself expresses.
     """
     needs: dict[Action, list[Action]] = {action: [] for action in schedule}
     for transfer in transfers(schedule):
@@ -226,43 +287,3 @@ def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
         elif action.kind is Kind.W:
             needs[action].append(Action(stage, Kind.I, microbatch))
     return {action: tuple(sources) for action, sources in needs.items()}
-
-
-def execution_order(schedule: Schedule) -> tuple[Action, ...]:
-    """The order in which a single worker takes all actions: each row in its own order, dependencies first.
-
-    A message is consumed before another is produced where the rows allow it: next comes the stage that
-    received the last action's message, then the same stage if it has only recomputed, then the latest stage
-    that can go on. So one stage's recomputed activations are alive at a time. `ValueError` names the actions
-    that wait for each other if the schedule deadlocks.
-    """
-    needs = dependencies(schedule)
-    consumer = {transfer.source: transfer.target.stage for transfer in transfers(schedule)}
-    rows, position = schedule.actions, [0] * schedule.num_stages
-    done: set[Action] = set()
-    order: list[Action] = []
-
-    def ready(stage: int) -> bool:
-        return position[stage] < len(rows[stage]) and all(
-            a in done for a in needs[rows[stage][position[stage]]]
-        )
-
-    stage = 0
-    total = sum(len(row) for row in rows)
-    while len(order) < total:
-        if not ready(stage):
-            waiting = [s for s in range(schedule.num_stages) if ready(s)]
-            if not waiting:
-                stuck = [row[i] for row, i in zip(rows, position, strict=True) if i < len(row)]
-                reasons = "; ".join(
-                    f"{a} waits for {', '.join(str(need) for need in needs[a] if need not in done)}"
-                    for a in stuck
-                )
-                raise ValueError(f"schedule {schedule.name!r} deadlocks: {reasons}")
-            stage = waiting[-1]
-        action = rows[stage][position[stage]]
-        position[stage] += 1
-        done.add(action)
-        order.append(action)
-        stage = consumer.get(action, stage if action.kind is Kind.R else schedule.num_stages - 1)
-    return tuple(order)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpipe_bench.pipeline.plan.schedule import Action, Kind
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, ends_of, stages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class Timeline:
     `provenance` is "measured" or "replayed"; `devices` names the device of each stage; `conditions` says what
     was held fixed (threads, pinned cores), so that a picture can be judged without its producer. `work` keeps
     a stage busy like an action; `messages` occupy a link and no stage. Either is empty where it is not known.
+    `placement` is that of the schedule.
     """
 
     events: tuple[Event, ...]
@@ -60,6 +61,7 @@ class Timeline:
     conditions: Mapping[str, str] = field(default_factory=dict)
     work: tuple[Span, ...] = ()
     messages: tuple[Span, ...] = ()
+    placement: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -69,12 +71,22 @@ class Timeline:
         provenance: str = "measured",
         devices: Iterable[str] = (),
         conditions: Mapping[str, str] | None = None,
+        placement: tuple[int, ...] = (),
     ) -> Timeline:
         """Orders the events and moves the earliest start to 0."""
         ordered = sorted(events, key=lambda event: (event.start_s, event.action))
         origin_s = ordered[0].start_s if ordered else 0.0
         shifted = tuple(Event(e.action, e.start_s - origin_s, e.end_s - origin_s) for e in ordered)
-        return cls(shifted, num_stages, provenance, tuple(devices), dict(conditions or {}))
+        facts = dict(conditions or {})
+        return cls(shifted, num_stages, provenance, tuple(devices), facts, placement=placement)
+
+    @property
+    def num_workers(self) -> int:
+        return max(self.placement) + 1 if self.placement else self.num_stages
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """The stages that `worker` holds."""
+        return tuple(stages_of(self.placement, worker))
 
     @property
     def makespan_s(self) -> float:
@@ -86,6 +98,15 @@ class Timeline:
         """The events of one stage, in order."""
         return tuple(event for event in self.events if event.action.stage == stage)
 
+    def of_worker(self, worker: int) -> tuple[Event, ...]:
+        """The events of all stages of one worker, in order."""
+        mine = set(self.stages_of(worker))
+        return tuple(event for event in self.events if event.action.stage in mine)
+
+    def worker_busy_s(self, worker: int) -> float:
+        """Seconds in which the worker is inside an action or other work of its stages."""
+        return sum(map(self.busy_s, self.stages_of(worker)))
+
     def busy_s(self, stage: int) -> float:
         """Seconds in which the stage is inside an action or other work."""
         events_s = sum(event.duration_s for event in self.of_stage(stage))
@@ -93,16 +114,16 @@ class Timeline:
 
     @property
     def idle_s(self) -> float:
-        """Device-seconds of K x makespan that neither an action nor other work fills."""
+        """Device-seconds of workers x makespan that neither an action nor other work fills."""
         busy_s = sum(event.duration_s for event in self.events) + sum(span.duration_s for span in self.work)
-        return self.num_stages * self.makespan_s - busy_s
+        return self.num_workers * self.makespan_s - busy_s
 
     @property
     def bubble(self) -> float:
-        """Share of the K x makespan device-seconds that no action fills, 0 to 1. With equal stages, no
+        """Share of the workers x makespan device-seconds that no action fills, 0 to 1. With equal stages, no
         recomputation and a free link it is the paper's (K - 1) / (M + K - 1) (section 2.3).
         """
-        total_s = self.num_stages * self.makespan_s
+        total_s = self.num_workers * self.makespan_s
         return self.idle_s / total_s if total_s else 0.0
 
     def live_activations(self, stage: int) -> tuple[tuple[float, int], ...]:
@@ -111,32 +132,25 @@ class Timeline:
         A graph lives from the start of the action that builds it (F, or R where the micro-batch is
         recomputed) to the end of the backward.
         """
-        events = self.of_stage(stage)
-        recomputed = {e.action.microbatch for e in events if e.action.kind is Kind.R}
-        halved = {e.action.microbatch for e in events if e.action.kind is Kind.W}
-        changes = []
-        for event in events:
-            microbatch = event.action.microbatch
-            if event.action.kind is (Kind.R if microbatch in recomputed else Kind.F):
-                changes.append((event.start_s, 1))
-            elif event.action.kind is (Kind.W if microbatch in halved else Kind.B):
-                changes.append((event.end_s, -1))
-        live, steps = 0, []
-        for time_s, change in sorted(changes):
-            live += change
-            steps.append((time_s, live))
-        return tuple(steps)
+        return _live(self.of_stage(stage))
+
+    def worker_live_activations(self, worker: int) -> tuple[tuple[float, int], ...]:
+        """The same of all stages of a worker together: each of its graphs counts one."""
+        return _live(self.of_worker(worker))
 
     def to_chrome(self) -> dict[str, Any]:
-        """The timeline as a Chrome trace object: one row per stage, times in microseconds.
+        """The timeline as a Chrome trace object: one row per worker, times in microseconds.
 
         As JSON it opens in https://ui.perfetto.dev and chrome://tracing.
         """
         rows: list[dict[str, Any]] = []
-        for stage in range(self.num_stages):
-            label = f"stage {stage}" + (f" ({self.devices[stage]})" if self.devices else "")
+        row_of = {stage: worker for worker in range(self.num_workers) for stage in self.stages_of(worker)}
+        for worker in range(self.num_workers):
+            stages = self.stages_of(worker)
+            label = f"{'stages' if len(stages) > 1 else 'stage'} {', '.join(map(str, stages))}"
+            label += f" ({self.devices[stages[0]]})" if self.devices else ""
             rows.append(
-                {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": label}},
+                {"name": "thread_name", "ph": "M", "pid": 0, "tid": worker, "args": {"name": label}},
             )
         for event in self.events:
             action = event.action
@@ -146,7 +160,7 @@ class Timeline:
                     "cat": action.kind.name,
                     "ph": "X",
                     "pid": 0,
-                    "tid": action.stage,
+                    "tid": row_of[action.stage],
                     "ts": event.start_s * 1e6,
                     "dur": event.duration_s * 1e6,
                     "args": {"microbatch": action.microbatch},
@@ -154,7 +168,7 @@ class Timeline:
             )
         rows += [
             {
-                "name": span.name, "cat": "work", "ph": "X", "pid": 0, "tid": span.stage,
+                "name": span.name, "cat": "work", "ph": "X", "pid": 0, "tid": row_of[span.stage],
                 "ts": span.start_s * 1e6, "dur": span.duration_s * 1e6,
             }
             for span in self.work
@@ -164,7 +178,7 @@ class Timeline:
             rows += [
                 {
                     "name": span.name, "cat": "message", "ph": phase, "id": number, "pid": 0,
-                    "tid": span.stage, "ts": time_s * 1e6,
+                    "tid": row_of[span.stage], "ts": time_s * 1e6,
                 }
                 for phase, time_s in ends
             ]  # fmt: skip
@@ -184,6 +198,7 @@ class Timeline:
             "events": [[str(event.action), event.start_s, event.end_s] for event in self.events],
             "work": [[span.name, span.stage, span.start_s, span.end_s] for span in self.work],
             "messages": [[span.name, span.stage, span.start_s, span.end_s] for span in self.messages],
+            **({"placement": list(self.placement)} if self.placement else {}),
         }
 
     @classmethod
@@ -197,4 +212,24 @@ class Timeline:
             dict(data["conditions"]),
             tuple(Span(*span) for span in data["work"]),
             tuple(Span(*span) for span in data["messages"]),
+            tuple(data.get("placement", ())),
         )
+
+
+def _live(events: tuple[Event, ...]) -> tuple[tuple[float, int], ...]:
+    row = tuple([event.action for event in events])
+    recomputed = {(action.stage, action.microbatch) for action in row if action.kind is Kind.R}
+    ends = set(ends_of(row))
+    changes = []
+    for event in events:
+        action = event.action
+        again = (action.stage, action.microbatch) in recomputed
+        if action.kind is (Kind.R if again else Kind.F):
+            changes.append((event.start_s, 1))
+        elif action in ends:
+            changes.append((event.end_s, -1))
+    live, steps = 0, []
+    for time_s, change in sorted(changes):
+        live += change
+        steps.append((time_s, live))
+    return tuple(steps)

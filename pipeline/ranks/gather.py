@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from gpipe_bench.pipeline.clock import Clock, conditions
+from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 from gpipe_bench.pipeline.ranks.introduction import machine_id
 from gpipe_bench.pipeline.ranks.together import Together
@@ -31,14 +32,17 @@ def check_equal(found: Sequence[object]) -> None:
             )
 
 
-def gather_timeline(together: Together, clock: Clock, device: torch.device) -> Timeline:
+def gather_timeline(together: Together, clock: Clock, device: torch.device, schedule: Schedule) -> Timeline:
     """The latest step of all ranks on one time axis, that of rank 0's host."""
     offset_ns = _clock_offset_ns(together)
     mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions())
     ranks: list[tuple[tuple[Event, ...], str, dict[str, str]]] = together.gather(mine)
     facts = {name: "; ".join(dict.fromkeys(rank[2][name] for rank in ranks)) for name in ranks[0][2]}
     events = [event for rank in ranks for event in rank[0]]
-    return Timeline.of(events, len(ranks), devices=[rank[1] for rank in ranks], conditions=facts)
+    devices = [ranks[schedule.worker(stage)][1] for stage in range(schedule.num_stages)]
+    return Timeline.of(
+        events, schedule.num_stages, devices=devices, conditions=facts, placement=schedule.placement
+    )
 
 
 def _clock_offset_ns(together: Together) -> int:

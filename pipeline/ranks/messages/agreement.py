@@ -6,13 +6,16 @@ of, and likewise its gradient; from then on receives of that kind can be posted 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from gpipe_bench.pipeline.ranks.messages.connection import Form
 from gpipe_bench.pipeline.stage.microbatch import Structure
 
-# Tensors of a message have tags of their own: micro-batch * MOST_TENSORS + position.
+# Tensors of a message have tags of their own (`first_tag` + position).
 MOST_TENSORS = 64
+# Below the tags of what is no activation and no gradient.
+MOST_MESSAGES = 2**28 // MOST_TENSORS
 # Messages on their way, in one direction, whose memory does not matter.
 SMALL_BYTES = 2**18
 
@@ -29,13 +32,25 @@ class Outline(NamedTuple):
         return sum(form.num_bytes for form in self.forms if form is not None)
 
 
-class Agreement:
-    """What is known of the messages of one kind of step. Micro-batches of one size have one outline."""
+def first_tag(stage: int, microbatch: int, num_stages: int) -> int:
+    """The tag of the first tensor of the message of a micro-batch to `stage`."""
+    return (microbatch * num_stages + stage) * MOST_TENSORS
 
-    def __init__(self, lengths: tuple[int, ...]) -> None:
-        self.lengths = lengths  # examples in each micro-batch
-        self.activations: dict[int, Outline] = {}  # received, by the size of the micro-batch
+
+class Outlines:
+    """What is known of the messages to and from one stage, by the size of the micro-batch."""
+
+    def __init__(self) -> None:
+        self.activations: dict[int, Outline] = {}  # received
         self.activations_sent: dict[int, Outline] = {}
         self.gradients: dict[int, Outline] = {}  # received
         self.gradients_sent: dict[int, Outline] = {}
+
+
+class Agreement:
+    """What is known of the messages of one kind of step. Micro-batches of one size have one outline."""
+
+    def __init__(self, lengths: tuple[int, ...], stages: Iterable[int] = ()) -> None:
+        self.lengths = lengths  # examples in each micro-batch
+        self.of_stage = {stage: Outlines() for stage in stages}
         self.loss: Form | None = None

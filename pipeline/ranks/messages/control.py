@@ -8,18 +8,28 @@ NCCL's, and queue behind no activation.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.plan.schedule import Action, Kind
+from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.messages.agreement import Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Form, Work
 from gpipe_bench.pipeline.ranks.messages.sending import Sender
 
-_OUTLINE_TAG, _HEADER_TAG = 0, 2**28
+_HEADER_TAG = 2**28
 _CPU = torch.device("cpu")
+
+
+class Of(IntEnum):
+    """What an outline is of: the tag of its length, which the outline itself follows."""
+
+    ACTIVATION = 0
+    GRADIENT = 2
+    LOSS = 4
 
 
 class Header(NamedTuple):
@@ -34,57 +44,72 @@ _HEADER = Form((len(Header._fields),), (1,), torch.int64)
 
 
 class Control:
-    """Headers pass from rank to rank towards the last one, outlines between any two."""
+    """Headers pass from rank to rank along `chain`, outlines between any two."""
 
-    def __init__(self, connection: Connection, rank: int) -> None:
-        self._connection, self._rank = connection, rank
-        self._sender = Sender(connection)
+    def __init__(self, connection: Connection, rank: int, chain: Sequence[int]) -> None:
+        self._connection = connection
+        position = chain.index(rank)
+        self._before = chain[position - 1] if position else None
+        self._behind = chain[position + 1] if position + 1 < len(chain) else None
+        self._senders: dict[int, Sender] = {}
         self._header_buffer: Buffer | None = None
         self._header_work: Work | None = None  # posted a step ahead
+        if self._before is not None:
+            self._expect_header(self._before)
 
-    def expect_header(self) -> None:
-        """Posts the receive of the next step's header, from the rank before."""
+    def _expect_header(self, source: int) -> None:
+        """Posts the receive of the next step's header."""
         if self._header_buffer is None:
-            self._header_buffer = self._connection.buffer(_HEADER, self._rank - 1, _CPU)
-        self._header_work = self._connection.receive(self._header_buffer, self._rank - 1, _HEADER_TAG)
-        self._connection.flush(self._rank - 1)
+            self._header_buffer = self._connection.buffer(_HEADER, source, _CPU)
+        self._header_work = self._connection.receive(self._header_buffer, source, _HEADER_TAG)
+        self._connection.flush(source)
 
     def receive_header(self) -> Header:
         """The header that is expected; from then on the next one is."""
+        assert self._before is not None
         assert self._header_buffer is not None
         assert self._header_work is not None
-        self._connection.wait(self._header_work, None, self._rank - 1)
+        self._connection.wait(self._header_work, None, self._before)
         number, examples, training = self._header_buffer.tensor.tolist()
-        self.expect_header()
+        self._expect_header(self._before)
         return Header(number, examples, bool(training))
 
     def send_header(self, header: Header, *, bounded: bool) -> None:
-        """To the next rank; `bounded` as in `Sender.send`."""
-        target = Action(self._rank + 1, Kind.F, 0)
-        self._sender.send([torch.tensor(header, dtype=_HEADER.dtype)], target, _HEADER_TAG, bounded=bounded)
+        """To the next rank of the chain, if there is one; `bounded` as in `Sender.send`."""
+        if self._behind is not None:
+            data = torch.tensor(header, dtype=_HEADER.dtype)
+            self._sender(self._behind).send([data], _HEADER_TAG, bounded=bounded)
 
-    def send_outline(self, outline: Outline, target: Action, *, bounded: bool) -> None:
-        """To the rank of `target`; `bounded` as in `Sender.send`."""
+    def send_outline(
+        self, outline: Outline, target: int, of: Of, action: Action | None, *, bounded: bool
+    ) -> None:
+        """To rank `target`, of the message for `action`; `bounded` as in `Sender.send`."""
         data = torch.frombuffer(bytearray(pickle.dumps(outline)), dtype=torch.uint8)
         length = torch.tensor([len(data)])
-        self._sender.send([length, data], target, _OUTLINE_TAG, bounded=bounded)
+        self._sender(target).send([length, data], of, action, bounded=bounded)
 
-    def receive_outline(self, source: Action) -> Outline:
-        """From the rank of `source`, which sends it before the message itself."""
-        length = self._receive_now(Form((1,), (1,), torch.int64), source, _OUTLINE_TAG)
-        data = self._receive_now(Form((int(length),), (1,), torch.uint8), source, _OUTLINE_TAG + 1)
+    def receive_outline(self, source: int, of: Of, action: Action | None) -> Outline:
+        """From rank `source`, which sends it before the message of `action` itself."""
+        length = self._receive_now(Form((1,), (1,), torch.int64), source, of, action)
+        data = self._receive_now(Form((int(length),), (1,), torch.uint8), source, of + 1, action)
         outline = pickle.loads(data.numpy().tobytes())
         assert isinstance(outline, Outline)
         return outline
 
     def finish(self) -> None:
         """Waits until everything that was sent is gone."""
-        self._sender.finish()
+        for sender in self._senders.values():
+            sender.finish()
 
-    def _receive_now(self, form: Form, source: Action, tag: int) -> Tensor:
-        buffer = self._connection.buffer(form, source.stage, _CPU)
-        work = self._connection.receive(buffer, source.stage, tag, source)
-        self._connection.wait(work, source, source.stage)
+    def _sender(self, target: int) -> Sender:
+        if target not in self._senders:
+            self._senders[target] = Sender(self._connection, target)
+        return self._senders[target]
+
+    def _receive_now(self, form: Form, source: int, tag: int, action: Action | None) -> Tensor:
+        buffer = self._connection.buffer(form, source, _CPU)
+        work = self._connection.receive(buffer, source, tag, action)
+        self._connection.wait(work, action, source)
         data = buffer.tensor.clone()
-        self._connection.give_back(buffer, source.stage)
+        self._connection.give_back(buffer, source)
         return data

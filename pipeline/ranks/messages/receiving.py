@@ -9,19 +9,43 @@ whose memory something still lives (`holders`) is not overwritten: it gets new m
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.plan.ring import Ring
-from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, SMALL_BYTES, Outline
+from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks.messages.agreement import SMALL_BYTES, Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Work
+
+
+class Turns:
+    """The order in which the receives of several stages from one rank are posted, by their stages: NCCL takes
+    what comes for the receive that was posted first.
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order, self._position = order, 0
+        self.receivers: dict[int, Receiver] = {}
+
+    def begin(self) -> None:
+        """Starts a step, before its receivers do."""
+        self._position = 0
+
+    def post(self) -> None:
+        """Posts every receive whose turn it is."""
+        while self._position < len(self._order):
+            if not self.receivers[self._order[self._position]].post_next():
+                break
+            self._position += 1
 
 
 class Receiver:
     """One direction of receiving: posts receives in the order of need, each into its slot of the ring.
 
-    `small` is the ring to use where all of its buffers together take no more than `SMALL_BYTES`.
+    `tags` is the first tag of each micro-batch's message. `small` is the ring to use where all of its buffers
+    together take no more than `SMALL_BYTES`. With `turns` a receive is posted when its turn has come.
     """
 
     def __init__(
@@ -31,9 +55,12 @@ class Receiver:
         ring: Ring,
         device: torch.device,
         *,
+        tags: Sequence[int],
         small: Ring | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._connection, self._source, self._device = connection, source, device
+        self._tags, self._turns = tags, turns
         self._tight, self._small = ring, small or ring
         self._ring = ring
         self._slots: list[tuple[Outline, tuple[Buffer | None, ...]] | None] = [None] * self._small.num_slots
@@ -69,29 +96,40 @@ class Receiver:
 
     def post(self) -> None:
         """Posts every receive that has a slot, as far as the outlines are known."""
-        while self._unposted:
-            microbatch = self._unposted[0]
-            outline = self._outlines.get(self._lengths[microbatch])
-            if outline is None:
-                break
-            self._unposted.popleft()
-            self.num_unposted -= 1
-            buffers = self._buffers(microbatch, outline)
-            tag = microbatch * MOST_TENSORS
-            works = [
-                self._connection.receive(buffer, self._source, tag + i)
-                for i, buffer in enumerate(buffers)
-                if buffer is not None and buffer.flat.numel()
-            ]
-            self._posted[microbatch] = (buffers, works)
+        if self._turns is not None:
+            self._turns.post()
+        else:
+            while self.post_next():
+                pass
         self._connection.flush(self._source)
+
+    def post_next(self) -> bool:
+        """Posts the next receive, to be followed by a flush; whether it has a slot and a known outline."""
+        if not self._unposted:
+            return False
+        microbatch = self._unposted[0]
+        outline = self._outlines.get(self._lengths[microbatch])
+        if outline is None:
+            return False
+        self._unposted.popleft()
+        self.num_unposted -= 1
+        buffers = self._buffers(microbatch, outline)
+        tag = self._tags[microbatch]
+        works = [
+            self._connection.receive(buffer, self._source, tag + i)
+            for i, buffer in enumerate(buffers)
+            if buffer is not None and buffer.flat.numel()
+        ]
+        self._posted[microbatch] = (buffers, works)
+        return True
 
     def is_posted(self, microbatch: int) -> bool:
         return microbatch in self._posted
 
-    def works(self, microbatch: int) -> list[Work]:
-        """What to wait for before `take`."""
-        return self._posted[microbatch][1]
+    def wait(self, microbatch: int, action: Action) -> None:
+        """Until the message of a micro-batch, which `action` sends, has arrived; to be followed by `take`."""
+        for work in self._posted[microbatch][1]:
+            self._connection.wait(work, action, self._source)
 
     def take(self, microbatch: int) -> tuple[Tensor | None, ...]:
         """The tensors of a message that has arrived; whoever keeps one keeps its memory."""

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from gpipe_bench.pipeline.plan.ring import SENDS_ON_THE_WAY
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, SMALL_BYTES, Outline
+from gpipe_bench.pipeline.ranks.messages.agreement import SMALL_BYTES, Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Work, flat
 
 
 class _Sending(NamedTuple):
     works: list[Work]
     tensors: list[Tensor]  # kept until they are gone
-    action: Action  # what receives them
+    action: Action | None  # what receives them
 
     @property
     def num_bytes(self) -> int:
@@ -31,26 +31,27 @@ class _Sending(NamedTuple):
 
 
 class Sender:
-    """One direction of sending."""
+    """One direction of sending to rank `target`."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, target: int) -> None:
+        self._connection, self._target = connection, target
         self._queue: deque[_Sending] = deque()
 
     def send(
-        self, tensors: list[Tensor], target: Action, tag: int | None = None, *, bounded: bool = False
+        self, tensors: list[Tensor], tag: int, action: Action | None = None, *, bounded: bool = False
     ) -> None:
-        """Starts to send flat tensors to the stage of `target`; if `bounded`, waits for earlier ones where
-        more than `SENDS_ON_THE_WAY` take more than `SMALL_BYTES` together.
+        """Starts to send flat tensors, with `tag` and the following ones, to `action`, which an error will
+        name; if `bounded`, waits for earlier ones where more than `SENDS_ON_THE_WAY` take more than
+        `SMALL_BYTES` together.
         """
-        first = target.microbatch * MOST_TENSORS if tag is None else tag
+        target = self._target
         works = [
-            self._connection.send(tensor, target.stage, first + i, target)
+            self._connection.send(tensor, target, tag + i, action)
             for i, tensor in enumerate(tensors)
             if tensor.numel()
         ]
         queue = self._queue
-        queue.append(_Sending(works, tensors, target))
+        queue.append(_Sending(works, tensors, action))
         if bounded and len(queue) > SENDS_ON_THE_WAY and len(queue) * queue[0].num_bytes > SMALL_BYTES:
             self._wait(queue.popleft())
 
@@ -61,7 +62,7 @@ class Sender:
 
     def _wait(self, sending: _Sending) -> None:
         for work in sending.works:
-            self._connection.wait(work, sending.action, sending.action.stage)
+            self._connection.wait(work, sending.action, self._target)
 
 
 def conform(

@@ -1,0 +1,1 @@
+"""Schedules of workers that hold several stages, and schedules that split the backward."""

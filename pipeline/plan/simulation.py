@@ -1,0 +1,184 @@
+"""The discrete events of a step: which action ends next, and what that allows to start.
+
+`replay` says what the arguments mean and checks them; here is the state of one simulation and the rules by
+which it moves on, in the order of time. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from math import inf
+from operator import attrgetter
+
+from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
+
+
+class _Worker:
+    """Where a worker is in its row: it is running, waiting for a message, or through."""
+
+    __slots__ = ("events", "free_s", "index", "next", "rest", "running")
+
+    def __init__(self, index: int, row: Sequence[Action], free_s: float) -> None:
+        self.index = index
+        self.rest = iter(row)
+        self.next = next(self.rest, None)
+        self.running = False  # an action has been started, and its end is in the heap
+        self.free_s = free_s
+        self.events: list[Event] = []
+
+
+class _Stage:
+    """What has been done on a stage, and what has arrived for it."""
+
+    __slots__ = ("done", "gradients_s", "index", "inputs_s", "is_first", "is_last", "worker")
+
+    def __init__(self, index: int, num_stages: int, worker: _Worker) -> None:
+        self.index, self.worker = index, worker
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.inputs_s: dict[int, float] = {}  # arrival by micro-batch
+        self.gradients_s: dict[int, float] = {}
+        self.done: dict[int, Kind] = {}  # the last action done on each micro-batch
+
+
+class Simulation:
+    """The state of one replay; `duration_s` is of an action, the sequences are per boundary or per stage."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        duration_s: Callable[[Action], float],
+        link: Link,
+        activation_bytes: Sequence[float],
+        gradient_bytes: Sequence[float],
+        setup_s: Sequence[float],
+        update_s: Sequence[float],
+        early_recompute: bool,
+    ) -> None:
+        self.schedule, self.duration_s, self.link = schedule, duration_s, link
+        self.early_recompute = early_recompute
+        self.setup_s, self.update_s = setup_s, update_s
+        self.workers = [
+            _Worker(index, row, sum(setup_s[stage] for stage in schedule.stages_of(index)) if setup_s else 0)
+            for index, row in enumerate(schedule.actions)
+        ]
+        self.stages = [
+            _Stage(index, schedule.num_stages, self.workers[schedule.worker(index)])
+            for index in range(schedule.num_stages)
+        ]
+        self.graph_from = [
+            Kind.R if schedule.recomputes(microbatch) else Kind.F
+            for microbatch in range(schedule.num_microbatches)
+        ]
+        self.heap: list[tuple[float, int]] = []
+        self.messages: list[Span] = []
+        # How long a message takes a link, by boundary; when the link from worker to worker is free: one for
+        # each direction, or one for both.
+        self.activations_take_s = [link.occupied_s(num_bytes) for num_bytes in activation_bytes]
+        self.gradients_take_s = [link.occupied_s(num_bytes) for num_bytes in gradient_bytes]
+        self.free_s: dict[tuple[int, int], float] = {}
+
+    def run(self) -> Timeline:
+        """`ValueError` where an action cannot start or takes no time that can be."""
+        workers, heap = self.workers, self.heap
+        for worker in workers:
+            self._go_on(worker)
+        while heap:
+            worker = workers[heappop(heap)[1]]
+            worker.running = False
+            self._hand_over(self.stages[worker.events[-1].action.stage], worker.events[-1])
+            self._go_on(worker)
+        self._check_finished()
+        events = [event for worker in workers for event in worker.events]
+        events.sort(key=attrgetter("start_s"))  # equal starts stay ordered by worker
+        return Timeline(
+            tuple(events),
+            self.schedule.num_stages,
+            provenance="replayed",
+            conditions={} if self.link == FREE else {"link": self.link.name},
+            work=self._work(),
+            messages=tuple(self.messages),
+            placement=self.schedule.placement,
+        )
+
+    def _go_on(self, worker: _Worker) -> None:
+        """Start the worker's next action if all it needs is known; the start may lie ahead."""
+        action = worker.next
+        if action is None or worker.running:
+            return
+        stage, kind, microbatch = self.stages[action.stage], action.kind, action.microbatch
+        arrival_s: float | None = 0
+        if kind is Kind.F:
+            if not stage.is_first:
+                arrival_s = stage.inputs_s.get(microbatch)
+        else:
+            before = Kind.F if kind is Kind.R else Kind.I if kind is Kind.W else self.graph_from[microbatch]
+            if stage.done.get(microbatch) is not before:  # the stage's own work comes first
+                return
+            if not stage.is_last and (
+                kind is Kind.B or kind is Kind.I or (kind is Kind.R and not self.early_recompute)
+            ):
+                arrival_s = stage.gradients_s.get(microbatch)
+        if arrival_s is None:
+            return
+        duration_s = self.duration_s(action)
+        if not 0 <= duration_s < inf:
+            raise ValueError(f"{action} takes {duration_s} s; a duration must be finite and not negative")
+        start_s = worker.free_s if worker.free_s > arrival_s else arrival_s
+        end_s = worker.free_s = start_s + duration_s
+        worker.events.append(Event(action, start_s, end_s))
+        worker.next = next(worker.rest, None)
+        worker.running = True
+        heappush(self.heap, (end_s, worker.index))
+
+    def _hand_over(self, stage: _Stage, event: Event) -> None:
+        """The action has ended: its message enters the link as soon as that is free."""
+        action, end_s = event.action, event.end_s
+        kind, microbatch = action.kind, action.microbatch
+        stage.done[microbatch] = kind
+        if kind is Kind.F and not stage.is_last:
+            target = self.stages[stage.index + 1]
+            boundary, take_s, arrivals_s = stage.index, self.activations_take_s, target.inputs_s
+        elif (kind is Kind.B or kind is Kind.I) and not stage.is_first:
+            target = self.stages[stage.index - 1]
+            boundary, take_s, arrivals_s = target.index, self.gradients_take_s, target.gradients_s
+        else:
+            return
+        if self.link is FREE or target.worker is stage.worker:
+            arrivals_s[microbatch] = end_s
+        else:
+            ends = (stage.worker.index, target.worker.index)
+            if self.link.shares_directions and ends[0] > ends[1]:
+                ends = (ends[1], ends[0])
+            free_s = self.free_s.get(ends, 0)
+            start_s = free_s if free_s > end_s else end_s
+            free_s = self.free_s[ends] = start_s + take_s[boundary]
+            arrival_s = arrivals_s[microbatch] = free_s + self.link.latency_s
+            name = f"{stage.index}{kind}{microbatch}->{target.index}"
+            self.messages.append(Span(name, stage.index, start_s, arrival_s))
+        self._go_on(target.worker)
+
+    def _work(self) -> tuple[Span, ...]:
+        found = []
+        for worker in self.workers:
+            before_s: float = 0
+            after_s = worker.free_s
+            for stage in self.schedule.stages_of(worker.index):
+                if self.setup_s:
+                    found.append(Span("setup", stage, before_s, before_s + self.setup_s[stage]))
+                    before_s = found[-1].end_s
+                if self.update_s:
+                    found.append(Span("update", stage, after_s, after_s + self.update_s[stage]))
+                    after_s = found[-1].end_s
+        found.sort(key=attrgetter("name"))  # set-ups first
+        return tuple(span for span in found if span.duration_s)
+
+    def _check_finished(self) -> None:
+        stuck = [str(worker.next) for worker in self.workers if worker.next is not None]
+        if stuck:
+            raise ValueError(
+                f"schedule {self.schedule.name!r} deadlocks: {', '.join(stuck)} wait for work that is never "
+                "done; plan.validate says what is missing"
+            )

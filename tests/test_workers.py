@@ -1,0 +1,226 @@
+"""Several stages per worker: what is derived from such rows, and which rows are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_schedules import random_placement, random_schedule
+
+from gpipe_bench.pipeline.plan.breakdown import breakdown
+from gpipe_bench.pipeline.plan.drawing import draw
+from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.order import execution_order
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.ring import turns
+from gpipe_bench.pipeline.plan.schedule import (
+    Kind,
+    Schedule,
+    channels,
+    dependencies,
+    gpipe,
+    transfers,
+)
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.table import from_csv, to_csv
+from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.plan.validate import validate
+
+
+def written(*rows: str, remat: str = "never") -> Schedule:
+    return from_csv("\n".join(row.replace(" ", ",") for row in rows), remat=remat)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Random rows on a random placement, or a named schedule."""
+    if draw(st.booleans()):
+        sizes = draw(st.tuples(st.integers(1, 4), st.integers(1, 8)))
+        remat = draw(st.sampled_from(["never", "always", "except_last"]))
+        return named(draw(st.sampled_from(sorted(NAMED))), *sizes, remat=remat)
+    generator = random.Random(draw(st.integers(0, 2**32)))
+    num_stages = generator.randint(1, 6)
+    placement = random_placement(generator, num_stages)
+    return random_schedule(generator, num_stages, generator.randint(1, 6), placement=placement)
+
+
+def test_a_schedule_knows_its_workers() -> None:
+    schedule = named("zb-v", 2, 3)
+    assert (schedule.num_workers, schedule.num_stages) == (2, 4)
+    assert [schedule.worker(stage) for stage in range(4)] == [0, 1, 1, 0]
+    assert [schedule.stages_of(worker) for worker in range(2)] == [(0, 3), (1, 2)]
+    row = [action for action in schedule.actions[0] if action.stage == 3]
+    assert list(schedule.row(3)) == row
+    assert str(row[0]) == "3F0"
+    assert schedule.in_flight(0) == 3
+
+
+def test_one_stage_per_worker_needs_no_placement() -> None:
+    schedule = gpipe(3, 2)
+    placed = dataclasses.replace(schedule, placement=(0, 1, 2))
+    assert placed == schedule
+    assert (schedule.num_workers, schedule.worker(2), schedule.stages_of(2)) == (3, 2, (2,))
+    assert schedule.row(1) == schedule.actions[1]
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_valid_schedules_run_through(schedule: Schedule) -> None:
+    """In the order of one process and in the replay alike, and what is needed comes before."""
+    validate(schedule)
+    order = execution_order(schedule)
+    position = {action: i for i, action in enumerate(order)}
+    timeline = replay(schedule, SLOTS)
+    event = {e.action: e for e in timeline.events}
+    assert sorted(order) == sorted(schedule) == sorted(event)
+    for action, needs in dependencies(schedule).items():
+        for need in needs:
+            assert position[need] < position[action]
+            assert event[need].end_s <= event[action].start_s
+    for worker, row in enumerate(schedule.actions):
+        mine = schedule.stages_of(worker)
+        assert [action for action in order if action.stage in mine] == list(row)
+        assert [e.action for e in timeline.of_worker(worker)] == list(row)
+        assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(timeline.of_worker(worker)))
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_messages_travel_in_the_order_in_which_they_are_posted(schedule: Schedule) -> None:
+    """Every message is in one channel, or stays on its worker; sends, turns and needs agree."""
+    between = channels(schedule)
+    travelling = [message for messages in between.values() for message in messages]
+    staying = [m for m in transfers(schedule) if m not in set(travelling)]
+    assert len(travelling) + len(staying) == 2 * (schedule.num_stages - 1) * schedule.num_microbatches
+    for message in staying:
+        assert schedule.worker(message.source.stage) == schedule.worker(message.target.stage)
+    place = {action: i for row in schedule.actions for i, action in enumerate(row)}
+    for (source, target, backward), messages in between.items():
+        assert source != target
+        assert [place[m.source] for m in messages] == sorted(place[m.source] for m in messages)
+        assert [place[m.target] for m in messages] == sorted(place[m.target] for m in messages)
+        assert list(turns(schedule, target, source, gradients=backward)) == [
+            (m.target.stage, m.target.microbatch) for m in messages
+        ]
+
+
+@settings(deadline=None)
+@given(schedules(), st.sampled_from([FREE, Link("slow", 0.5, 3), Link("shared", 0.25, 2, True)]))
+def test_a_breakdown_accounts_for_every_worker(schedule: Schedule, link: Link) -> None:
+    num_bytes = [1.0] * (schedule.num_stages - 1)
+    found = breakdown(schedule, SLOTS, link, activation_bytes=num_bytes, update_s=[0.5] * schedule.num_stages)
+    step = found.timeline
+    total = schedule.num_workers * step.makespan_s
+    assert float(sum(found.seconds.values())) == pytest.approx(total)
+    assert found.seconds["weight update"] == Fraction(schedule.num_stages, 2)
+    assert sum(step.worker_busy_s(worker) for worker in range(step.num_workers)) == pytest.approx(
+        sum(step.busy_s(stage) for stage in range(step.num_stages))
+    )
+    again = Timeline.from_data(step.to_data())
+    assert again == step
+    assert again.placement == schedule.placement
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_a_table_says_it_all(schedule: Schedule) -> None:
+    assert from_csv(to_csv(schedule), schedule.name, schedule.remat) == schedule
+
+
+def test_what_a_worker_sends_to_itself_takes_no_time_and_no_link() -> None:
+    """Stages 1 and 2 are on worker 1: a message of 10 s each way to and from worker 0 alone."""
+    schedule = written("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
+    step = replay(schedule, {Kind.F: 1, Kind.B: 2}, Link("slow", latency_s=10))
+    assert [message.name for message in step.messages] == ["0F0->1", "2F0->3", "3B0->2", "1B0->0"]
+    assert step.makespan_s == 4 * 1 + 4 * 2 + 4 * 10
+    assert draw(replay(schedule, SLOTS)).splitlines() == [
+        "worker 0 | 0F0 .   .   3F0 3B0 3B0 .   .   .   .   0B0 0B0",
+        "worker 1 | .   1F0 2F0 .   .   .   2B0 2B0 1B0 1B0",
+    ]
+
+
+def test_messages_between_two_workers_queue_whatever_their_stages() -> None:
+    """0F1 leaves worker 0 while 2F0 is on the same way; gradients to worker 0 take the other direction."""
+    schedule = written("0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1", "1F0 3F0 3B0 1F1 1B0 3F1 3B1 1B1")
+    validate(schedule)
+    num_bytes = [3.0, 3.0, 3.0]
+    step = replay(schedule, {Kind.F: 1, Kind.B: 1}, Link("narrow", 0, 1.0), activation_bytes=num_bytes)
+    ways: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for message in step.messages:
+        target = int(message.name.partition("->")[2])
+        way = (schedule.worker(message.stage), schedule.worker(target))
+        ways.setdefault(way, []).append((message.start_s, message.end_s))
+    assert set(ways) == {(0, 1), (1, 0)}
+    for spans in ways.values():
+        spans.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def test_a_worker_without_overlap_has_the_graphs_of_all_its_stages() -> None:
+    step = replay(named("zb-v", 2, 4), SLOTS)
+    assert max(live for _, live in step.worker_live_activations(0)) == 4
+    assert max(live for _, live in step.live_activations(3)) == 1
+    rows = {row["tid"] for row in step.to_chrome()["traceEvents"]}
+    assert rows == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "complaint"),
+    [
+        (
+            dataclasses.replace(named("zb-v", 2, 1), placement=(0, 1, 1)),
+            "the placement has 3 workers for 4 stages",
+        ),
+        (dataclasses.replace(named("zb-v", 2, 1), placement=(0, 2, 2, 0)), "worker 1 holds no stage"),
+        (dataclasses.replace(named("zb-v", 2, 1), placement=(0, -1, 1, 0)), "workers count from 0"),
+        (
+            dataclasses.replace(named("zb-v", 2, 1), placement=(0, 1, 2, 0)),
+            "2 rows of actions for 3 workers; give one per worker",
+        ),
+        (
+            dataclasses.replace(named("zb-v", 2, 1), placement=(0, 1, 0, 1)),
+            "row of worker 0 holds 3F0, 3I0, 3W0, outside stage 0, 2",
+        ),
+        (written("0F0 2F0 2B0", "1F0 1B0"), "stage 0 takes micro-batch 0 through F; .* needs F B"),
+        (written("0F0 2F0 2B0 0B0 0B0", "1F0 1B0"), "stage 0 takes 0B0 more than once"),
+        # A worker would wait for itself.
+        (written("2F0 0F0 2B0 0B0", "1F0 1B0"), "deadlocks: .*2F0 waits for 1F0"),
+        (written("0F0 1F0 0B0 1B0"), "no line holds|deadlocks: 0B0 waits for 1B0"),
+        # Two boundaries between the same two workers: what leaves first is needed last.
+        (
+            written("0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0", "1F0 3F0 1F1 3F1 3B1 3B0 1B1 1B0"),
+            "worker 0 sends 0F1 to worker 1, which waits for 2F0 first",
+        ),
+    ],
+)
+def test_rows_that_no_workers_can_take_are_refused(schedule: Schedule, complaint: str) -> None:
+    if len(schedule.actions) == 1:
+        schedule = dataclasses.replace(schedule, placement=(0, 0), num_stages=2)
+    with pytest.raises(ValueError, match=complaint):
+        validate(schedule)
+
+
+def test_any_change_of_a_row_is_refused_or_runs() -> None:
+    """Two actions of a worker swapped: `validate` finds what the replay would stop at, and nothing else."""
+    generator = random.Random(3)
+    refused = 0
+    for _ in range(150):
+        schedule = named(generator.choice(sorted(NAMED)), generator.randint(2, 3), generator.randint(2, 5))
+        worker = generator.randrange(schedule.num_workers)
+        row = list(schedule.actions[worker])
+        a = generator.randrange(len(row) - 1)
+        row[a], row[a + 1] = row[a + 1], row[a]
+        rows = (*schedule.actions[:worker], tuple(row), *schedule.actions[worker + 1 :])
+        changed = dataclasses.replace(schedule, actions=rows)
+        try:
+            validate(changed)
+        except ValueError:
+            refused += 1
+            continue
+        assert len(replay(changed, SLOTS).events) == sum(map(len, rows))
+    assert 10 < refused < 140

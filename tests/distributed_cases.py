@@ -32,6 +32,7 @@ from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe
+from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks import distributed, introduction
 from gpipe_bench.pipeline.ranks.failure import Lookout
 from gpipe_bench.pipeline.ranks.messages import receiving, sending
@@ -530,6 +531,54 @@ def schedules_that_need_more_buffers() -> None:
         assert_own_gradients(pipeline, plain.gradients, **EXACT)
 
 
+def several_stages_per_worker() -> None:
+    """Both ways between two ranks, with rings as small as they get, and the bits of one process."""
+    batch, target = everything_batch(11)
+    plain = plain_step(seeded(everything), batch, target, cross_entropy, 7)
+    for (name, remat), share_memory in itertools.product(
+        (("interleaved", "never"), ("zb-v", "always"), ("v-min", "except_last")), (True, False)
+    ):
+        schedule, group = named(name, 2, 7, remat=remat), halves().group
+        with (
+            mock.patch.object(receiving, "SMALL_BYTES", 0),
+            mock.patch.object(sending, "SMALL_BYTES", 0),
+        ):
+            pipelines = [
+                Pipeline(
+                    seeded(everything),
+                    num_stages=4,
+                    num_microbatches=7,
+                    schedule=schedule,
+                    cost=[1] * 12,
+                    group=place,
+                    timeout_s=TIMEOUT_S,
+                    share_memory=share_memory,
+                )
+                for place in (group, None)
+            ]
+            has = {stage.index for stage in pipelines[0].stages}
+            own = (batch if 0 in has else None, target if 3 in has else None)
+            for step in range(3):
+                losses = [
+                    pipeline.step(*data, cross_entropy)
+                    for pipeline, data in zip(pipelines, (own, (batch, target)), strict=True)
+                ]
+                if step == 0:
+                    assert_own_gradients(pipelines[0], plain.gradients, **EXACT)
+            assert torch.equal(*losses)
+            assert torch.equal(*[pipeline.clip_grad_norm_(1e-3) for pipeline in pipelines])
+            alone = {name: parameter.grad for name, parameter in pipelines[1].named_parameters()}
+            assert_own_gradients(pipelines[0], alone)  # three steps added up, to the bit
+            timeline = pipelines[0].gather_timeline()
+            assert timeline.placement == schedule.placement
+            assert {e.action for e in timeline.events} == set(schedule)
+            for pipeline in pipelines:
+                pipeline.eval()
+            output, wanted = pipelines[0](own[0]), pipelines[1](batch)
+            assert (output is None) == (3 not in has)
+            assert output is None or torch.equal(output, wanted)
+
+
 def memory_between_networks() -> None:
     """Ranks 1 and 2 share memory; each waits for the network while it has something for the other."""
     ranks = Ranks(share_memory=True)
@@ -696,6 +745,7 @@ CASES: dict[str, Callable[[], None]] = {
         a_replica_that_fails,
         a_rank_that_cannot_write,
         schedules_that_need_more_buffers,
+        several_stages_per_worker,
         memory_between_networks,
         *alias_cases.CASES,
     )

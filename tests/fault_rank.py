@@ -19,7 +19,8 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from gpipe_bench.pipeline import Pipeline, checkpoint
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks import distributed
 from gpipe_bench.pipeline.ranks.launch import start_process
 
@@ -96,8 +97,8 @@ class Layer(nn.Module):
 
 def schedule_of(fault: Fault) -> Schedule:
     """With recomputation; the backward in halves where the fault is in one."""
-    schedule = SCHEDULES[fault.schedule](fault.num_ranks, NUM_MICROBATCHES, remat="always")
-    if fault.place[1] not in "IW":
+    schedule = named(fault.schedule, fault.num_ranks, NUM_MICROBATCHES, remat="always")
+    if fault.place[1] not in "IW" or any(action.kind is Kind.W for action in schedule):
         return schedule
     rows = [
         [half for action in row for half in (_halves(action) if action.kind is Kind.B else (action,))]
@@ -115,7 +116,8 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
     with start_process(pin=False, timeout_s=GROUP_TIMEOUT_S):
         bomb = Bomb(fault, folder)
         torch.manual_seed(0)
-        layers = [Layer(bomb) for _ in range(fault.num_ranks)]
+        schedule = schedule_of(fault)
+        layers = [Layer(bomb) for _ in range(schedule.num_stages)]
         bomb.at("before construction")
         third = bomb.inside(
             distributed, "backend", "in construction", lambda *_, name, **__: name == "gradients"
@@ -123,9 +125,9 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
         with third if fault.place == "in construction" else nullcontext():
             pipeline = Pipeline(
                 layers,
-                num_stages=fault.num_ranks,
+                num_stages=schedule.num_stages,
                 num_microbatches=NUM_MICROBATCHES,
-                schedule=schedule_of(fault),
+                schedule=schedule,
                 cost=[1] * len(layers),
                 group=dist.group.WORLD,
                 timeout_s=timeout_s,

@@ -1,7 +1,8 @@
 """The faults that `faults.py` plants: what breaks, in which rank, when, and over which transport.
 
 Every kind of fault in every rank of two and of three, in every kind of action, over both transports, makes
-two hundred. Around the steps there are more places where ranks wait for each other.
+two hundred. Around the steps there are more places where ranks wait for each other, and ranks with several
+stages send to each other both ways.
 """
 
 from __future__ import annotations
@@ -54,4 +55,19 @@ def faults(seed: int) -> tuple[Fault, ...]:
             found.append(Fault(kind, rank, num_ranks, transport, place, step, schedule))
     for place, kind, rank in itertools.product(PLACES, ("kill", "stop", "raise"), range(3)):
         found.append(Fault(kind, rank, 3, draw.choice(TRANSPORTS), place, 0, "gpipe"))
+    return tuple(found)
+
+
+def several_stages(seed: int) -> tuple[Fault, ...]:
+    """More of them, in the second stage of a rank that has two: in a V, where that is on the way back and the
+    first rank has the loss, and in a loop, where the last rank sends to the first.
+    """
+    draw = random.Random(seed)
+    found = []
+    for schedule, num_ranks in (("zb-v", 2), ("zb-v", 3), ("interleaved", 2), ("interleaved", 3)):
+        actions = ("F", "R", "I", "W") if schedule == "zb-v" else ("F", "R", "B")
+        for kind, rank, transport in itertools.product(KINDS, range(num_ranks), TRANSPORTS):
+            stage = 2 * num_ranks - 1 - rank if schedule == "zb-v" else num_ranks + rank
+            place = f"{stage}{draw.choice(actions)}{draw.randrange(NUM_MICROBATCHES)}"
+            found.append(Fault(kind, rank, num_ranks, transport, place, draw.randrange(2), schedule))
     return tuple(found)

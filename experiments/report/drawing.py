@@ -21,12 +21,41 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# Seaborn's style "whitegrid" and its sizes for a paper, written out: importing it, pandas and scipy takes
+# longer than drawing.
+_STYLE: dict[str, Any] = {
+    "figure.facecolor": "white", "axes.facecolor": "white", "text.color": ".15", "axes.labelcolor": ".15",
+    "axes.edgecolor": ".8", "axes.grid": True, "axes.axisbelow": True, "grid.color": ".8",
+    "grid.linestyle": "-",
+    "axes.spines.left": True, "axes.spines.bottom": True, "axes.spines.right": True, "axes.spines.top": True,
+    "xtick.color": ".15", "xtick.direction": "out", "xtick.top": False, "xtick.bottom": False,
+    "ytick.color": ".15", "ytick.direction": "out", "ytick.left": False, "ytick.right": False,
+    "xtick.major.size": 4.8, "xtick.major.width": 1.0, "xtick.minor.size": 3.2, "xtick.minor.width": 0.8,
+    "ytick.major.size": 4.8, "ytick.major.width": 1.0, "ytick.minor.size": 3.2, "ytick.minor.width": 0.8,
+    "axes.linewidth": 1.0, "grid.linewidth": 0.8, "lines.linewidth": 1.2, "lines.markersize": 4.8,
+    "lines.solid_capstyle": "round", "patch.edgecolor": "w", "patch.force_edgecolor": True,
+    "patch.linewidth": 0.8, "font.family": ["sans-serif"],
+    "font.sans-serif": ["Arial", "DejaVu Sans", "Liberation Sans", "Bitstream Vera Sans", "sans-serif"],
+}  # fmt: skip
+_FONT_SIZES = {
+    "font.size": 9.6, "axes.labelsize": 9.6, "axes.titlesize": 9.6, "legend.title_fontsize": 9.6,
+    "xtick.labelsize": 8.8, "ytick.labelsize": 8.8, "legend.fontsize": 8.8,
+}  # fmt: skip
+
+
+def without_frame(figure: Figure) -> None:
+    """Takes the upper and the right line from all axes."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+
+
 @contextmanager
 def paper_style(font_scale: float = 1.0) -> Iterator[None]:
     """White with a grid, in sizes for a page."""
-    import seaborn
+    from matplotlib import rc_context
 
-    with seaborn.axes_style("whitegrid"), seaborn.plotting_context("paper", font_scale=font_scale):
+    sizes = {name: size * font_scale for name, size in _FONT_SIZES.items()}
+    with rc_context({**_STYLE, **sizes}):  # type: ignore[dict-item]  # it wants names that it lists
         yield
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.report.drawing import paper_style
+from gpipe_bench.experiments.report.drawing import paper_style, without_frame
 from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, GIB, HALVES
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STACK = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients")
+STACK_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
+MODEL_COLORS = ("#999999", "#5875a4", "#5f9e6e")  # printed, counted, largest
 LABELS = {
     "parameters": "parameters",
     "optimizer_state": "optimizer state",
@@ -48,14 +50,13 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 
 def _draw(records: Sequence[Record], half: str) -> Figure:
     """Model sizes on the left, memory on the right."""
-    import seaborn
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4))
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     _draw_parameters(left, records, half)
     _draw_memory(right, records, half)
-    seaborn.despine(figure)
+    without_frame(figure)
     figure.tight_layout()
     return figure
 
@@ -67,32 +68,31 @@ def _paper(half: str, row: str) -> dict[str, PaperCell]:
 
 def _draw_parameters(axes: Axes, records: Sequence[Record], half: str) -> None:
     """Printed, counted and largest parameters per column, on a logarithmic scale."""
-    import pandas
-    import seaborn
-
-    printed, key = _paper(half, "parameters"), {"half": half, "attention": JUDGED_ATTENTION[half]}
-    rows: list[dict[str, Any]] = []
-    for column in COLUMNS[half]:
-        rows.append({"column": column.name, "what": "paper", "parameters": printed[column.name].value})
-        for part, what in (("paper", "same model, counted"), ("largest", "largest that fits here")):
-            record = find(records, part=part, column=column.name, precision="float32", **key)
-            quantity = record.quantity("parameters") if record is not None else None
-            value = quantity.value if quantity is not None else None
-            rows.append({"column": column.name, "what": what, "parameters": value})
-    palette = {"paper": "0.6", "same model, counted": "#4c72b0", "largest that fits here": "#55a868"}
-    seaborn.barplot(
-        pandas.DataFrame(rows),
-        x="column",
-        y="parameters",
-        hue="what",
-        palette=palette,
-        ax=axes,
-        errorbar=None,
-    )
+    columns, printed = COLUMNS[half], _paper(half, "parameters")
+    key = {"half": half, "attention": JUDGED_ATTENTION[half], "precision": "float32"}
+    counted = [find(records, part="paper", column=each.name, **key) for each in columns]
+    largest = [find(records, part="largest", column=each.name, **key) for each in columns]
+    bars: dict[str, list[float | None]] = {
+        "paper": [printed[each.name].value for each in columns],
+        "same model, counted": [_parameters(record) for record in counted],
+        "largest that fits here": [_parameters(record) for record in largest],
+    }
+    width = 0.8 / len(bars)
+    for index, (label, heights) in enumerate(bars.items()):
+        shown = [(place, height) for place, height in enumerate(heights) if height is not None]
+        edges = [place - 0.4 + index * width for place, _ in shown]
+        axes.bar(
+            edges,
+            [height for _, height in shown],
+            width,
+            align="edge",
+            color=MODEL_COLORS[index],
+            label=label,
+        )
     axes.set_yscale("log")
     bottom = axes.get_ylim()[0]
-    for place, row in enumerate(row for row in rows if row["what"] == "largest that fits here"):
-        if row["parameters"] is None:
+    for place, height in enumerate(bars["largest that fits here"]):
+        if height is None:
             axes.text(
                 place + 0.27,
                 bottom * 1.15,
@@ -102,16 +102,22 @@ def _draw_parameters(axes: Axes, records: Sequence[Record], half: str) -> None:
                 va="bottom",
                 size="small",
             )
+    axes.set_xticks(range(len(columns)), [each.name for each in columns])
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.xaxis.grid(visible=False)
     axes.set(xlabel="", ylabel="parameters (logarithmic)", title=f"{HALVES[half].model}: model size")
     axes.legend(title=None, loc="upper left", frameon=True)
     axes.tick_params(axis="x", rotation=20)
 
 
+def _parameters(record: Record | None) -> float | None:
+    quantity = record.quantity("parameters") if record is not None else None
+    return quantity.value if quantity is not None else None
+
+
 def _draw_memory(axes: Axes, records: Sequence[Record], half: str) -> None:
     """Mean bytes per accelerator with the paper's models: the paper's two bars beside our finer stack."""
-    import seaborn
-
-    colors = dict(zip(STACK, seaborn.color_palette("deep", len(STACK)), strict=True))
+    colors = dict(zip(STACK, STACK_COLORS, strict=True))
     fixed, moving = _paper(half, "parameter memory"), _paper(half, "peak activation memory")
     width, drawn = 0.38, set[str]()
     for place, column in enumerate(COLUMNS[half]):

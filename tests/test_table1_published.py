@@ -28,12 +28,12 @@ from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.unknowns import load_unknowns
 from gpipe_bench.harness.records.record import SCHEMA, Record
 
-FIRST: Combination = combinations("transformer")[0]
-
 
 def with_settings(**changes: Any) -> Combination:
-    assert set(changes) <= set(FIRST)
-    return {**FIRST, **changes}
+    """The first combination, with some changes."""
+    first = combinations("transformer")[0]
+    assert set(changes) <= set(first)
+    return {**first, **changes}
 
 
 def total(settings: Combination, where: Column) -> int:
@@ -77,7 +77,7 @@ def test_what_is_kept_by_every_operation_is_this_engines_memory(name: str) -> No
 
 def test_each_setting_does_what_it_says() -> None:
     where = column("transformer", "pipeline-8")
-    base = total(FIRST, where)
+    base = total(with_settings(), where)
     gradients = 4 * (103 * 50_358_272 + 65_536_000 + 65_568_000)
     assert total(with_settings(gradient_copies=2), where) - base == pytest.approx(2 * gradients, rel=0.1)
     assert total(with_settings(activation_format="bfloat16"), where) < 0.6 * base
@@ -89,10 +89,10 @@ def test_each_setting_does_what_it_says() -> None:
 
 
 def test_gradients_are_there_whether_they_are_counted_or_not() -> None:
-    stages = stages_of("transformer", column("transformer", "pipeline-1"), FIRST)
+    none, one = with_settings(), with_settings(gradient_copies=1)
+    stages = stages_of("transformer", column("transformer", "pipeline-1"), none)
     assert stages is not None
-    one = with_settings(gradient_copies=1)
-    assert needed(stages[0], FIRST) == needed(stages[0], one) > stages[0].fixed + counted(stages[0], FIRST)
+    assert needed(stages[0], none) == needed(stages[0], one) > stages[0].fixed + counted(stages[0], none)
 
 
 def test_partitions_follow_their_costs_and_an_empty_stage_is_none() -> None:

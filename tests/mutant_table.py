@@ -983,7 +983,85 @@ COMPUTED = (
     ),
 )
 
+COMPILED = (
+    Mutant(
+        name="element-wise operations take memory",
+        file="pipeline/memory/compiled.py",
+        old="            if not self.fusible(node):\n",
+        new="            if True:\n",
+        why="a compiled layer would seem to need what it never makes",
+        tests=("tests/test_compiled_memory.py::test_what_is_element_wise_leaves_no_tensor_of_its_own",),
+    ),
+    Mutant(
+        name="compiled gradients stay after they are added",
+        file="pipeline/memory/compiled.py",
+        old="            events += [-number - 1 for number in sorted(gradients)]\n",
+        new="            pass\n",
+        why="every layer would leave a second copy of its gradients behind",
+        tests=("tests/test_compiled_memory.py::test_every_story_ends_with_gradients_and_nothing_else",),
+    ),
+    Mutant(
+        name="a compiled layer writes to its statistics",
+        file="pipeline/memory/halves.py",
+        old="        state = {name: buffer.clone() for name, buffer in zip(buffers, held, strict=True)}\n",
+        new="        state = dict(zip(buffers, held, strict=True))\n",
+        why="new statistics would be outputs of the graph and shift all others by their number",
+        tests=("tests/test_compiled_memory.py::test_a_real_compiled_step_keeps_the_same_bytes[cell]",),
+    ),
+    Mutant(
+        name="tiles of 16 rows",
+        file="pipeline/memory/labels.py",
+        old="_up(shape[low], 8)",
+        new="_up(shape[low], 16)",
+        why="memory would be padded twice as much",
+        tests=("tests/test_labels.py::test_tiles_pad_the_two_dimensions_that_cost_least",),
+    ),
+    Mutant(
+        name="a length is relabelled once",
+        file="pipeline/memory/labels.py",
+        old="                while rest and rest % label.prime == 0:\n",
+        new="                if rest and rest % label.prime == 0:\n",
+        why="weights, which are quadratic in the width, would grow linearly",
+        tests=("tests/test_labels.py::test_a_relabelled_profile_is_that_of_the_other_size",),
+    ),
+)
+
+TESTED_REASONS = (
+    Mutant(
+        name="rounding is no excuse",
+        file="harness/judging/hypotheses.py",
+        old="max(cell.target_rounding, NEAR * cell.target)",
+        new="NEAR * cell.target",
+        why="a hypothesis that meets a roughly printed number would not account for it",
+        tests=("tests/test_hypotheses.py::test_a_number_is_accounted_for_within_its_rounding_or_a_tenth",),
+    ),
+    Mutant(
+        name="fewer numbers rank higher",
+        file="harness/judging/hypotheses.py",
+        old="(-len(fit.ratios), fit.overall, order",
+        new="(fit.overall, order",
+        why="a hypothesis that says nothing of the hard cells would be the best",
+        tests=("tests/test_hypotheses.py::test_a_hypothesis_without_some_numbers_comes_last_however_near",),
+    ),
+    Mutant(
+        name="parts of unlike company",
+        file="experiments/table1/settings.py",
+        old="if len(values) == most]",
+        new="if values]",
+        why="what a setting does alone would contain what others do beside it",
+        tests=("tests/test_table1_published.py::test_a_part_is_only_what_was_tried_with_the_same_others",),
+    ),
+    Mutant(
+        name="the search stops one early",
+        file="experiments/table1/capacity.py",
+        old="    while high - low > 1:\n",
+        new="    while high - low > 2:\n",
+        why="the largest model that fits would be one step too small",
+        tests=("tests/test_table1_published.py::test_the_last_that_holds_is_found_from_any_guess",),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
-    *CONSISTENCY, *COMPUTED,
+    *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS,
 )  # fmt: skip

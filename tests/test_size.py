@@ -47,17 +47,8 @@ def test_the_table_names_the_model_and_every_stage(capsys: pytest.CaptureFixture
 
 
 def test_compiled_layers_keep_something_else(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = (
-        "transformer-lm",
-        "--num-stages",
-        1,
-        "--cap-gib",
-        99,
-        "--num-layers",
-        3,
-        "--num-microbatches",
-        16,
-    )
+    asked = ("transformer-lm", "--num-stages", 1, "--cap-gib", 99, "--num-layers", 3)
+    asked = (*asked, "--num-microbatches", 16)
     eager, compiled = (
         json.loads(size(capsys, *asked, *more, "--json")[1])["stages"][0] for more in ((), ("--compiled",))
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -14,7 +15,7 @@ from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.records import select_records
 from gpipe_bench.harness.judging.hypotheses import Fit, Ranking, rank
 from gpipe_bench.harness.records.store import Store, lines_of
-from gpipe_bench.harness.report.hypotheses import summary, table
+from gpipe_bench.harness.report.hypotheses import base_of, summary, table
 
 BEST = 5
 """Combinations shown unless all are asked for."""
@@ -55,7 +56,10 @@ def _best_of_tables(ranking: Ranking) -> list[Fit]:
 
 
 def _text(ranking: Ranking, *, every: bool) -> str:
-    parts = ["Ours over the paper's number under each hypothesis; RMS: root mean square of its logarithm."]
+    parts = [
+        "Ours over the paper's number under each hypothesis; RMS: root mean square of its logarithm.",
+        textwrap.fill(base_of(ranking), 110),
+    ]
     sections: Iterable[tuple[str, Sequence[Fit]]] = (
         ("The base, and what changes one setting of it", ranking.of_single_settings()),
         (

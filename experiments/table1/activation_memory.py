@@ -7,9 +7,12 @@ what is added. Equal stages are walked once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -166,9 +169,31 @@ def _operations(half: str, num_layers: int, num_filters: int, auxiliary_head: bo
     )
 
 
+OPERATIONS_SAMPLED_AT = (144, 544, 1040)
+"""Widths; operations are quadratic in the width."""
+
+
 @cache
 def _operations_by_kind(half: str, num_filters: int) -> tuple[float, ...]:
     """Of one layer each, in the order in which a model has them."""
+    if half == "transformer":
+        return tuple(map(float, _counted_operations(half, 0)))
+    samples = zip(*(_counted_operations(half, width) for width in OPERATIONS_SAMPLED_AT), strict=True)
+    return tuple(float(quadratic(OPERATIONS_SAMPLED_AT, values, num_filters)) for values in samples)
+
+
+def quadratic(places: Sequence[int], values: Sequence[int], at: int) -> Fraction:
+    """The value at a place of the polynomial through all given ones."""
+    total = Fraction(0)
+    for place, value in zip(places, values, strict=True):
+        others = [each for each in places if each != place]
+        over, under = prod(at - each for each in others), prod(place - each for each in others)
+        total += Fraction(value * over, under)
+    return total
+
+
+@cache
+def _counted_operations(half: str, num_filters: int) -> tuple[int, ...]:
     size = {"num_layers": 9, "num_filters": num_filters} if num_filters else {"num_layers": 1}
     layers = meta_model(half, **size)
     value: Any = example_batch(HALVES[half].model, 2, device="meta", **HALVES[half].options)[0]
@@ -178,7 +203,7 @@ def _operations_by_kind(half: str, num_filters: int) -> tuple[float, ...]:
         for layer in layers:
             with FlopCounterMode(display=False) as counter:
                 value = fake_copy(layer)(value)
-            found.append(float(counter.get_total_flops()))
+            found.append(counter.get_total_flops())
     return tuple(found)
 
 

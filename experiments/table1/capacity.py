@@ -14,9 +14,9 @@ from functools import cache, partial
 from itertools import product
 
 from gpipe_bench.experiments.table1.activation_memory import ADDED, PLAIN, Stage, model_of, needed, stages_of
-from gpipe_bench.experiments.table1.paper_models import HALVES, Column
-from gpipe_bench.experiments.table1.settings import CAP, SHARED, Combination
-from gpipe_bench.harness.judging.unknowns import Value, load_unknowns
+from gpipe_bench.experiments.table1.paper_models import Column
+from gpipe_bench.experiments.table1.settings import CAP, SHARED, Combination, unknown
+from gpipe_bench.harness.judging.unknowns import Value
 
 PARTITION = ("partition_cost", "partition_rule")
 KINDS = ("activation_format", "kept_by", "tensor_layout")
@@ -47,9 +47,8 @@ def choices(half: str) -> dict[str, tuple[Value, ...]]:
 
     Gradients are there whether a report counts them or not, so of their copies 1 and 2 are distinct here.
     """
-    unknowns, table = load_unknowns(), HALVES[half].table
     grid = ("filters_step",) if half == "amoebanet" else ("num_microbatches",)
-    found = {name: unknowns.find(table, name).ends for name in (*SHARED, *grid, CAP)}
+    found = {name: unknown(half)[name].ends for name in (*SHARED, *grid, CAP)}
     found["gradient_copies"] = tuple(each for each in found["gradient_copies"] if each != 0)
     return found
 
@@ -87,7 +86,7 @@ def largest(half: str, column: Column, settings: Combination) -> Largest | None:
         count = last_that(partial(_fits, half, column, settings, 0), smallest, column.num_layers)
         return None if count is None else _sized(half, count, 0)
     step, best = int(settings["filters_step"]), None
-    for depth in load_unknowns().find(HALVES[half].table, "num_layers").allowed:
+    for depth in unknown(half)["num_layers"].allowed:
         guess, start = column.num_filters // step, 1
         if best is not None:  # only what would beat it
             start = 1 + (last_that(partial(_beaten, half, best, int(depth), step), 1, guess) or 0)

@@ -17,6 +17,7 @@ from gpipe_bench.harness.judging.units import convert
 from gpipe_bench.harness.judging.unknowns import Value
 from gpipe_bench.harness.records.record import Record
 
+BASE = "the base"
 ROW = "peak activation memory"
 
 
@@ -34,13 +35,14 @@ def hypotheses(records: Sequence[Record]) -> list[Hypothesis]:
     shared = [name for name in settings if all(name in each.names for each in choices.values())]
     order = [*shared, *(name for name in settings if name not in shared)]
     values = {half: _values(half, each) for half, each in choices.items()}
+    base = {name: next(iter(settings[name])) for name in order}
     made = []
     for chosen in product(*(settings[name] for name in order)):
         combination = dict(zip(order, chosen, strict=True))
         numbers: dict[Key, float] = {}
         for half, each in choices.items():
             numbers |= values[half][tuple(combination[name] for name in each.names)]
-        made.append(Hypothesis(name=_named(combination), values=numbers, settings=combination))
+        made.append(Hypothesis(name=_named(combination, base), values=numbers, settings=combination))
     return made
 
 
@@ -60,12 +62,14 @@ def _values(half: str, choices: Choices) -> dict[tuple[Value, ...], dict[Key, fl
     return found
 
 
-def _named(settings: Mapping[str, Value]) -> str:
-    return ", ".join(_words(settings))
+def _named(settings: Mapping[str, Value], base: Mapping[str, Value]) -> str:
+    """What differs from the base."""
+    changed = {name: value for name, value in settings.items() if value != base[name]}
+    return ", ".join(_words(changed)) or BASE
 
 
 def _words(settings: Mapping[str, Value]) -> Iterator[str]:
-    """`float32, every operation, gradients x1, dense, inputs, cut by operations (least variance), M = 16`."""
+    """`bfloat16, gradients x1, cut by layers, M = 16`."""
     for name, value in settings.items():
         match name:
             case "gradient_copies":

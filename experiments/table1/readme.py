@@ -27,14 +27,22 @@ def _half(half: str, records: Sequence[Record], comparisons: dict[tuple[str, str
     for row in ("parameters", "parameter memory", "peak activation memory"):
         found = [comparisons[data.table, row, column.name] for column in columns]
         lines.append(f"| {row}: paper | {' | '.join(paper_text(cell) for cell in found)} |")
-        lines.append(f"| ours (modelled) | {' | '.join(ours_text(cell, '-') for cell in found)} |")
+        text = [_range(cell) if row == "peak activation memory" else ours_text(cell, "-") for cell in found]
+        lines.append(f"| ours (modelled) | {' | '.join(text)} |")
         lines.append(f"| verdict | {' | '.join(verdict_text(cell, ', x') for cell in found)} |")
+    found = [comparisons[data.table, "maximum parameters", column.name] for column in columns]
+    lines.append(f"| **largest at the paper's M** | {' | '.join(map(_range, found))} |")
+    lines.append(f"| verdict | {' | '.join(verdict_text(cell, ', x') for cell in found)} |")
     key = {"half": half, "attention": JUDGED_ATTENTION[half], "precision": "float32"}
     largest = [find(records, part="largest", column=column.name, **key) for column in columns]
-    lines.append(f"| **largest that fits here** | {' | '.join(map(_largest, largest))} |")
-    found = [comparisons[data.table, "maximum parameters", column.name] for column in columns]
-    lines.append(f"| against the paper's model | {' | '.join(verdict_text(cell, ', x') for cell in found)} |")
+    lines.append(f"| largest here, any M | {' | '.join(map(_largest, largest))} |")
     return "\n".join(lines)
+
+
+def _range(cell: Comparison) -> str:
+    if cell.range_low is None or cell.range_high is None:
+        return "-"
+    return f"{show(cell.range_low, cell.unit, 3)} to {show(cell.range_high, cell.unit, 3)}"
 
 
 def _largest(record: Record | None) -> str:

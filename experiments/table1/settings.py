@@ -14,7 +14,7 @@ from statistics import median
 
 from gpipe_bench.experiments.table1.paper_models import HALVES, Column
 from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.judging.unknowns import Value, load_unknowns
+from gpipe_bench.harness.judging.unknowns import Unknown, Value, load_unknowns
 
 SHARED = (
     "activation_format", "gradient_copies", "kept_by", "tensor_layout", "boundary_tensors",
@@ -46,15 +46,20 @@ class Numbers:
 
 
 @cache
+def unknown(half: str) -> Mapping[str, Unknown]:
+    """The unknown settings of one half; the file is read once."""
+    return load_unknowns().of(HALVES[half].table)
+
+
+@cache
 def allowed(half: str) -> dict[str, tuple[Value, ...]]:
     """The allowed values of each setting, by name, the shared settings first."""
-    table, unknowns = HALVES[half].table, load_unknowns()
-    return {name: unknowns.find(table, name).allowed for name in (*SHARED, *OWN[half])}
+    return {name: unknown(half)[name].allowed for name in (*SHARED, *OWN[half])}
 
 
 def cap_bytes(half: str) -> tuple[float, float]:
     """The smallest and the largest memory that an accelerator may have had."""
-    low, high = load_unknowns().find(HALVES[half].table, CAP).ends
+    low, high = unknown(half)[CAP].ends
     return float(low), float(high)
 
 
@@ -77,7 +82,8 @@ def spread_of(
 ) -> Spread | None:
     """The range over all combinations that have a number; None where none has.
 
-    What a setting does alone is the range of the medians over all else, one for each of its values.
+    What a setting does alone is the range of the medians over all else, one for each of its values, where all
+    of them were tried.
     """
     found = [(each, value) for each, value in zip(settings, values, strict=True) if value is not None]
     if not found:
@@ -90,9 +96,13 @@ def spread_of(
 
 def _parts(found: Sequence[tuple[Combination, float]], names: Sequence[str]) -> Iterator[Part]:
     for name in names:
-        groups: dict[Value, list[float]] = {}
+        contexts: dict[tuple[Value, ...], dict[Value, float]] = {}
         for settings, value in found:
-            groups.setdefault(settings[name], []).append(value)
-        middles = [median(group) for group in groups.values()]
+            rest = tuple(each for other, each in settings.items() if other != name)
+            contexts.setdefault(rest, {})[settings[name]] = value
+        # Only where all of its values were tried with the same others do they tell what it does.
+        most = max(map(len, contexts.values()))
+        matched = [values for values in contexts.values() if len(values) == most]
+        middles = [median(values[each] for values in matched if each in values) for each in matched[0]]
         if min(middles) < max(middles):
             yield Part(what=name, low=min(middles), high=max(middles))

@@ -11,13 +11,20 @@ from gpipe_bench.harness.report.grid import Grid, numbers
 def table(ranking: Ranking, fits: Sequence[Fit], title: str) -> Grid:
     """Hypotheses as lines: ours over the paper's in each column, then how near over each table and all."""
     tables = list(dict.fromkeys(key[0] for key in ranking.keys))
-    several_rows = {name: len({key[1] for key in ranking.keys if key[0] == name}) > 1 for name in tables}
+    first = {name.partition("-")[0] for name in tables}
+    short = {
+        name: name.partition("-")[2] or name if len(first) == 1 < len(tables) else name for name in tables
+    }
+    rows = {name: {key[1] for key in ranking.keys if key[0] == name} for name in tables}
     columns = [
         "hypothesis",
-        *(f"{key[1]} {key[2]}" if several_rows[key[0]] else key[2] for key in ranking.keys),
-        *(f"RMS {name}" for name in tables),
-        *(["RMS all"] if len(tables) > 1 else []),
-        "within 10 %",
+        *(
+            "\n".join((short[key[0]], *([key[1]] if len(rows[key[0]]) > 1 else []), key[2]))
+            for key in ranking.keys
+        ),
+        *(f"{short[name]}\nRMS" for name in tables),
+        *(["all\nRMS"] if len(tables) > 1 else []),
+        "within\n10 %",
     ]
     lines = [
         [
@@ -25,11 +32,18 @@ def table(ranking: Ranking, fits: Sequence[Fit], title: str) -> Grid:
             *(f"{fit.ratios[key]:.2f}" if key in fit.ratios else "-" for key in ranking.keys),
             *(f"{fit.by_table[name]:.2f}" if name in fit.by_table else "-" for name in tables),
             *([f"{fit.overall:.2f}"] if len(tables) > 1 else []),
-            f"{len(fit.within)} of {len(ranking.keys)}",
+            len(fit.within),
         ]
         for fit in fits
     ]
     return Grid(title=title, columns=columns, lines=lines, right=numbers(columns))
+
+
+def base_of(ranking: Ranking) -> str:
+    """The settings of the hypothesis that all others are named after."""
+    base = next(fit.hypothesis for fit in ranking.fits if fit.changed == 0)
+    settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in base.settings.items())
+    return f"The base: {settings}. Others are named after what they change of it."
 
 
 def summary(ranking: Ranking) -> list[str]:

@@ -1,0 +1,120 @@
+"""Hypotheses against the paper's numbers: how near each comes, what each accounts for, and the verb."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from command_line import call
+
+from gpipe_bench.harness.judging.hypotheses import Hypothesis, rank
+from gpipe_bench.harness.judging.paper import PaperCell
+from gpipe_bench.harness.report.hypotheses import base_of, summary, table
+
+A, B, C = (("one", "row", "a"), ("one", "row", "b"), ("two", "row", "c"))
+
+
+def cell(key: tuple[str, str, str], value: float, rounding: float = 0.0) -> PaperCell:
+    return PaperCell(
+        table=key[0], row=key[1], column=key[2], value=value, printed=f"{value:g}", unit="GB", exact=False,
+        bound="", kind="result", hardware="", source="paper", location="", comparable=True, erratum="",
+        note="", rounding=rounding,
+    )  # fmt: skip
+
+
+PAPER = [cell(A, 10.0), cell(B, 20.0, rounding=8.0), cell(C, 5.0)]
+
+
+def hypothesis(name: str, values: dict[tuple[str, str, str], float], **settings: str) -> Hypothesis:
+    return Hypothesis(name=name, values=values, settings=settings)
+
+
+BASE = hypothesis("base", {A: 20.0, B: 20.0, C: 5.0}, format="wide", copies="none")
+NEAR = hypothesis("narrow", {A: 10.9, B: 13.0, C: 5.0}, format="narrow", copies="none")
+BOTH = hypothesis("narrow, one copy", {A: 11.5, B: 40.0, C: 5.6}, format="narrow", copies="one")
+
+
+def test_ratios_and_root_mean_squares_by_hand() -> None:
+    ranking = rank([BASE, NEAR, BOTH], PAPER)
+    fits = {fit.hypothesis.name: fit for fit in ranking.fits}
+    assert fits["base"].ratios == {A: 2.0, B: 1.0, C: 1.0}
+    assert fits["base"].by_table["one"] == pytest.approx(math.log(2) / math.sqrt(2))
+    assert fits["base"].by_table["two"] == 0
+    assert fits["base"].overall == pytest.approx(math.log(2) / math.sqrt(3))
+    assert [fit.hypothesis.name for fit in ranking.fits] == ["narrow", "base", "narrow, one copy"]
+    assert ranking.tried == 3
+    assert ranking.best_of("two").hypothesis.name == "narrow", "as near as the base, and nearer over all"
+
+
+def test_a_number_is_accounted_for_within_its_rounding_or_a_tenth() -> None:
+    ranking = rank([BASE, NEAR, BOTH], PAPER)
+    assert [each.name for each in ranking.explains(A)] == ["narrow"]
+    assert [each.name for each in ranking.explains(B)] == ["narrow", "base"], "13 is within 20 - 8"
+    assert {each.name for each in ranking.explains(C)} == {"narrow", "base"}, "5.6 is 12 % off"
+    assert [fit.hypothesis.name for fit in ranking.explains_all] == ["narrow"]
+
+
+def test_single_settings_are_the_base_and_one_change_of_it() -> None:
+    ranking = rank([BASE, NEAR, BOTH], PAPER)
+    assert [fit.hypothesis.name for fit in ranking.of_single_settings()] == ["base", "narrow"]
+    assert {fit.hypothesis.name: fit.changed for fit in ranking.fits}["narrow, one copy"] == 2
+
+
+def test_a_hypothesis_without_some_numbers_comes_last_however_near() -> None:
+    partial = hypothesis("partial", {A: 10.0}, format="other", copies="none")
+    ranking = rank([BASE, partial], PAPER)
+    assert [fit.hypothesis.name for fit in ranking.fits] == ["base", "partial"]
+    assert ranking.keys == (A, B, C)
+
+
+def test_the_text_says_how_many_were_tried_and_what_none_explains() -> None:
+    ranking = rank([BASE, BOTH], PAPER)
+    text = "\n".join(summary(ranking))
+    assert "2 hypotheses were tried on 3 numbers." in text
+    assert "None of them accounts for every number" in text
+    assert "No hypothesis accounts for one / row / a." in text
+    assert "1 of them account for every number" in "\n".join(summary(rank([NEAR, BASE], PAPER)))
+    assert "format wide, copies none" in base_of(ranking)
+    lines = table(ranking, ranking.fits, "a title").text()
+    assert "narrow, one copy" in lines
+    assert "1.15" in lines
+
+
+@pytest.mark.parametrize(
+    ("hypotheses", "message"),
+    [
+        ([BASE, BASE], "two hypotheses are called 'base'"),
+        ([hypothesis("odd", {("x", "y", "z"): 1.0})], "the paper has no number x / y / z"),
+        ([hypothesis("nothing", {A: 0.0})], "nothing: 0.0 over 10.0 of one / row / a is no ratio"),
+    ],
+)
+def test_what_cannot_be_ranked_is_named(hypotheses: list[Hypothesis], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rank(hypotheses, PAPER)
+
+
+def test_the_verb_refuses_what_has_no_hypotheses_and_says_what_to_run(tmp_path: Path) -> None:
+    status, _, err = call("hypotheses", "figure2", "--results", tmp_path)
+    assert status == 2
+    assert "figure2 has no hypotheses; those that have: table1" in err
+    status, _, err = call("hypotheses", "table1", "--results", tmp_path)
+    assert status == 2
+    assert "make them with: run table1" in err
+
+
+def test_the_verb_shows_the_reference_records() -> None:
+    status, out, err = call("hypotheses", "table1", "--results", "results/reference/cpu-2-cores")
+    assert status == 0, err
+    for text in ("The base: activation format float32", "4608 hypotheses were tried on 10 numbers"):
+        assert text in out
+    assert "None of them accounts for every number" in out
+    status, lines, _ = call(
+        "hypotheses", "table1", "--results", "results/reference/cpu-2-cores", "--json", "--all"
+    )
+    found = [json.loads(line) for line in lines.splitlines()]
+    assert status == 0
+    assert len(found) == 4608
+    assert {"hypothesis", "settings", "ratios", "rms", "within"} <= set(found[0])
+    assert found[0]["rms"]["all"] == min(each["rms"]["all"] for each in found)

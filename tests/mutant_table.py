@@ -916,7 +916,7 @@ CONSISTENCY = (
     ),
     Mutant(
         name="idx file cut off",
-        file="experiments/consistency/idx.py",
+        file="experiments/consistency/tasks/idx.py",
         old="    if len(content) - header != size:\n",
         new="    if len(content) - header < 0:\n",
         why="a download that broke off would be trained on, or end in numpy's words",

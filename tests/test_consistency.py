@@ -15,8 +15,8 @@ from gpipe_bench.experiments.consistency.cells import METRICS, Finding, baseline
 from gpipe_bench.experiments.consistency.experiment import EXPERIMENT
 from gpipe_bench.experiments.consistency.figures import figures
 from gpipe_bench.experiments.consistency.protocol import PATH, load_protocol
-from gpipe_bench.experiments.consistency.recipe import DAWNBENCH, DIGITS
 from gpipe_bench.experiments.consistency.tables import tables
+from gpipe_bench.experiments.consistency.tasks.recipe import DAWNBENCH, DIGITS
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.compare import Comparison, compare

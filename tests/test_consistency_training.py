@@ -30,10 +30,10 @@ from gpipe_bench.experiments.consistency import run as consistency_run
 from gpipe_bench.experiments.consistency import training as consistency_training
 from gpipe_bench.experiments.consistency.asynchronous import train_asynchronously
 from gpipe_bench.experiments.consistency.disk import Trained, is_statistic, latest_checkpoint
-from gpipe_bench.experiments.consistency.images import Images, ImageTask, digits, own_images
-from gpipe_bench.experiments.consistency.language import TextTask, TranslationTask, blocks_of, topics
-from gpipe_bench.experiments.consistency.recipe import DAWNBENCH, DIGITS, TOPICS
-from gpipe_bench.experiments.consistency.task import chosen, even_parts
+from gpipe_bench.experiments.consistency.tasks.images import Images, ImageTask, digits, own_images
+from gpipe_bench.experiments.consistency.tasks.language import TextTask, TranslationTask, blocks_of, topics
+from gpipe_bench.experiments.consistency.tasks.recipe import DAWNBENCH, DIGITS, TOPICS
+from gpipe_bench.experiments.consistency.tasks.task import chosen, even_parts
 from gpipe_bench.experiments.consistency.training import Setting, train
 from gpipe_bench.experiments.consistency.updates import RMSPropTF, WeightAverage
 from gpipe_bench.harness.experiment import RunOptions

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gpipe_bench.experiments.consistency.task import Task
+from gpipe_bench.experiments.consistency.tasks.task import Task
 from gpipe_bench.experiments.consistency.updates import WeightAverage
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.order import execution_order

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpipe_bench.experiments.consistency.language import topics_task
-from gpipe_bench.experiments.consistency.recipe import DEEP, TextRecipe
+from gpipe_bench.experiments.consistency.tasks.language import topics_task
+from gpipe_bench.experiments.consistency.tasks.recipe import DEEP, TextRecipe
 
 LOGIT_CLIP = 8.0
 """The paper gives no value; e^8 : 1 between two tokens is more than a language model of this size needs."""

@@ -20,9 +20,9 @@ from typing import Any
 from gpipe_bench.experiments.consistency.cells import cells
 from gpipe_bench.experiments.consistency.figures import figures
 from gpipe_bench.experiments.consistency.protocol import load_protocol
-from gpipe_bench.experiments.consistency.recipe import image_layout, subject_of
 from gpipe_bench.experiments.consistency.run import run, task_of
 from gpipe_bench.experiments.consistency.tables import tables
+from gpipe_bench.experiments.consistency.tasks.recipe import image_layout, subject_of
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions
 from gpipe_bench.harness.shown import PaperTable
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.consistency.protocol import load_protocol
-from gpipe_bench.experiments.consistency.recipe import DEEP, ImageRecipe, Subject, subject_of
+from gpipe_bench.experiments.consistency.tasks.recipe import DEEP, ImageRecipe, Subject, subject_of
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.places import ROOT
 from gpipe_bench.harness.records.environment import code_state
@@ -22,7 +22,7 @@ from gpipe_bench.harness.records.record import Quantity
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.consistency.disk import Trained
-    from gpipe_bench.experiments.consistency.task import Task
+    from gpipe_bench.experiments.consistency.tasks.task import Task
     from gpipe_bench.experiments.consistency.training import Setting
 
 
@@ -114,7 +114,7 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 def task_of(subject: Subject) -> Task:
     """Loads the data and makes the task. ValueError where the data can't be trained on."""
     if isinstance(subject.recipe, ImageRecipe):
-        from gpipe_bench.experiments.consistency.images import ImageTask, digits, own_images
+        from gpipe_bench.experiments.consistency.tasks.images import ImageTask, digits, own_images
 
         recipe = subject.recipe
         if subject.data is None:
@@ -123,7 +123,7 @@ def task_of(subject: Subject) -> Task:
             recipe,
             own_images(subject.data, recipe.image_size, recipe.augment, subject.split_seed, subject.limit),
         )
-    from gpipe_bench.experiments.consistency.language import own_text_task, topics_task
+    from gpipe_bench.experiments.consistency.tasks.language import own_text_task, topics_task
 
     if subject.text is None:
         return topics_task(subject.recipe, subject.split_seed)

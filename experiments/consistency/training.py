@@ -26,7 +26,7 @@ from gpipe_bench.experiments.consistency.disk import (
     latest_checkpoint,
     save_checkpoint,
 )
-from gpipe_bench.experiments.consistency.task import Task
+from gpipe_bench.experiments.consistency.tasks.task import Task
 from gpipe_bench.experiments.consistency.updates import WeightAverage
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.stage.rng import run_plain

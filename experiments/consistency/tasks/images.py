@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.consistency.idx import idx_files, read_part
-from gpipe_bench.experiments.consistency.recipe import CIFAR10, ImageRecipe, image_layout
-from gpipe_bench.experiments.consistency.task import Batch, chosen, derived, even_parts
+from gpipe_bench.experiments.consistency.tasks.idx import idx_files, read_part
+from gpipe_bench.experiments.consistency.tasks.recipe import CIFAR10, ImageRecipe, image_layout
+from gpipe_bench.experiments.consistency.tasks.task import Batch, chosen, derived, even_parts
 from gpipe_bench.experiments.consistency.updates import RMSPropTF
 from gpipe_bench.models import MODELS
 from gpipe_bench.models.tasks import class_loss

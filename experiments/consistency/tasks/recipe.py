@@ -18,7 +18,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpipe_bench.experiments.consistency.idx import holds_idx, idx_files
+from gpipe_bench.experiments.consistency.tasks.idx import holds_idx, idx_files
 from gpipe_bench.harness.experiment import RunOptions
 
 

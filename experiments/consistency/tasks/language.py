@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.consistency.recipe import TextRecipe, read_text
-from gpipe_bench.experiments.consistency.task import Batch, chosen, derived, even_parts
+from gpipe_bench.experiments.consistency.tasks.recipe import TextRecipe, read_text
+from gpipe_bench.experiments.consistency.tasks.task import Batch, chosen, derived, even_parts
 from gpipe_bench.models import MODELS
 
 HELD_OUT_SHARE = 0.1

@@ -625,13 +625,12 @@ SCHEDULES = (
     ),
     Mutant(
         name="receives of several stages that don't wait for their turn",
-        file="pipeline/plan/ring.py",
-        old="            waits[message] = [(messages[position - 1], None)] if position else []\n",
-        new="            waits[message] = []\n",
-        why="a receive whose turn has not come holds up those behind it, which may close a circle",
+        file="pipeline/ranks/ways.py",
+        old="        in_turn = Turns(order) if len(stages) > 1 else None\n",
+        new="        in_turn = None\n",
+        why="NCCL takes what comes for the receive that was posted first",
         tests=(
-            "tests/test_ring.py::"
-            "test_no_valid_schedule_of_workers_with_several_stages_stops_for_want_of_a_buffer",
+            "tests/test_ways.py::test_receives_are_posted_in_the_order_in_which_messages_leave[interleaved]",
         ),
     ),
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -235,3 +236,17 @@ def _pictures(text: str) -> list[str]:
 def test_pictures_in_the_code_show_what_the_code_makes(text: str | ModuleType, schedule: Schedule) -> None:
     (picture,) = _pictures(str(text))
     assert picture == draw(replay(schedule, SLOTS))
+
+
+def test_the_table_of_the_documentation() -> None:
+    """Four workers, eight micro-batches: every named schedule, with the numbers that it has."""
+    page = (Path(__file__).parents[1] / "docs" / "schedules.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    found = {row[0].strip("`"): row[2:] for row in rows if row and row[0].startswith("`")}
+    assert list(found) == list(NAMED)
+    for name, cells in found.items():
+        plain, again = named(name, 4, 8), named(name, 4, 8, remat="always")
+        assert cells == [
+            f"{in_slots(plain):g}", f"{replay(plain, SLOTS).bubble:.1%}", f"{max(most_alive(plain)):g}",
+            f"{in_slots(again):g}", f"{max(most_alive(again)):g}",
+        ]  # fmt: skip

@@ -19,8 +19,8 @@ does. With a buffer for every micro-batch nothing waits for one, so every valid 
 
 Several stages of a worker may receive from one other worker. Each has a ring of its own, because its messages
 have sizes of their own, but the receives of one direction from one worker are posted in the order of need,
-whichever stage they are for (`turns`): NCCL matches sends and receives by their order alone. So a receive may
-wait for its turn too, which is among the waits that must close no circle.
+whichever stage they are for (`turns`): NCCL matches sends and receives by their order alone. That adds no
+wait: who needs a message has needed those before it, and who is held up by it was held up by those before it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _waits(schedule: Schedule) -> _Waits:
             after[earlier] = later
     for messages in channels(schedule).values():
         for position, message in enumerate(messages):
-            waits[message] = [(messages[position - 1], None)] if position else []
+            waits[message] = []
             waits[message.target].append((message, None))
             # The sender goes on from the send that is one too many on the way when the oldest has left.
             held_up = position + SENDS_ON_THE_WAY

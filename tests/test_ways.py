@@ -1,0 +1,86 @@
+"""Which connections a schedule needs, who learns what from whom, in which order receives are posted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpipe_bench.pipeline.plan.ring import turns
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of, gpipe
+from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, Outline, first_tag
+from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form
+from gpipe_bench.pipeline.ranks.routes import header_chain, loss_chain
+from gpipe_bench.pipeline.ranks.ways import names_of_ways, receivers, senders
+
+CPU = torch.device("cpu")
+
+
+class Posted:
+    """A backend that keeps the tags of what is posted; every message is there at once."""
+
+    def __init__(self) -> None:
+        self.tags: list[int] = []
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        self.tags.append(tag)
+        return self
+
+    def wait(self) -> None: ...
+
+
+def test_chains() -> None:
+    assert header_chain(gpipe(4, 2)) == (0, 1, 2, 3)
+    assert loss_chain(gpipe(4, 2)) == (3, 2, 1, 0)
+    assert header_chain(named("zb-v", 3, 2)) == loss_chain(named("zb-v", 3, 2)) == (0, 1, 2)
+    assert header_chain(named("interleaved", 3, 2)) == (0, 1, 2)
+    assert loss_chain(named("interleaved", 3, 2)) == (2, 1, 0)
+
+
+def test_ways() -> None:
+    plain = {(False, True): "activations", (True, False): "gradients"}
+    both = {**plain, (False, False): "activations down", (True, True): "gradients up"}
+    assert names_of_ways(gpipe(3, 2)) == names_of_ways(gpipe(1, 2)) == plain
+    assert names_of_ways(named("zb-v", 3, 2)) == names_of_ways(named("interleaved", 2, 2)) == both
+    ways = {way: Connection(None, 0, {}) for way in both}
+    assert set(senders(named("interleaved", 3, 3), 0, ways)) == {(1, False), (2, True)}
+    with pytest.raises(ValueError, match="choose fewer micro-batches"):
+        names_of_ways(Schedule("long", 2**12, 2**12, "never", ((),) * 2**12))
+
+
+@pytest.mark.parametrize("name", ["interleaved", "v-min", "breadth-first", "zb-v"])
+def test_receives_are_posted_in_the_order_in_which_messages_leave(name: str) -> None:
+    """Walks the row of each worker: what is needed is posted, and over all stages in one order."""
+    schedule = named(name, 2, 7)
+    outline = Outline((Form((256,), (1,), torch.float32),))
+    for rank in range(2):
+        row, ends = schedule.actions[rank], set(ends_of(schedule.actions[rank]))
+        backends = {gradients: Posted() for gradients in (False, True)}
+        found = {}
+        for gradients, backend in backends.items():
+            ways = {(gradients, up): Connection(backend, 0, {}) for up in (False, True)}
+            found[gradients], shared = receivers(schedule, rank, ways, CPU, gradients=gradients)
+            for each in shared:
+                each.begin()
+            for receiver in found[gradients].values():
+                receiver.begin({1: outline}, (1,) * 7, training=True)
+        for action in row:
+            gradients = action.kind in (Kind.B, Kind.I)
+            receiver = found[gradients].get(action.stage)
+            if (gradients or action.kind is Kind.F) and receiver is not None:
+                assert receiver.is_posted(action.microbatch)
+                receiver.wait(action.microbatch, action)
+                receiver.take(action.microbatch)
+            if action in ends:
+                for of_kind in found.values():
+                    if action.stage in of_kind:
+                        of_kind[action.stage].release(action.microbatch)
+        for gradients, backend in backends.items():
+            assert backend.tags == [
+                first_tag(stage, m, schedule.num_stages)
+                for stage, m in turns(schedule, rank, 1 - rank, gradients=gradients)
+            ]
+            assert len(set(backend.tags)) == len(backend.tags)
+            assert all(tag % MOST_TENSORS == 0 for tag in backend.tags)

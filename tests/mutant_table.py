@@ -985,7 +985,7 @@ COMPUTED = (
 COMPILED = (
     Mutant(
         name="element-wise operations take memory",
-        file="pipeline/memory/compiled.py",
+        file="pipeline/memory/compiling/compiled.py",
         old="            if not self.fusible(node):\n",
         new="            if True:\n",
         why="a compiled layer would seem to need what it never makes",
@@ -993,7 +993,7 @@ COMPILED = (
     ),
     Mutant(
         name="compiled gradients stay after they are added",
-        file="pipeline/memory/compiled.py",
+        file="pipeline/memory/compiling/compiled.py",
         old="            events += [-number - 1 for number in sorted(gradients)]\n",
         new="            pass\n",
         why="every layer would leave a second copy of its gradients behind",
@@ -1001,7 +1001,7 @@ COMPILED = (
     ),
     Mutant(
         name="a compiled layer writes to its statistics",
-        file="pipeline/memory/halves.py",
+        file="pipeline/memory/compiling/halves.py",
         old="        state = {name: buffer.clone() for name, buffer in zip(buffers, held, strict=True)}\n",
         new="        state = dict(zip(buffers, held, strict=True))\n",
         why="new statistics would be outputs of the graph and shift all others by their number",
@@ -1044,7 +1044,7 @@ TESTED_REASONS = (
     ),
     Mutant(
         name="parts of unlike company",
-        file="experiments/table1/settings.py",
+        file="experiments/table1/published/settings.py",
         old="if len(values) == most]",
         new="if values]",
         why="what a setting does alone would contain what others do beside it",
@@ -1052,7 +1052,7 @@ TESTED_REASONS = (
     ),
     Mutant(
         name="the search stops one early",
-        file="experiments/table1/capacity.py",
+        file="experiments/table1/published/capacity.py",
         old="    while high - low > 1:\n",
         new="    while high - low > 2:\n",
         why="the largest model that fits would be one step too small",

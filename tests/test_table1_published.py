@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.experiments.table1.activation_memory import (
+from gpipe_bench.experiments.table1.cells import cells
+from gpipe_bench.experiments.table1.experiment import EXPERIMENT
+from gpipe_bench.experiments.table1.hypotheses import hypotheses
+from gpipe_bench.experiments.table1.largest import Setting, place_anyhow
+from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES, Column, column
+from gpipe_bench.experiments.table1.published.activation_memory import (
     costs_of,
     counted,
     cuts_of,
@@ -15,13 +20,13 @@ from gpipe_bench.experiments.table1.activation_memory import (
     quadratic,
     stages_of,
 )
-from gpipe_bench.experiments.table1.capacity import capacity_combinations, choices, largest, last_that
-from gpipe_bench.experiments.table1.cells import cells
-from gpipe_bench.experiments.table1.experiment import EXPERIMENT
-from gpipe_bench.experiments.table1.hypotheses import hypotheses
-from gpipe_bench.experiments.table1.largest import Setting, place_anyhow
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES, Column, column
-from gpipe_bench.experiments.table1.settings import Combination, allowed, combinations, spread_of
+from gpipe_bench.experiments.table1.published.capacity import (
+    capacity_combinations,
+    choices,
+    largest,
+    last_that,
+)
+from gpipe_bench.experiments.table1.published.settings import Combination, allowed, combinations, spread_of
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.entry import Entry

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES
-from gpipe_bench.experiments.table1.published import (
+from gpipe_bench.experiments.table1.published.choices import (
     activation_choices,
     capacity_choices,
     capacity_record,
@@ -15,8 +15,8 @@ from gpipe_bench.experiments.table1.published import (
     parameter_choices,
     ranged,
 )
-from gpipe_bench.experiments.table1.sentences import sentences
-from gpipe_bench.experiments.table1.settings import spread_of
+from gpipe_bench.experiments.table1.published.sentences import sentences
+from gpipe_bench.experiments.table1.published.settings import spread_of
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.spread import Spread
 from gpipe_bench.harness.judging.units import show

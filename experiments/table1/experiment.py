@@ -21,7 +21,7 @@ from gpipe_bench.experiments.table1.cells import cells
 from gpipe_bench.experiments.table1.figures import figures
 from gpipe_bench.experiments.table1.hypotheses import hypotheses
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES, column
-from gpipe_bench.experiments.table1.settings import OWN_OF_MODEL, allowed, combinations
+from gpipe_bench.experiments.table1.published.settings import OWN_OF_MODEL, allowed, combinations
 from gpipe_bench.experiments.table1.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity
@@ -172,7 +172,7 @@ def _run_largest(key: dict[str, Any]) -> Outcome:
 
 def _run_hypotheses(half: str) -> Outcome:
     """Activation memory and parameters of the paper's columns under every combination of what is unknown."""
-    from gpipe_bench.experiments.table1.activation_memory import activation_memory, parameter_counts
+    from gpipe_bench.experiments.table1.published.activation_memory import activation_memory, parameter_counts
 
     found = {each.name: activation_memory(half, each) for each in COLUMNS[half]}
     return Outcome(
@@ -193,7 +193,7 @@ def _run_hypotheses(half: str) -> Outcome:
 
 def _run_capacity(half: str) -> Outcome:
     """The largest models at the paper's micro-batches and by its partitions, under what is unknown."""
-    from gpipe_bench.experiments.table1.capacity import capacity, capacity_combinations, choices
+    from gpipe_bench.experiments.table1.published.capacity import capacity, capacity_combinations, choices
 
     values = choices(half)
     found = {each.name: capacity(half, each) for each in COLUMNS[half]}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from gpipe_bench.experiments.table1.paper_models import HALVES
-from gpipe_bench.experiments.table1.published import Choices, activation_choices, hypothesis_record
+from gpipe_bench.experiments.table1.published.choices import Choices, activation_choices, hypothesis_record
 from gpipe_bench.harness.judging.hypotheses import Hypothesis, Key
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.judging.units import convert

@@ -14,7 +14,13 @@ from typing import Any
 
 from gpipe_bench.experiments.table1.model_costs import ModelProfile, amoebanet_profile, transformer_profile
 from gpipe_bench.experiments.table1.paper_models import GIB, HALVES, PAPER_NUM_LAYERS
-from gpipe_bench.experiments.table1.traced import Reading, Size, amoebanet_at, is_traceable, transformer_at
+from gpipe_bench.experiments.table1.published.traced import (
+    Reading,
+    Size,
+    amoebanet_at,
+    is_traceable,
+    transformer_at,
+)
 from gpipe_bench.pipeline.memory.cut import StagePeaks
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory
 from gpipe_bench.pipeline.plan.partition import Partition

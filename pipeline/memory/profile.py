@@ -40,7 +40,7 @@ from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 
 if TYPE_CHECKING:
-    from gpipe_bench.pipeline.memory.halves import Halves
+    from gpipe_bench.pipeline.memory.compiling.halves import Halves
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class Profiler:
     weights are not cached between operations, as in the engine: the cache would keep a copy of every weight.
 
     ``compiled`` profiles each layer as `torch.compile` would run it, each by itself, the loss too
-    (gpipe_bench.pipeline.memory.compiled): what it keeps is what a compiled layer keeps.
+    (gpipe_bench.pipeline.memory.compiling.compiled): what it keeps is what a compiled layer keeps.
 
     ``number_format`` is a dtype in which every layer reads its parameters without keeping copies of them;
     their own sizes stay. With inputs of that dtype all activations have it, and gradients in the stories.
@@ -205,8 +205,8 @@ class Profiler:
         self, layer: nn.Module, inputs: Boundary, outputs: Boundary, unused: frozenset[int]
     ) -> tuple[Story, Story, Story] | None:
         """The stories of the compiled layer; None where there is nothing to compile."""
-        from gpipe_bench.pipeline.memory.compiled import compiled_stories
-        from gpipe_bench.pipeline.memory.halves import halves
+        from gpipe_bench.pipeline.memory.compiling.compiled import compiled_stories
+        from gpipe_bench.pipeline.memory.compiling.halves import halves
 
         graphs = self._graphs.get((signature(layer), inputs))
         # What is handed on is in no graph, so it makes no difference there whether anything uses it.

@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.halves import Halves, base, is_view, tensor_of
+from gpipe_bench.pipeline.memory.compiling.halves import Halves, base, is_view, tensor_of
 from gpipe_bench.pipeline.memory.story import Story
 
 

@@ -13,9 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
-from gpipe_bench.experiments.table1.activation_memory import ADDED, PLAIN, Stage, model_of, needed, stages_of
 from gpipe_bench.experiments.table1.paper_models import Column
-from gpipe_bench.experiments.table1.settings import CAP, SHARED, Combination, unknown
+from gpipe_bench.experiments.table1.published.activation_memory import (
+    ADDED,
+    PLAIN,
+    Stage,
+    model_of,
+    needed,
+    stages_of,
+)
+from gpipe_bench.experiments.table1.published.settings import CAP, SHARED, Combination, unknown
 from gpipe_bench.harness.judging.unknowns import Value
 
 PARTITION = ("partition_cost", "partition_rule")

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.table1.model_costs import ModelProfile, meta_model
 from gpipe_bench.experiments.table1.paper_models import HALVES, Column
-from gpipe_bench.experiments.table1.settings import (
+from gpipe_bench.experiments.table1.published.settings import (
     OWN_OF_MODEL,
     Combination,
     Numbers,
@@ -30,7 +30,13 @@ from gpipe_bench.experiments.table1.settings import (
     combinations,
     num_microbatches,
 )
-from gpipe_bench.experiments.table1.traced import Reading, Size, amoebanet_at, stacked, transformer_at
+from gpipe_bench.experiments.table1.published.traced import (
+    Reading,
+    Size,
+    amoebanet_at,
+    stacked,
+    transformer_at,
+)
 from gpipe_bench.harness.judging.unknowns import Value
 from gpipe_bench.models import example_batch
 from gpipe_bench.pipeline.memory.footprint import footprint

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.measuring.sentences import TABLE, word
-from gpipe_bench.experiments.table1.published import capacity_choices, capacity_record, ranged
-from gpipe_bench.experiments.table1.settings import spread_of
+from gpipe_bench.experiments.table1.published.choices import capacity_choices, capacity_record, ranged
+from gpipe_bench.experiments.table1.published.settings import spread_of
 from gpipe_bench.harness.judging.allowed import at_least
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Record

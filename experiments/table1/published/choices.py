@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from gpipe_bench.experiments.table1.settings import Combination, spread_of
+from gpipe_bench.experiments.table1.published.settings import Combination, spread_of
 from gpipe_bench.harness.judging.spread import Spread
 from gpipe_bench.harness.records.record import Quantity, Record, find
 

@@ -1,0 +1,1 @@
+"""What torch.compile would keep of a layer."""

@@ -165,8 +165,7 @@ class PointToPoint:
         if rank == self.rank:
             self._own[stage + 1, microbatch, False] = message
             return
-        agreement, outlines = self._agreement, self._agreement.of_stage[stage]
-        length = agreement.lengths[microbatch]
+        outlines, length = self._agreement.of_stage[stage], self._agreement.lengths[microbatch]
         target = Action(stage + 1, Kind.F, microbatch)
         outline = outlines.activations_sent.get(length)
         if outline is None:
@@ -189,10 +188,9 @@ class PointToPoint:
         if receiver is None:
             return self._own.pop((stage, microbatch, False))  # type: ignore[return-value]
         outlines, source = self._agreement.of_stage[stage].activations, Action(stage - 1, Kind.F, microbatch)
-        length = self._agreement.lengths[microbatch]
         self._post(receiver, outlines, microbatch, source, Of.ACTIVATION)
         receiver.wait(microbatch, source)
-        outline = outlines[length]
+        outline = outlines[self._agreement.lengths[microbatch]]
         return Message(receiver.take(microbatch), outline.structure, outline.needs_grad)  # type: ignore[arg-type]
 
     def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
@@ -200,8 +198,7 @@ class PointToPoint:
         if rank == self.rank:
             self._own[stage - 1, microbatch, True] = gradients
             return
-        agreement, outlines = self._agreement, self._agreement.of_stage[stage]
-        length = agreement.lengths[microbatch]
+        outlines, length = self._agreement.of_stage[stage], self._agreement.lengths[microbatch]
         target = Action(stage - 1, self._gradient_kinds[stage, microbatch], microbatch)
         outline = outlines.gradients_sent.get(length)
         if outline is None:

@@ -188,7 +188,7 @@ def test_as_many_by_default_as_the_cores_and_the_container_allow(monkeypatch, co
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_only_what_is_not_timed_runs_beside_itself(name):
-    assert load(name).untimed == (name in ("consistency", "table1"))
+    assert load(name).untimed == (name in ("computed", "consistency", "predictions", "table1"))
 
 
 def test_the_experiment_can_go_to_other_processes():

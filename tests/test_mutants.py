@@ -38,6 +38,10 @@ SIGN = Mutant(
 def project(tmp_path: Path) -> Path:
     for folder in ("gpipe_bench", "pipeline", "models", "harness", "experiments", "tests"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "results").mkdir()
+    for name in mutants.COPIED:
+        if name.startswith("results/"):
+            (tmp_path / name).write_text("")
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\ntestpaths = ["tests"]\n')
     (tmp_path / "pipeline/add.py").write_text("def add(a, b):\n    return a + b\n")
     (tmp_path / "tests/test_add.py").write_text(

@@ -110,11 +110,11 @@ def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> list[Entry]:
     """The largest bubble of the steps with at least four micro-batches for each stage."""
     bubbles: list[tuple[Quantity, str, Record]] = []
     for model, record in of.items():
-        link = record.details["link"]
-        over = Link(link["name"], link["latency_s"], link["bandwidth_bytes_per_s"])
         for facts in _configurations(record):
             if facts["num_microbatches"] < 4 * facts["num_stages"] or "actions" not in facts:
                 continue
+            link = record.details["link"]
+            over = Link(link["name"], link["latency_s"], link["bandwidth_bytes_per_s"])
             timed = replace(
                 TimedActions.from_data(facts["actions"]), num_microbatches=facts["num_microbatches"]
             )

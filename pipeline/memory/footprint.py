@@ -14,9 +14,9 @@ comes back for is not kept; at the end of a stage the engine does keep it, until
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 
 from gpipe_bench.pipeline.memory.profile import LayerProfile
 from gpipe_bench.pipeline.memory.story import Received, Story
@@ -161,7 +161,6 @@ def _walk_backward(
         for index, storage in enumerate(last.output_gradients)
     )
     held = sum(each.num_bytes for each in received if each is not None)
-    numbers = count(len(received))
     for index in range(len(chain) - 1, -1, -1):
         layer = chain[index]
         story = layer.first if first else layer.later
@@ -187,7 +186,7 @@ def _walk_backward(
                 holds[name] = holds.get(name, 0) - 1
                 if holder.get(name) == index and holds[name] == 0:
                     saved -= links.sizes[name]
-        received = _passed_back(story, received, numbers)
+        received = _passed_back(story, received)
     return fullest
 
 
@@ -200,12 +199,18 @@ def _names_later(layer: LayerProfile, names: dict[int, int]) -> dict[int, int]:
     return dict(zip(later.inputs + later.outputs, ends, strict=True))
 
 
-def _passed_back(
-    story: Story, received: tuple[Received | None, ...], numbers: Iterator[int]
-) -> tuple[Received | None, ...]:
-    """The gradients of a layer's inputs, as the layer before receives them."""
+def _passed_back(story: Story, received: tuple[Received | None, ...]) -> tuple[Received | None, ...]:
+    """The gradients of a layer's inputs, as the layer before receives them. Storages are numbered as they
+    turn up, so that equal layers receive equal gradients wherever they stand.
+    """
     known = dict(zip(story.output_gradients, received, strict=True))
+    numbers: dict[int, int] = {}
+    passed: list[Received | None] = []
     for storage in story.input_gradients:
         if storage is not None and storage not in known:
-            known[storage] = Received(next(numbers), story.sizes[storage], is_held=False)
-    return tuple(None if storage is None else known[storage] for storage in story.input_gradients)
+            known[storage] = Received(-1 - storage, story.sizes[storage], is_held=False)
+        each = None if storage is None else known[storage]
+        if each is not None:
+            each = Received(numbers.setdefault(each.storage, len(numbers)), each.num_bytes, each.is_held)
+        passed.append(each)
+    return tuple(passed)

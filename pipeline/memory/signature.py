@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,17 +37,17 @@ def signature(layer: nn.Module) -> object:
     )
 
 
-class _Same:
+class Same:
     """Equal to itself alone; keeps the object, so that no other can take its identity."""
 
-    def __init__(self, value: object) -> None:
+    def __init__(self, value: Any) -> None:
         self.value = value
 
     def __hash__(self) -> int:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
 
 def _comparable(value: object) -> object:
@@ -57,9 +58,9 @@ def _comparable(value: object) -> object:
     if isinstance(value, partial):
         return partial, _comparable(value.func), _comparable(value.args), _comparable(value.keywords)
     if isinstance(value, Tensor):
-        return _Same(value)
+        return Same(value)
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return Same(value)
     return type(value), value

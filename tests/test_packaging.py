@@ -80,7 +80,7 @@ def test_a_user_with_packages_of_the_same_names_runs_and_compares(site: Path, el
     compared = run(site, elsewhere, "compare", "table1", "--json", "--results", str(reference))
     assert compared.returncode == 0, compared.stderr
     cells = [json.loads(line) for line in compared.stdout.splitlines()]
-    assert any(cell["printed"] == "318M" and cell["verdict"] == "reproduced" for cell in cells)
+    assert any(cell["printed"] == "318M" and cell["verdict"] == "identity" for cell in cells)
 
 
 def test_a_checkout_without_symbolic_links_works_too(tmp_path: Path) -> None:

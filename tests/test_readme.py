@@ -107,7 +107,7 @@ def test_command_lines_run(command: str, results: Path, monkeypatch: pytest.Monk
     if "run" in arguments:
         arguments += ["--profile", "smoke", "--results", str(results), "--only", "half=transformer"]
         arguments += ["--only", "part=paper"]
-    elif "compare" in arguments and "--results" not in arguments:
+    elif {"compare", "hypotheses"} & {*arguments} and "--results" not in arguments:
         # A fresh clone has the reference records alone.
         arguments += ["--results", str(readme.RECORDS.relative_to(ROOT))]
     elif (

@@ -57,7 +57,7 @@ def _memory_table(records: Sequence[Record], half: str, attention: str) -> str:
         lines.append([part.replace("_", " "), *map(_gib, total)])
     for row, parts in (
         ("parameter memory", ("parameters", "optimizer_state")),
-        ("  activations, as judged", ("boundary", "activations", "transients")),
+        ("  activations", ("boundary", "activations", "transients")),
         ("  with gradients", ("boundary", "activations", "transients", "gradients")),
     ):
         total = [

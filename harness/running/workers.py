@@ -12,6 +12,7 @@ import, one more process imports them and the others are forked from it: torch a
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -177,6 +178,7 @@ def _serve(connection: Connection, experiment: Experiment, options: RunOptions, 
         os.setsid()  # and so it is for whatever a case starts
     os.dup2(2, 1)  # standard output is for the run's results
     threading.Thread(target=_end_with_the_run, daemon=True).start()
+    gc.freeze()  # what is imported by now is never garbage, and collections need not walk over it
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             record = execute(experiment, connection.recv(), options, command)

@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 from gpipe_bench.pipeline.memory.tracker import tensors_in
 
-_NORMALIZATIONS = frozenset(
-    (torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_batch_norm_backward.default)
-)
+_NORMALIZATION_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+_MASK = 9  # its argument that says which gradients are asked for
+_NORMALIZATIONS = frozenset((torch.ops.aten.native_batch_norm.default, _NORMALIZATION_BACKWARD))
 _DEVICE_OF = torch.ops.prim.device.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view of a tensor that nobody else will see
 _PLAIN = (
@@ -85,11 +85,20 @@ class QuickFakeTensors(FakeTensorMode):
             return args[0].device
 
         def ask() -> Any:
-            return FakeTensorMode.__torch_dispatch__(self, func, types, args, kwargs)
+            return _as_asked_for(
+                func, args, FakeTensorMode.__torch_dispatch__(self, func, types, args, kwargs)
+            )
 
         if not _is_torchs(func):
             return ask()
         return (_view if _is_view(func) else _result)(self, func, args, kwargs, ask)
+
+
+def _as_asked_for(func: Any, args: Sequence[Any], result: Any) -> Any:
+    """A batch normalization whose input needs no gradient makes none; torch's rule for it makes one."""
+    if func is _NORMALIZATION_BACKWARD and not args[_MASK][0]:
+        return (None, *result[1:])
+    return result
 
 
 def _result(

@@ -11,6 +11,7 @@ from command_line import call
 
 from gpipe_bench.harness.judging.hypotheses import Hypothesis, rank
 from gpipe_bench.harness.judging.paper import PaperCell
+from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.hypotheses import base_of, summary, table
 
 A, B, C = (("one", "row", "a"), ("one", "row", "b"), ("two", "row", "c"))
@@ -118,3 +119,11 @@ def test_the_verb_shows_the_reference_records() -> None:
     assert len(found) == 4608
     assert {"hypothesis", "settings", "ratios", "rms", "within"} <= set(found[0])
     assert found[0]["rms"]["all"] == min(each["rms"]["all"] for each in found)
+
+
+@pytest.mark.parametrize("name", ["table1", "table2", "table4", "figure3"])
+def test_every_table_that_differs_has_its_reasons_tested_by_one_command(name):
+    status, out, err = call("hypotheses", name, "--results", str(REFERENCE / "cpu-2-cores"))
+    assert (status, err) == (0, "")
+    assert "hypotheses were tried" in " ".join(out.split())
+    assert "Nearest over all:" in out

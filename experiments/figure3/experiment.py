@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpipe_bench.experiments.figure3.hypotheses import hypotheses
 from gpipe_bench.experiments.figure3.sentences import sentences
 from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
@@ -273,4 +274,5 @@ EXPERIMENT = timed_experiment(
     tables=tables,
     figures=figures,
     timelines=kept_timelines,
+    hypotheses=hypotheses,
 )

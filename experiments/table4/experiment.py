@@ -34,6 +34,7 @@ from gpipe_bench.experiments.published import cases as predictions
 from gpipe_bench.experiments.published.entries import as_published, prediction_text, timed
 from gpipe_bench.experiments.report.drawing import gantt_plot, paper_style
 from gpipe_bench.experiments.report.timelines import kept_timelines
+from gpipe_bench.experiments.table4.hypotheses import hypotheses
 from gpipe_bench.experiments.table4.sentences import sentences
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
@@ -283,4 +284,5 @@ EXPERIMENT = timed_experiment(
     tables=tables,
     figures=figures,
     timelines=kept_timelines,
+    hypotheses=hypotheses,
 )

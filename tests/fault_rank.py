@@ -56,8 +56,8 @@ class Bomb:
     @contextmanager
     def observe(self, action: Action) -> Any:
         self.action = action
-        # On the first stage I has no input gradient to compute, so no layer runs.
-        if action.stage == 0 and action.kind is Kind.I:
+        # No layer runs in W, which works out weight gradients from what I has caught.
+        if action.kind is Kind.W:
             self.in_layer()
         yield
         self.action = None

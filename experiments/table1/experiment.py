@@ -100,12 +100,15 @@ def cases(options: RunOptions) -> list[Case]:
 def run(case: Case, options: RunOptions) -> Outcome:
     import torch
 
+    from gpipe_bench.pipeline.memory.tracker import no_collections
+
     torch.set_num_threads(1)
     match case.key["part"]:
-        case "paper":
-            return _run_paper(case.key, direct=options.profile == "smoke")
-        case "largest":
-            return _run_largest(case.key)
+        case "paper" | "largest":
+            with no_collections():  # profiles and footprints by the thousand, and no garbage among them
+                if case.key["part"] == "largest":
+                    return _run_largest(case.key)
+                return _run_paper(case.key, direct=options.profile == "smoke")
         case "hypotheses":
             return _run_hypotheses(str(case.key["half"]))
         case "capacity":

@@ -210,7 +210,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="the first gradient copied",
-        file="pipeline/stage/split.py",
+        file="pipeline/stage/waiting.py",
         old="            edges += (_entrance(weight), *bias)\n",
         new="            edges += (weight, *bias)\n",
         why="a copy of every weight's gradient, at the fullest moment of a stage",

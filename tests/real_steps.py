@@ -13,7 +13,8 @@ from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.arguments import schedule_of
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.peaks import StageMemory, pipeline_memory
-from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.memory.workers import worker_memory
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule

@@ -12,7 +12,8 @@ from gpipe_bench.experiments.table1.published.traced import Reading, Size, amoeb
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.footprint import footprint
 from gpipe_bench.pipeline.memory.labels import Label, Relabel, padded, tiled
-from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.story import LayerProfile
 
 
 def block(width: int, examples: int, *, compiled: bool = False) -> LayerProfile:

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.footprint import footprint
-from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
-from gpipe_bench.pipeline.memory.story import Story
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.story import LayerProfile, Story
 
 N, C, SIDE = 2, 4, 8  # examples, channels, height and width
 X = N * C * SIDE * SIDE * 4  # bytes of one activation

@@ -21,7 +21,6 @@ from gpipe_bench.experiments.table1.cells import cells
 from gpipe_bench.experiments.table1.figures import figures
 from gpipe_bench.experiments.table1.hypotheses import hypotheses
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES, column
-from gpipe_bench.experiments.table1.published.settings import OWN_OF_MODEL, allowed, combinations
 from gpipe_bench.experiments.table1.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity
@@ -109,10 +108,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
                 if case.key["part"] == "largest":
                     return _run_largest(case.key)
                 return _run_paper(case.key, direct=options.profile == "smoke")
-        case "hypotheses":
-            return _run_hypotheses(str(case.key["half"]))
-        case "capacity":
-            return _run_capacity(str(case.key["half"]))
+        case "hypotheses" | "capacity" as part:
+            from gpipe_bench.experiments.table1.published import run as published
+
+            return published.RUNS[part](str(case.key["half"]))
         case "verify":
             return _run_verify(case.key)
     return _run_device(case.key, options)
@@ -170,53 +169,6 @@ def _run_largest(key: dict[str, Any]) -> Outcome:
             _modelled("peak per accelerator", found.peak_bytes, "bytes"),
         ),
         {"cap_gib": half.cap_gib, "placement": found.describe()},
-    )
-
-
-def _run_hypotheses(half: str) -> Outcome:
-    """Activation memory and parameters of the paper's columns under every combination of what is unknown."""
-    from gpipe_bench.experiments.table1.published.activation_memory import activation_memory, parameter_counts
-
-    found = {each.name: activation_memory(half, each) for each in COLUMNS[half]}
-    return Outcome(
-        (_modelled("combinations", len(combinations(half)), "number"),),
-        {
-            "settings": {name: list(values) for name, values in allowed(half).items()},
-            "columns": {
-                name: {"bytes": list(each.values), "fits": "".join("01"[fits] for fits in each.fits)}
-                for name, each in found.items()
-            },
-            "parameters": {
-                "settings": {name: list(allowed(half)[name]) for name in OWN_OF_MODEL[half]},
-                "columns": {each.name: list(parameter_counts(half, each)) for each in COLUMNS[half]},
-            },
-        },
-    )
-
-
-def _run_capacity(half: str) -> Outcome:
-    """The largest models at the paper's micro-batches and by its partitions, under what is unknown."""
-    from gpipe_bench.experiments.table1.published.capacity import capacity, capacity_combinations, choices
-
-    values = choices(half)
-    found = {each.name: capacity(half, each) for each in COLUMNS[half]}
-    return Outcome(
-        (_modelled("combinations", len(capacity_combinations(half)), "number"),),
-        {
-            "settings": {name: list(each) for name, each in values.items()},
-            "combinations": [
-                [each.index(settings[name]) for name, each in values.items()]
-                for settings in capacity_combinations(half)
-            ],
-            "columns": {
-                name: {
-                    "parameters": [each.num_parameters if each else 0 for each in models],
-                    "num_layers": [each.num_layers if each else 0 for each in models],
-                    "num_filters": [each.num_filters if each else 0 for each in models],
-                }
-                for name, models in found.items()
-            },
-        },
     )
 
 

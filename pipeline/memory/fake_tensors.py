@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -200,7 +201,7 @@ def _answer(func: Any, args: Sequence[Any], storages: list[int], result: Any) ->
         return _Answer(None, ())
     collect: Callable[[list[Any]], Any]
     if isinstance(result, Tensor):
-        collect, results = _only, [result]
+        collect, results = itemgetter(0), [result]
     elif isinstance(result, (list, tuple)):  # tuples with names too
         collect, results = list if isinstance(result, list) else tuple, [*result]
     else:
@@ -223,10 +224,6 @@ def _answer(func: Any, args: Sequence[Any], storages: list[int], result: Any) ->
         new.add(storage)
         found.append(_New(shape, strides, each.dtype, each.fake_device))
     return _Answer(collect, tuple(found))
-
-
-def _only(tensors: list[Any]) -> Any:
-    return tensors[0]
 
 
 def _least_bytes(tensor: Tensor) -> int:

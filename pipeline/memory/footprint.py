@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from gpipe_bench.pipeline.memory.profile import LayerProfile
-from gpipe_bench.pipeline.memory.story import Received, Story
+from gpipe_bench.pipeline.memory.story import LayerProfile, Received, Story
 
 
 @dataclass(frozen=True)

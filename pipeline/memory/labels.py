@@ -20,8 +20,7 @@ from itertools import permutations
 from math import prod
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import LayerProfile
-from gpipe_bench.pipeline.memory.story import Story
+from gpipe_bench.pipeline.memory.story import LayerProfile, Story
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from functools import lru_cache
 from operator import add, attrgetter
 
 from gpipe_bench.pipeline.memory.footprint import Footprint, Moment, footprint
-from gpipe_bench.pipeline.memory.profile import LayerProfile
+from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 

@@ -24,7 +24,6 @@ import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,58 +34,12 @@ from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.ends import enter, follow
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.signature import signature
-from gpipe_bench.pipeline.memory.story import Story
+from gpipe_bench.pipeline.memory.story import LayerProfile, Story
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.compiling.halves import Halves
-
-
-@dataclass(frozen=True, eq=False)
-class LayerProfile:
-    """The bytes of one layer at one micro-batch size."""
-
-    name: str
-    inputs: Boundary
-    outputs: Boundary
-    unused: frozenset[int]  # positions of outputs for which no gradient comes back
-    parameter_counts: tuple[int, ...]  # elements of each trainable parameter tensor
-    parameter_sizes: tuple[int, ...]  # bytes of each parameter tensor, trained or not
-    trained_sizes: tuple[int, ...]  # bytes of each parameter tensor that gets a gradient
-    buffer_sizes: tuple[
-        int, ...
-    ]  # with what a stage adds for batch normalization (gpipe_bench.pipeline.stage.batchnorm)
-    free: Story
-    first: Story
-    later: Story
-
-    @cached_property
-    def num_parameters(self) -> int:
-        """Trainable elements."""
-        return sum(self.parameter_counts)
-
-    @cached_property
-    def parameter_bytes(self) -> int:
-        """Bytes of all parameters, trained or not."""
-        return sum(self.parameter_sizes)
-
-    @cached_property
-    def buffer_bytes(self) -> int:
-        """Bytes of the buffers, with what a stage adds for batch normalization."""
-        return sum(self.buffer_sizes)
-
-    @cached_property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients of parameters, once they are there."""
-        return sum(self.first.sizes[storage] for storage in self.first.gradients)
-
-    @cached_property
-    def output_gradient_bytes(self) -> int:
-        """Bytes of the gradients that come back for the outputs."""
-        ends = self.outputs
-        positions = [i for i in ends.distinct if ends.tensors[i].requires_grad and i not in self.unused]
-        return sum(ends.tensors[i].num_bytes for i in positions)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from fractions import Fraction
 from math import prod
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import LayerProfile
+from gpipe_bench.pipeline.memory.story import LayerProfile
 
 Point = tuple[int, ...]
 """Where in the family a profile stands, e.g. (width, microbatch_size)."""

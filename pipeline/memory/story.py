@@ -1,4 +1,4 @@
-"""One run of a layer as a sequence of storages that appear and die.
+"""One run of a layer as a sequence of storages that appear and die, and a layer as three such runs.
 
 Numbers alone (peak, saved) cannot be added up over layers, because what a layer frees depends on what its
 neighbours hold. The sequence can, and it is the same for every micro-batch size.
@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+from gpipe_bench.pipeline.memory.boundary import Boundary
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,3 +133,49 @@ class Stretch:
     @property
     def peak(self) -> int:
         return self.peak_saved + self.peak_gradients + self.peak_other
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProfile:
+    """The bytes of one layer at one micro-batch size."""
+
+    name: str
+    inputs: Boundary
+    outputs: Boundary
+    unused: frozenset[int]  # positions of outputs for which no gradient comes back
+    parameter_counts: tuple[int, ...]  # elements of each trainable parameter tensor
+    parameter_sizes: tuple[int, ...]  # bytes of each parameter tensor, trained or not
+    trained_sizes: tuple[int, ...]  # bytes of each parameter tensor that gets a gradient
+    buffer_sizes: tuple[
+        int, ...
+    ]  # with what a stage adds for batch normalization (gpipe_bench.pipeline.stage.batchnorm)
+    free: Story
+    first: Story
+    later: Story
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Trainable elements."""
+        return sum(self.parameter_counts)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, trained or not."""
+        return sum(self.parameter_sizes)
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers, with what a stage adds for batch normalization."""
+        return sum(self.buffer_sizes)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of parameters, once they are there."""
+        return sum(self.first.sizes[storage] for storage in self.first.gradients)
+
+    @cached_property
+    def output_gradient_bytes(self) -> int:
+        """Bytes of the gradients that come back for the outputs."""
+        ends = self.outputs
+        positions = [i for i in ends.distinct if ends.tensors[i].requires_grad and i not in self.unused]
+        return sum(ends.tensors[i].num_bytes for i in positions)

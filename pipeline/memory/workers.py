@@ -23,7 +23,7 @@ from gpipe_bench.pipeline.memory.peaks import (
     optimizer_state,
     rule_of,
 )
-from gpipe_bench.pipeline.memory.profile import LayerProfile
+from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
 

@@ -18,7 +18,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_bench.pipeline.stage.buffers import Saved
 from gpipe_bench.pipeline.stage.microbatch import Message, Structure, Tree, flatten
-from gpipe_bench.pipeline.stage.split import Split, Weights
+from gpipe_bench.pipeline.stage.split import Split
+from gpipe_bench.pipeline.stage.waiting import Weights
 
 
 class _Entry(torch.autograd.Function):

@@ -19,131 +19,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-from gpipe_bench.pipeline.stage.deferrable import KINDS, PASSAGES, Formula, Kind
+from gpipe_bench.pipeline.stage.deferrable import KINDS, PASSAGES, Kind
+from gpipe_bench.pipeline.stage.waiting import LEAF, Waiting, Weights, run_engine
 
-_LEAF = "AccumulateGrad"
 # A weight that is used more often than this in a micro-batch, as in a recurrent network, would be held as
 # often: the engine adds up its gradients as it goes.
 _MOST_USES = 4
-# W lets the engine add gradients when it has this many: a pass costs 10 us, and memory is to be free again.
-_MANY_BYTES = 1 << 20
-
-
-def run_engine(
-    edges: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...], inputs: tuple[GradientEdge, ...] = ()
-) -> tuple[Tensor | None, ...]:
-    """Passes the gradients of `edges` through their graph and frees it.
-
-    Accumulates the gradients of all leaves; with `inputs` it returns the gradients at these edges instead.
-    """
-    # What torch.autograd.backward calls in the end; its own checks of gradient edges cost 30 us a time.
-    caught: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
-        edges, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=not inputs
-    )
-    return caught
-
-
-class _Waiting:
-    """An operation whose weights' gradients wait for W."""
-
-    __slots__ = ("edges", "formula", "gradient", "held", "inputs", "leaves", "order", "versions")
-
-    def __init__(
-        self,
-        order: int,
-        edges: tuple[GradientEdge, ...],
-        leaves: tuple[Any, ...],
-        inputs: list[Any],
-        held: tuple[Tensor, ...],
-        formula: Formula,
-    ) -> None:
-        self.order = order  # the engine takes the operation with the largest number first
-        self.edges, self.leaves = edges, leaves  # of weight and bias, and the parameters' nodes behind them
-        self.inputs = inputs  # where the engine goes on from here; empty when I is over
-        self.held, self.formula = held, formula
-        self.gradient: Tensor | None = None
-        self.versions: tuple[int, ...] = ()
-
-    def catch(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """As a hook of the operation: all hooks of its output have had their say by then."""
-        self.gradient = gradients[0]
-
-    def hold(self) -> None:
-        """I is over: the graph is let go of, and nothing may change what W works on."""
-        self.inputs = []
-        self.versions = self._versions()
-
-    def _versions(self) -> tuple[int, ...]:
-        assert self.gradient is not None
-        return self.gradient._version, *[tensor._version for tensor in self.held]
-
-    def gradients(self) -> tuple[Tensor, ...]:
-        assert self.gradient is not None
-        if self.versions != self._versions():
-            raise RuntimeError(
-                "a tensor that the gradients of weights are computed from was changed in place between the "
-                "two halves of the backward; use the out-of-place form of the operation, or a schedule with "
-                "B instead of I and W"
-            )
-        return self.formula(self.gradient)
-
-
-class Weights:
-    """What I leaves for W, of one micro-batch."""
-
-    __slots__ = ("_done", "_shared", "_single")
-
-    def __init__(
-        self, single: list[_Waiting], shared: list[_Waiting], done: list[tuple[GradientEdge, Tensor]]
-    ) -> None:
-        self._single = single
-        self._shared = shared  # operations with parameters in common, in the order of a whole backward
-        self._done = done  # gradients that I has computed
-
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        """W: the gradients of all parameters, let go of as they are added."""
-        edges: list[GradientEdge] = []
-        gradients: list[Tensor] = []
-        num_bytes = 0
-        while self._single:
-            waiting = self._single.pop()  # caught last, so most likely still in a cache
-            weight, *bias = waiting.edges
-            edges += (_entrance(weight), *bias)
-            gradients += waiting.gradients()
-            num_bytes += sum([gradient.nbytes for gradient in gradients[-len(waiting.edges) :]])
-            if num_bytes > _MANY_BYTES:
-                run_engine(tuple(edges), tuple(gradients))
-                edges, gradients, num_bytes = [], [], 0
-        # What is added up before it is added to a `.grad` has to be in one pass.
-        for waiting in self._shared:
-            edges += waiting.edges
-            gradients += waiting.gradients()
-        for edge, gradient in self._done:
-            edges.append(edge)
-            gradients.append(gradient)
-        self._shared, self._done = [], []
-        if edges:
-            run_engine(tuple(edges), tuple(gradients))
-
-
-def _entrance(edge: GradientEdge) -> GradientEdge:
-    """The edge, such that a gradient new from its formula can become a parameter's `.grad` without a copy.
-
-    That the engine allows to nobody who holds on to the tensor, as a caller does; to a view it does.
-    """
-    if type(edge.node).__name__ != _LEAF:
-        return edge
-    parameter = edge.node.variable  # type: ignore[attr-defined]
-    if parameter.grad is not None:
-        return edge
-    with torch.enable_grad():
-        return GradientEdge(parameter.permute(*range(parameter.dim())).grad_fn, 0)
 
 
 class Split:
@@ -160,7 +44,7 @@ class Split:
         self._entries: list[Any] = []  # where the stage's inputs enter the graph, nodes of type `entry`
         self._rest: dict[Any, None] = {}  # leaves whose gradients I computes
         self._nodes: list[Any] = []  # operations that wait, and what is known of each
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Waiting] = []
         self._shared: set[Any] = set()  # leaves that several of them lead to
         self._walk([edge.node for edge in edges], entry)
         self._withdraw()
@@ -183,7 +67,7 @@ class Split:
                             (self._shared if leaf in leaves else leaves).add(leaf)
                         todo += waiting.inputs
                         break
-                elif name == _LEAF:
+                elif name == LEAF:
                     self._rest[node] = None
                 elif type(node) is entry:
                     self._entries.append(node)
@@ -225,7 +109,7 @@ class Split:
         """
         # The engine goes where somebody asked, and shows a gradient there before the tensor's hooks have had
         # their say if it goes on; so where it goes on in any case, a hook behind them catches it.
-        last: list[_Waiting] = []
+        last: list[Waiting] = []
         asked: list[Any] = []
         for node, waiting in zip(self._nodes, self._waiting, strict=True):
             if waiting.inputs:
@@ -249,8 +133,8 @@ class Split:
             if self._rest
             else []
         )
-        single: list[_Waiting] = []
-        shared: list[_Waiting] = []
+        single: list[Waiting] = []
+        shared: list[Waiting] = []
         for waiting in self._waiting:
             if waiting.gradient is not None:
                 waiting.hold()
@@ -259,7 +143,7 @@ class Split:
         return Weights(single, shared, done)
 
 
-def _defer(node: Any, kind: Kind, following: Sequence[tuple[Any, int]]) -> _Waiting | None:
+def _defer(node: Any, kind: Kind, following: Sequence[tuple[Any, int]]) -> Waiting | None:
     """What is needed to compute the gradients of a node's weights later; None if they cannot wait."""
     weight_at, bias_at = kind.weight, kind.bias
     weight = _leaf(following[weight_at][0])
@@ -270,7 +154,7 @@ def _defer(node: Any, kind: Kind, following: Sequence[tuple[Any, int]]) -> _Wait
     if prepared is None:
         return None
     ours: tuple[int | None, ...] = (weight_at,) if bias is None else (weight_at, bias_at)
-    return _Waiting(
+    return Waiting(
         node._sequence_nr(),
         tuple([GradientEdge(*following[place]) for place in ours if place is not None]),
         (weight,) if bias is None else (weight, bias),
@@ -281,7 +165,7 @@ def _defer(node: Any, kind: Kind, following: Sequence[tuple[Any, int]]) -> _Wait
 
 def _leaf(node: Any) -> Any:
     """The parameter's node, if nothing but passages lies before it."""
-    while node is not None and (name := type(node).__name__) != _LEAF:
+    while node is not None and (name := type(node).__name__) != LEAF:
         node = node.next_functions[0][0] if name in PASSAGES else None
     return node
 
@@ -294,7 +178,7 @@ def _arrive_in_turn(edges: list[GradientEdge]) -> bool:
     entrances = {edge.node for edge in edges}
     for entrance in entrances:
         node: Any = entrance
-        while type(node).__name__ != _LEAF:
+        while type(node).__name__ != LEAF:
             node = node.next_functions[0][0]
             if node in entrances:
                 return False

@@ -21,7 +21,7 @@ from gpipe_bench.pipeline.stage.first_gradients import separate
 from gpipe_bench.pipeline.stage.kept import Kept
 from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
-from gpipe_bench.pipeline.stage.split import run_engine
+from gpipe_bench.pipeline.stage.waiting import run_engine
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()

@@ -41,7 +41,8 @@ from gpipe_bench.harness.judging.unknowns import Value
 from gpipe_bench.models import example_batch
 from gpipe_bench.pipeline.memory.footprint import footprint
 from gpipe_bench.pipeline.memory.peaks import demands, fullest_moment
-from gpipe_bench.pipeline.memory.profile import LayerProfile, fake_copy
+from gpipe_bench.pipeline.memory.profile import fake_copy
+from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import gpipe, naive
 

@@ -22,11 +22,12 @@ from torch import nn
 
 from gpipe_bench.experiments.table1.model_costs import ModelProfile
 from gpipe_bench.experiments.table1.paper_models import HALVES
+from gpipe_bench.experiments.table1.published.ends import carrier, halved, joined
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.labels import Label, Relabel, tiled
-from gpipe_bench.pipeline.memory.profile import LayerProfile, Profiler
-from gpipe_bench.pipeline.memory.story import Story
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.story import LayerProfile
 
 EXAMPLES = 43
 """Examples in a micro-batch of the profiled layers; a micro-batch of one is profiled by itself."""
@@ -206,7 +207,7 @@ def _amoebanet(
     classifier, loss = map(at_entry, kinds.ends[auxiliary_head])
     head = (at_entry(kinds.head),) if auxiliary_head else ()
     # The head's logits travel on to the classifier, through all cells between.
-    carried = _carrier(head[0].outputs.tensors[-1]) if head else _unchanged
+    carried = carrier(head[0].outputs.tensors[-1]) if head else _unchanged
     first_reduction, second_reduction = map(at_entry, kinds.reductions)
     entry = tuple(map(at_entry, kinds.entry))
     middle = (
@@ -258,17 +259,17 @@ def _kinds(reading: Reading, examples: int) -> _Kinds:
     last = profiler.layer(cells[2], first[-1].inputs, frozenset((1,)))
     # A strided window pads one row and column, which tells a map's side no more: these are at 224 pixels.
     small = Relabel((Label(SIDE_PRIME, SIDE_PRIME, SIDE),)).boundary
-    second_into = _halved(first[-1].outputs)
+    second_into = halved(first[-1].outputs, WIDTH_PRIME, SIDE_PRIME)
     reductions = (
         profiler.layer(plain[6], small(first[-1].outputs)),
         profiler.layer(plain[10], small(second_into)),
     )
     second = profiler.chain(cells[4:6], grown.boundary(reductions[0].outputs))
     head = profiler.layer(with_head.get_submodule("aux_head"), small(second_into))
-    final = small(_halved(second_into))
+    final = small(halved(second_into, WIDTH_PRIME, SIDE_PRIME))
     ends = {
         False: _ends(profiler, plain[-1], final, target),
-        True: _ends(profiler, with_head[-1], _joined(final, head.outputs), target),
+        True: _ends(profiler, with_head[-1], joined(final, head.outputs), target),
     }
     return _Kinds(entry, first, reductions, second, last, head, ends)
 
@@ -279,47 +280,6 @@ def _ends(
     half = HALVES["amoebanet"]
     profile = profiler.layer(classifier, inputs)
     return profile, profiler.loss(loss_fn(half.model, **half.options), profile.outputs, Boundary.of(target))
-
-
-def _halved(boundary: Boundary) -> Boundary:
-    """What a cell of the next stack returns: half the side, twice the channels."""
-    halve = Relabel((Label(WIDTH_PRIME, 1, 2), Label(SIDE_PRIME, 2, 1)))
-    return halve.boundary(boundary)
-
-
-def _joined(boundary: Boundary, head: Boundary) -> Boundary:
-    logits = Boundary(head.tensors[-1:], (0,), False)
-    return boundary.join(logits)
-
-
-def _carrier(spec: TensorSpec) -> Callable[[LayerProfile], LayerProfile]:
-    """Makes a layer hand a further tensor on untouched, as cells do with the auxiliary logits."""
-    carried = Boundary((spec,), (0,), False)
-
-    def story(given: Story, *, with_graph: bool) -> Story:
-        number = len(given.sizes)
-        shape = (*spec.shape, spec.dtype.itemsize)
-        return replace(
-            given,
-            sizes=(*given.sizes, spec.num_bytes, spec.num_bytes),
-            shapes=(*given.shapes, shape, shape) if given.shapes else (),
-            inputs=(*given.inputs, number),
-            outputs=(*given.outputs, number),
-            output_gradients=(*given.output_gradients, number + 1 if with_graph else None),
-            input_gradients=(*given.input_gradients, number + 1 if with_graph else None),
-        )
-
-    def carry(profile: LayerProfile) -> LayerProfile:
-        return replace(
-            profile,
-            inputs=profile.inputs.join(carried),
-            outputs=profile.outputs.join(carried),
-            free=story(profile.free, with_graph=False),
-            first=story(profile.first, with_graph=True),
-            later=story(profile.later, with_graph=True),
-        )
-
-    return carry
 
 
 def _each(model: ModelProfile, change: Callable[[LayerProfile], LayerProfile]) -> ModelProfile:

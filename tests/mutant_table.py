@@ -579,10 +579,10 @@ MODELLED = (
     Mutant(
         name="a storage belongs to its latest holder",
         file="pipeline/memory/footprint.py",
-        old="            if storage in story.kept and name not in links.boundary and name not in holder:\n"
+        old="            if name not in links.boundary and name not in holder:\n"
         "                holder[name] = index\n"
         "                saved += links.sizes[name]\n",
-        new="            if storage in story.kept and name not in links.boundary:\n"
+        new="            if name not in links.boundary:\n"
         "                saved += links.sizes[name] if name not in holder else 0\n"
         "                holder[name] = index\n",
         why="what two layers keep is freed in the backward of the earlier one",
@@ -591,10 +591,18 @@ MODELLED = (
     Mutant(
         name="a storage charged by every holder",
         file="pipeline/memory/footprint.py",
-        old=" and name not in links.boundary and name not in holder:\n",
-        new=" and name not in links.boundary:\n",
+        old="            if name not in links.boundary and name not in holder:\n",
+        new="            if name not in links.boundary:\n",
         why="neighbours keep the same tensor, which exists once",
         tests=FOOTPRINT,
+    ),
+    Mutant(
+        name="a result known for other lengths",
+        file="pipeline/memory/fake_tensors.py",
+        old="    numbers = {1: 1, 0: 0}\n",
+        new="    numbers: dict[int, int] = {}\n",
+        why="a dimension of length 1 is stretched to another's, and any other is not",
+        tests=("tests/test_fake_tensors.py::test_results_are_those_of_torch",),
     ),
 )
 

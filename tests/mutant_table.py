@@ -760,6 +760,14 @@ MODELLED = (
         why="neighbours keep the same tensor, which exists once",
         tests=FOOTPRINT,
     ),
+    Mutant(
+        name="a result known for other lengths",
+        file="pipeline/memory/fake_tensors.py",
+        old="    numbers = {1: 1, 0: 0}\n",
+        new="    numbers: dict[int, int] = {}\n",
+        why="a dimension of length 1 is stretched to another's, and any other is not",
+        tests=("tests/test_fake_tensors.py::test_results_are_those_of_torch",),
+    ),
 )
 
 MODELS = (

@@ -91,8 +91,8 @@ def edit(path: Path, before: str, after: str) -> None:
 def test_a_revision_that_forgot_to_recompute_is_not_timed(copied: Path) -> None:
     edit(
         copied / "pipeline" / "api.py",
-        "schedule_of(schedule, num_stages, num_microbatches, remat)",
-        'schedule_of(schedule, num_stages, num_microbatches, "never")',
+        "schedule_of(schedule, num_stages, num_microbatches, remat, ",
+        'schedule_of(schedule, num_stages, num_microbatches, "never", ',
     )
     with ExitStack() as stack:
         other = arm(copied, stack, copied)

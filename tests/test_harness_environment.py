@@ -58,11 +58,13 @@ def test_it_does_not_load_torch_and_asks_it_where_it_is_loaded():
 def test_only_variables_that_matter_are_kept(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("SECRET_TOKEN", "hush")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somebodys/folder")
     module._software.cache_clear()
     found = environment()["variables"]
     module._software.cache_clear()
     assert found["OMP_NUM_THREADS"] == "1"
     assert "SECRET_TOKEN" not in found
+    assert "TORCHINDUCTOR_CACHE_DIR" not in found, "a folder changes no number"
 
 
 def test_a_clean_work_tree_gives_its_commit_and_a_changed_one_its_difference(repository):

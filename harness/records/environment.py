@@ -30,6 +30,8 @@ _VARIABLE_PREFIXES = (
     "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "MALLOC_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "CUDA_",
     "CUBLAS_", "NCCL_", "GLOO_",
 )  # fmt: skip
+# Folders are private too, and no number depends on them.
+_FOLDERS = ("_DIR", "_HOME", "_PATH")
 _VARIABLES = ("LD_PRELOAD", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "CI")
 
 # Differences in these make two numbers hard to compare; load and free memory differ between any two runs.
@@ -100,7 +102,7 @@ def _software() -> dict[str, Any]:
         "variables": {
             name: value.encode("utf-8", "backslashreplace").decode("utf-8")
             for name, value in sorted(os.environ.items())
-            if name.startswith(_VARIABLE_PREFIXES) or name in _VARIABLES
+            if (name.startswith(_VARIABLE_PREFIXES) and not name.endswith(_FOLDERS)) or name in _VARIABLES
         },
     }
 

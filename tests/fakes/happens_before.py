@@ -84,6 +84,11 @@ class History:
         """When the last stream is done, in the unit of the costs."""
         return max(self._tails.values())
 
+    @property
+    def host_time(self) -> float:
+        """When what the host has waited for so far was done."""
+        return self._tails[HOST]
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """While this is open the host must not wait."""
@@ -112,7 +117,7 @@ class History:
         clock = self._clock(stream)
         self._join(clock, self._clocks[HOST])
         here = clock[stream] = clock.get(stream, 0) + 1
-        self._tails[stream] = max(self._tails[stream], self._tails[HOST]) + cost
+        self._tails[stream] = max(self._tails[stream], self.host_time) + cost
         for buffer in reads:
             self.num_checked += 1
             writer = buffer.writer
@@ -134,7 +139,8 @@ class History:
 
     def mark(self, stream: str) -> Mark:
         """The point that the stream has been filled to: what an event records."""
-        return Mark(dict(self._clock(stream)), self._tails[stream])
+        clock = self._clock(stream)
+        return Mark(dict(clock), max(self._tails[stream], self.host_time))
 
     def wait(self, stream: str, mark: Mark) -> None:
         """What the stream is given from here on comes after the mark."""

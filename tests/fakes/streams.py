@@ -339,6 +339,8 @@ class _Calls(TorchFunctionMode):
 
     def _to(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         tensor, *options = args
+        kwargs = dict(kwargs)
+        copied = kwargs.pop("copy", False)
         source = self._accelerator.device_of(tensor)
         device, dtype, non_blocking, layout = torch.device("cpu"), None, False, None
         if func is torch.Tensor.to:
@@ -350,6 +352,7 @@ class _Calls(TorchFunctionMode):
             device = self._accelerator.current(TYPE)
         if device != source:
             tensor = self._accelerator.moved(tensor, device, non_blocking=non_blocking)
+            copied = False
         wanted = {"dtype": dtype, "memory_format": layout}
         wanted = {name: value for name, value in wanted.items() if value is not None}
-        return tensor.to(**wanted) if wanted else tensor
+        return tensor.to(**wanted, copy=copied) if wanted or copied else tensor

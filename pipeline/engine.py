@@ -64,18 +64,14 @@ def prepare(
     )
 
 
-def on_their_devices(stages: Mapping[int, Stage], observe: Observer | None) -> Observer | None:
-    """`observe`, with the device of an action's stage as the current one in the action.
-
-    Layers may ask for "the" accelerator without saying which. On CPUs there is nothing to do.
+def on_their_devices(stages: Mapping[int, Stage], observe: Observer | None) -> Observer:
+    """`observe`, with the device of an action's stage as the current one in the action: layers may ask for
+    "the" accelerator without saying which. Where there are only CPUs there is no need of it.
     """
-    places = {index: stage.device for index, stage in stages.items()}
-    if not any(map(devices.is_accelerator, places.values())):
-        return observe
 
     @contextmanager
     def guarded(action: Action) -> Iterator[None]:
-        with devices.on(places[action.stage]), _UNOBSERVED if observe is None else observe(action):
+        with devices.on(stages[action.stage].device), _UNOBSERVED if observe is None else observe(action):
             yield
 
     return guarded

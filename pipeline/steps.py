@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import engine
+from gpipe_bench.pipeline import devices, engine
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.errors import ActionError, PeerError
 from gpipe_bench.pipeline.plan.schedule import Schedule
@@ -27,26 +27,27 @@ from gpipe_bench.pipeline.transport import Plan, Transport
 class Steps:
     """Takes mini-batches through `stages`, those of this process by their indices.
 
-    `devices` is the device of each stage of the pipeline; `replicas` are told of failures.
+    `stage_devices` is the device of each stage of the pipeline; `replicas` are told of failures.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         stages: Mapping[int, Stage],
-        devices: Sequence[torch.device],
+        stage_devices: Sequence[torch.device],
         transport: Transport,
         replicas: Replicas | None,
     ) -> None:
         self._schedule, self._stages = schedule, stages
         self._transport, self._replicas = transport, replicas
-        self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in devices))))
+        self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
+        self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
         self._asks = isinstance(transport, PointToPoint)  # which mini-batches have messages of equal shapes
         self._programs = {
             training: engine.prepare(schedule, stages, training=training) for training in (True, False)
         }
         self._clocks = {
-            training: Clock([instruction.action for instruction in program], devices)
+            training: Clock([instruction.action for instruction in program], stage_devices)
             for training, program in self._programs.items()
         }
 
@@ -95,7 +96,8 @@ class Steps:
                     loss_fn=loss_fn,
                     shares=tuple(size / plan.examples for size in sizes(plan.examples, num_microbatches)),
                 )
-            observe = engine.on_their_devices(self._stages, observe)
+            if self._on_accelerators:
+                observe = engine.on_their_devices(self._stages, observe)
             engine.run(self._programs[training], self._transport, self._clocks[training], observe)
             last = self._stages.get(self._schedule.num_stages - 1)
             loss = None

@@ -1068,7 +1068,52 @@ TESTED_REASONS = (
     ),
 )
 
+STREAMS = "tests/test_streams.py::test_"
+
+DEVICES = (
+    Mutant(
+        name="the receiver does not wait",
+        file="pipeline/transfers.py",
+        old="            stream.wait_event(mark.event)\n",
+        new="            pass\n",
+        why="a device would compute with what has not arrived, now and then",
+        tests=(STREAMS + "every_use_of_memory_is_ordered_and_the_host_never_waits[gpipe]",),
+    ),
+    Mutant(
+        name="a message given back while it is copied",
+        file="pipeline/transfers.py",
+        old="            devices.record_stream(tensor, self._leaving)\n",
+        new="            pass\n",
+        why="the sender's next tensor would be written over what the copy still reads",
+        tests=(STREAMS + "every_use_of_memory_is_ordered_and_the_host_never_waits[1f1b]",),
+    ),
+    Mutant(
+        name="copies among the receiver's computations",
+        file="pipeline/transfers.py",
+        old="devices.new_stream(target) if",
+        new="devices.current_stream(target) if",
+        why="a device would stand still until the sender of what it needs later has come to it",
+        tests=(STREAMS + "devices_wait_for_nothing_but_what_they_receive[1f1b]",),
+    ),
+    Mutant(
+        name="the first event happened when it was enqueued",
+        file="pipeline/clock.py",
+        old="    return (before_ns + after_ns) / 2 - event.elapsed_time(now) * 1e6\n",
+        new="    return (before_ns + after_ns) / 2 - event.elapsed_time(now) * 0\n",
+        why="devices that are behind the host would be shifted against each other",
+        tests=(STREAMS + "a_device_that_is_behind_does_not_shift_the_timeline",),
+    ),
+    Mutant(
+        name="whatever device is current",
+        file="pipeline/steps.py",
+        old="            if self._on_accelerators:\n",
+        new="            if False:\n",
+        why="a layer that names no device would put its tensors on the first one",
+        tests=(STREAMS + "a_layer_that_names_no_device_works_on_its_stages",),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
-    *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS,
+    *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *DEVICES,
 )  # fmt: skip

@@ -39,7 +39,8 @@ def deliver(
     trees: Sequence[Batch], device: torch.device, transfers: Transfers, what: str
 ) -> Sequence[Batch] | Arriving:
     """The micro-batches on `device`; as they are where all of them are there, or there are none."""
-    found = [tree for tree in trees if tree is not None]
-    if all(tensor.device == device for tree in found for tensor in tensors_of(tree, what)):
-        return trees
-    return Arriving(found, device, transfers, what)
+    for tree in trees:
+        for tensor in () if tree is None else tensors_of(tree, what):
+            if tensor.device != device:
+                return Arriving([tree for tree in trees if tree is not None], device, transfers, what)
+    return trees

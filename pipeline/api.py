@@ -41,7 +41,7 @@ from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.steps import Steps
-from gpipe_bench.pipeline.transport import InProcess, Transport
+from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
@@ -126,7 +126,8 @@ class Pipeline(nn.Module):
         self._layer_names = tuple(name for name, _ in named)
         self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
-        self._transport: Transport = transport or InProcess(self._devices)
+        apart = len(set(self._devices)) > 1
+        self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
         if group is not None:
             self._ranks = PointToPoint(
                 group, self._schedule, self._devices[local[0]], timeout_s=timeout_s, share_memory=share_memory

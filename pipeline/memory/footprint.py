@@ -35,6 +35,21 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Halves:
+    """What a stage holds in I, in W and in between, for one micro-batch.
+
+    Where it is ``whole`` I does all of a backward, and W has nothing to do.
+    """
+
+    whole: bool
+    kept_input_bytes: int  # of the boundary inputs, what stays from I to W
+    saved_bytes: int  # held from the end of I to W, beyond them
+    inputs: Moment  # I
+    weights_first: Moment  # W that creates the parameter gradients; what waits for it is in it
+    weights: Moment  # every later W
+
+
+@dataclass(frozen=True)
 class Footprint:
     """Bytes of one stage, for one micro-batch. Boundary inputs are never part of the moments."""
 
@@ -52,6 +67,7 @@ class Footprint:
     forward: Moment  # F with a graph, and R
     backward_first: Moment  # B that creates the parameter gradients
     backward: Moment  # every later B
+    halves: Halves | None = None  # where the layers' profiles have them
 
 
 def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> Footprint:

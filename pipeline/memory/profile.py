@@ -56,12 +56,15 @@ class Profiler:
     their own sizes stay. With inputs of that dtype all activations have it, and gradients in the stories.
 
     ``with_shapes`` also keeps the shape that each storage was made for, which scaled profiles lack.
+
+    ``split_backward`` also profiles the two halves of a backward, for schedules with I and W.
     """
 
     autocast: torch.dtype | None = None
     compiled: bool = False
     number_format: torch.dtype | None = None
     with_shapes: bool = False
+    split_backward: bool = False
     _known: dict[tuple[object, ...], LayerProfile] = field(default_factory=dict, repr=False)
     _graphs: dict[tuple[object, ...], Halves | None] = field(default_factory=dict, repr=False)
 

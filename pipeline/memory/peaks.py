@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from operator import add, attrgetter
 
 from gpipe_bench.pipeline.memory.demands import Demand, demands
-from gpipe_bench.pipeline.memory.footprint import Footprint, Moment
+from gpipe_bench.pipeline.memory.footprint import Footprint
+from gpipe_bench.pipeline.memory.moments import Moment
 from gpipe_bench.pipeline.plan.schedule import Action, Kind
 
 
@@ -123,9 +124,14 @@ _MOMENTS = {
     "first weights": attrgetter("halves.weights_first"),
     "later weights": attrgetter("halves.weights"),
 }
+_OWN_MOMENTS = {
+    **_MOMENTS,
+    "first weights": attrgetter("halves.own_weights_first"),
+    "later weights": attrgetter("halves.own_weights"),
+}
 
 
-def _moment(stage: Footprint, demand: Demand) -> Moment:
+def _moment(stage: Footprint, demand: Demand, *, is_first: bool) -> Moment:
     """What the action of a demand holds of its own; ValueError where the profiles know of no halves."""
     if (demand.is_half or demand.halves) and stage.halves is None:
         raise ValueError(
@@ -137,7 +143,7 @@ def _moment(stage: Footprint, demand: Demand) -> Moment:
             return stage.backward if demand.after_first_inputs else stage.backward_first
         if demand.is_half:
             return Moment()
-    moment: Moment = _MOMENTS[demand.moment](stage)
+    moment: Moment = (_OWN_MOMENTS if is_first else _MOMENTS)[demand.moment](stage)
     return moment
 
 
@@ -165,7 +171,7 @@ def memory_at(
     if demand is None:
         moment = Moment(transients=_update_transients(rule, stage.trained_sizes))
     else:
-        moment = _moment(stage, demand)
+        moment = _moment(stage, demand, is_first=is_first)
         gradients = stage.gradient_bytes if _has_gradients(stage, demand) else 0
         boundary = demand.inputs * received + demand.graph_inputs * kept
         activations = demand.graphs * stage.saved_bytes

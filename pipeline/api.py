@@ -128,7 +128,7 @@ class Pipeline(nn.Module):
         self._layer_names = tuple(name for name, _ in named)
         self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
-apart = len(set(self._devices)) > 1
+        apart = len(set(self._devices)) > 1
         self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
         if network is not None:
             self._ranks = PointToPoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,3 +52,18 @@ def test_no_other_file_names_an_accelerators_interface() -> None:
             if named and node.value.id == "torch" and node.attr in ("cuda", "accelerator", "xpu", "mps"):
                 found.append(f"{path.relative_to(PIPELINE)}:{node.lineno}")
     assert not found, f"ask `devices` instead: {found}"
+
+
+def test_an_accelerator_is_told_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes may call one GPU by different indices, and two GPUs by the same."""
+    numbers = iter(["GPU-1", "GPU-1", "GPU-2"])
+    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(uuid=next(numbers)))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    first, same, other = (devices.identity(torch.device("cuda", index)) for index in (0, 1, 0))
+    assert first == same != other
+
+
+def test_a_device_without_a_generator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    with pytest.raises(ValueError, match="no random generator of hpu:0.*use a device of type cpu, cuda"):
+        devices.generator(torch.device("hpu", 0))

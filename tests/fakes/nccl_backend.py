@@ -20,9 +20,10 @@ from collections import deque
 from typing import Any
 
 import torch
-from fakes.nccl_world import World
 from torch import Tensor
 from torch._C import _storage_Use_Count as use_count
+
+from fakes.nccl_world import World
 
 TYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -158,9 +159,7 @@ class NcclBackend:
 
     def _joined(self, tensor: Tensor, peer: int) -> Pair:
         if tensor.dtype not in TYPES:
-            raise TypeError(
-                f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}"
-            )
+            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")
         if self._aborted or self._closed:

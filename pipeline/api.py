@@ -42,7 +42,7 @@ from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.steps import Steps
-from gpipe_bench.pipeline.transport import InProcess, Transport
+from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
@@ -128,7 +128,8 @@ class Pipeline(nn.Module):
         self._layer_names = tuple(name for name, _ in named)
         self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
-        self._transport: Transport = transport or InProcess(self._devices)
+        apart = len(set(self._devices)) > 1
+        self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
         if network is not None:
             self._ranks = PointToPoint(
                 network,

@@ -23,7 +23,7 @@ g: gradient; the row is F0 F1 B0 F2 B1 F3 B2 F4 B3 B4, and the rings alone would
     F4         g4
 
 That serves one worker that waits for its device while the others go on. Two that wait for theirs at the same
-time, each for a message that the other has yet to send, no order of posting can serve: a send is a kernel too.
+time, each for a message that the other has yet to send, no order of posting serves: a send is a kernel too.
 
 Progress is counted in the calls that a transport gets anyway (`Posting.after`): one for each message that
 leaves the worker, one for each micro-batch that a stage is done with. Only the standard library is imported.

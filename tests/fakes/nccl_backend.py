@@ -148,9 +148,11 @@ class NcclBackend:
             pair.aborted.add(self._rank)
 
     def shutdown(self) -> None:
-        """In torch this ends what has not left yet."""
+        """In torch this ends what has not left yet: the host must have waited for the device, since a wait
+        for a message is no wait of the host's.
+        """
         self._closed = True
-        if any(not kernel.is_done() for kernel in self._world.shared.get(("kernels", self._rank), ())):
+        if not self._aborted and self._world.shared.get(("kernels", self._rank)):
             self._world.break_rule(f"{self._name!r} was shut down on rank {self._rank} with messages on it")
 
     def _pairs(self) -> list[Pair]:

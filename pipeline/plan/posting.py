@@ -10,15 +10,20 @@ rings get as many slots as it takes for no send to wait for a later action of it
 itself waits for messages, on CPUs, none of this matters, and receives are posted as early as their slots
 allow (`ring`).
 
-1F1B, stage 1 of 3, M = 5, from the actions on its row to the receives that are posted behind them (a: an
-activation, g: a gradient; remat "never"):
+1F1B, stage 1 of 3, M = 5: the actions of its row and the receives that are posted behind them (a: activation,
+g: gradient; the row is F0 F1 B0 F2 B1 F3 B2 F4 B3 B4, and the rings alone would post g0 and g1 at once):
 
-    at once   a0 a1
-    F0        a2 g0                F4        g4
-    B0        a3                   ...
+    at once    a0 a1 a2
+    F0         g0
+    F1         g1
+    B0         a3
+    F2         g2
+    B1         a4
+    F3         g3
+    F4         g4
 
-That is, g0 is posted when F0 has been sent, because stage 2 makes it from nothing else that stage 1 has; at
-the beginning of the step it would have made a wait for the device one for ever.
+That serves one worker that waits for its device while the others go on. Two that wait for theirs at the same
+time, each for a message that the other has yet to send, no order of posting serves: a send is a kernel too.
 
 Progress is counted in the calls that a transport gets anyway (`Posting.after`): one for each message that
 leaves the worker, one for each micro-batch that a stage is done with. Only the standard library is imported.

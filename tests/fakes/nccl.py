@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
 from fakes.nccl_backend import HostBackend, NcclBackend
 from fakes.nccl_world import World
-
 from gpipe_bench.pipeline.ranks.network import Network
 
 T = TypeVar("T")

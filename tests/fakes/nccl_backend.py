@@ -20,9 +20,10 @@ from collections import deque
 from typing import Any
 
 import torch
-from fakes.nccl_world import World
 from torch import Tensor
 from torch._C import _storage_Use_Count as use_count
+
+from fakes.nccl_world import World
 
 TYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -147,9 +148,11 @@ class NcclBackend:
             pair.aborted.add(self._rank)
 
     def shutdown(self) -> None:
-        """In torch this ends what has not left yet."""
+        """In torch this ends what has not left yet: the host must have waited for the device, since a wait
+        for a message is no wait of the host's.
+        """
         self._closed = True
-        if any(not kernel.is_done() for kernel in self._world.shared.get(("kernels", self._rank), ())):
+        if not self._aborted and self._world.shared.get(("kernels", self._rank)):
             self._world.break_rule(f"{self._name!r} was shut down on rank {self._rank} with messages on it")
 
     def _pairs(self) -> list[Pair]:
@@ -158,9 +161,7 @@ class NcclBackend:
 
     def _joined(self, tensor: Tensor, peer: int) -> Pair:
         if tensor.dtype not in TYPES:
-            raise TypeError(
-                f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}"
-            )
+            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")
         if self._aborted or self._closed:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,10 +115,8 @@ class World:
     def sleep(self, rank: int, seconds: float) -> None:
         """Lets the others go on for a while."""
         waiter = _Waiter(rank, lambda: False, f"{seconds:g} s", self.now_s + seconds)
-        try:
+        with suppress(TimeoutError):
             self._wait(waiter)
-        except TimeoutError:
-            pass
 
     def watch(self, rank: int, look: Callable[[], bool], interval_s: float) -> Callable[[], None]:
         """Calls `look` every `interval_s` until it is true; gives how to end it."""
@@ -168,7 +166,7 @@ class World:
         deadlines = [each.deadline_s for each in self._waiters]
         looks = [next_s for rank, _, _, next_s in self._watches if rank not in self.dead]
         next_s = min(deadlines + looks)
-        if next_s == math.inf or next_s > self._last_s + _PATIENCE_S and min(deadlines) == math.inf:
+        if next_s == math.inf or (next_s > self._last_s + _PATIENCE_S and min(deadlines) == math.inf):
             return False
         self.now_s = next_s
         watches, self._watches = self._watches, []

@@ -82,8 +82,8 @@ def conform(
             raise changed(
                 f"the shape or dtype of the {what}, {form.shape} {form.dtype} before and {now} now,"
             )
-        elif tensor.stride() != form.stride:
-            tensor = form.empty(device).copy_(tensor)
+        elif tensor.stride() != form.stride or tensor.is_conj() or tensor.is_neg():
+            tensor = form.empty(device).copy_(tensor)  # its memory is not what it says
         found.append(flat(tensor))
     return found
 

@@ -1,0 +1,102 @@
+"""What the tests over the fake network share: a small model, one step after another on every rank, and the
+plain model's gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from fakes.nccl import FakeNetwork, run
+from torch import Tensor, nn
+
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline.ranks.messages import receiving, sending
+
+WIDTH = 3
+mse_loss = nn.functional.mse_loss
+Observe = Callable[[FakeNetwork, Pipeline], Callable[[Action], AbstractContextManager[None]] | None]
+
+
+def layers(num_stages: int) -> list[nn.Module]:
+    """One for each stage, float64."""
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double() for _ in range(num_stages)]
+
+
+def batch(num_microbatches: int, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    made = torch.randn(2, 2 * num_microbatches, width, generator=generator, dtype=torch.float64)
+    return made[0], made[1]
+
+
+def large_messages() -> AbstractContextManager[Any]:
+    """Makes every message one whose memory counts, so that rings are tight and senders wait."""
+    stack = ExitStack()
+    for module in (receiving, sending):
+        stack.enter_context(mock.patch.object(module, "SMALL_BYTES", 0))
+    return stack
+
+
+def steps_of(
+    schedule: Schedule,
+    make: Callable[[], Sequence[nn.Module]],
+    data: tuple[Tensor, Tensor],
+    *,
+    num_steps: int = 2,
+    observe: Observe = lambda network, pipeline: None,
+) -> Callable[[FakeNetwork], tuple[Tensor, dict[str, Tensor | None]]]:
+    """What one rank does: some steps, the last of them with `observe`; gives its loss and gradients."""
+
+    def take(network: FakeNetwork) -> tuple[Tensor, dict[str, Tensor | None]]:
+        with pipeline_on(network, schedule, make()) as pipeline:
+            for step in range(num_steps):
+                pipeline.zero_grad()
+                watched = observe(network, pipeline) if step == num_steps - 1 else None
+                loss = pipeline.step(*data, mse_loss, observe=watched)
+        return loss, {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+
+    return take
+
+
+def pipeline_on(
+    network: FakeNetwork, schedule: Schedule, made: Sequence[nn.Module], **options: Any
+) -> Pipeline:
+    options = {"cost": [1] * len(made), "timeout_s": 100.0, **options}
+    return Pipeline(
+        made,
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        schedule=schedule,
+        group=network,
+        **options,
+    )
+
+
+def assert_as_plain(
+    found: Sequence[Any], make: Callable[[], Sequence[nn.Module]], data: tuple[Tensor, Tensor]
+) -> None:
+    """Every parameter's gradient, and the loss on every rank, equal the plain model's."""
+    plain = nn.Sequential(*make())
+    loss = mse_loss(plain(data[0]), data[1])
+    loss.backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    seen = set()
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+        torch.testing.assert_close(each[0], loss.detach(), rtol=1e-12, atol=1e-14)
+        for name, gradient in each[1].items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-14)
+            seen.add(name)
+    assert seen == set(wanted)
+
+
+def trains_exactly(schedule: Schedule, **options: Any) -> None:
+    data = batch(schedule.num_microbatches)
+    made = lambda: layers(schedule.num_stages)  # noqa: E731
+    assert_as_plain(run(schedule.num_workers, steps_of(schedule, made, data, **options)), made, data)

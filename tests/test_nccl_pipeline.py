@@ -1,0 +1,338 @@
+"""Pipelines over a network with NCCL's rules: exact, and without a wait that never ends."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from fakes.nccl import FakeNetwork, run
+from fakes.nccl_world import Killed
+from nccl_cases import (
+    assert_as_plain,
+    batch,
+    large_messages,
+    layers,
+    mse_loss,
+    pipeline_on,
+    steps_of,
+    trains_exactly,
+)
+from torch import Tensor, nn
+
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule, gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_gradients_are_exact(name: str) -> None:
+    for num_workers in (1, 2, 4):
+        for num_microbatches, modes in (
+            (1, ("always",)),
+            (4, ("never", "always", "except_last")),
+            (8, ("never", "always")),
+        ):
+            for remat in modes:
+                trains_exactly(named(name, num_workers, num_microbatches, remat=remat))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"])
+def test_gradients_are_exact_where_memory_counts(name: str) -> None:
+    """Messages in tight rings, and senders that wait for them."""
+    with large_messages():
+        for remat in ("never", "always"):
+            trains_exactly(named(name, 3, 7, remat=remat))
+
+
+@pytest.mark.parametrize("choose", [lambda number: number - 1, lambda number: number // 2])
+def test_gradients_are_exact_whoever_is_first(choose: Callable[[int], int]) -> None:
+    schedule, data = one_f_one_b(4, 6), batch(6)
+    found = run(4, steps_of(schedule, lambda: layers(4), data), choose=choose)
+    assert_as_plain(found, lambda: layers(4), data)
+
+
+# Waits for the whole device
+
+
+def waiting(schedule: Schedule) -> Callable[[FakeNetwork], list[Tensor]]:
+    """Steps in each of which one rank waits for its whole device before one of its actions: everywhere once.
+
+    The outlines are learned in the first step, in which nobody waits.
+    """
+    rows = schedule.actions
+    places = [(rank, i) for rank, row in enumerate(rows) for i in range(len(row))]
+
+    def take(network: FakeNetwork) -> list[Tensor]:
+        data, losses = batch(schedule.num_microbatches), []
+        with pipeline_on(network, schedule, layers(schedule.num_stages)) as pipeline:
+            for rank, i in [(-1, 0), *places]:
+
+                @contextmanager
+                def observe(action: Action, rank: int = rank, i: int = i) -> Iterator[None]:
+                    if rank == network.rank and action == rows[rank][i]:
+                        network.synchronize()
+                    yield
+
+                losses.append(pipeline.step(*data, mse_loss, observe=observe))
+        return losses
+
+    return take
+
+
+@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+def test_a_wait_for_the_device_ends_at_every_action(make: Callable[..., Schedule], tight: bool) -> None:
+    schedule = make(4, 8, remat="always")
+    with large_messages() if tight else nullcontext():
+        found = run(4, waiting(schedule))
+    assert {len(losses) for losses in found} == {4 * 8 * 3 + 1}
+    assert all(torch.equal(loss, found[0][0]) for losses in found for loss in losses)
+
+
+# Messages that live on in the memory they came into
+
+
+class Through(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+
+class Scale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.weight
+
+
+@pytest.mark.parametrize("between", [Through, nn.Flatten])
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+def test_stages_that_pass_on_what_they_received(
+    make: Callable[..., Schedule], between: Callable[[], nn.Module]
+) -> None:
+    """Messages of more than 256 KiB, so that every stage has one buffer for gradients."""
+    width = 2**14 + 1  # twice, in float64
+    made = lambda: [Scale(width), between(), Scale(width)]  # noqa: E731
+    data = batch(4, width)
+    for remat in ("never", "always"):
+        assert_as_plain(run(3, steps_of(make(3, 4, remat=remat), made, data)), made, data)
+
+
+class Turn(nn.Module):
+    """To complex numbers and back, and numbers of a type that NCCL has no name for."""
+
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.back = back
+        self.weight = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, inputs: Any) -> Any:
+        if self.back:
+            turned, small = inputs
+            return turned.real * self.weight + turned.imag * small
+        return torch.complex(inputs, inputs * self.weight).conj(), torch.ones(len(inputs), 1).to(torch.int16)
+
+
+def test_types_that_nccl_has_no_name_for() -> None:
+    made, data = (lambda: [Turn(False), Turn(True)]), batch(4)
+    assert_as_plain(run(2, steps_of(gpipe(2, 4), made, data)), made, data)
+
+
+# Ranks that do not come, or go
+
+
+def test_two_ranks_on_one_gpu_are_named() -> None:
+    def build(network: FakeNetwork) -> Pipeline:
+        network.gpu = "GPU-7" if network.rank in (1, 2) else network.gpu
+        return pipeline_on(network, gpipe(3, 2), layers(3))
+
+    for found in run(3, build):
+        assert isinstance(found, ValueError)
+        for part in ("ranks 1 and 2", "GPU-7", "LOCAL_RANK"):
+            assert part in str(found)
+
+
+def test_a_rank_that_never_meets_the_others_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has connected to the hosts, and stops before it says a word on the device."""
+
+    def build(network: FakeNetwork) -> float:
+        if network.rank == 2:
+            monkeypatch.setattr(network, "bounded", lambda *arguments: network.sleep(1e4))
+        began_s = network.now()
+        with pytest.raises(ActionError, match="rank 2 did not answer: it did not come to connect"):
+            pipeline_on(network, gpipe(3, 2), layers(3), timeout_s=30.0)
+        return network.now() - began_s
+
+    found = run(3, build)
+    assert all(taken_s < 35.0 for taken_s in found[:2])
+
+
+def test_a_rank_that_fails_before_it_meets_the_others_is_the_one_to_blame() -> None:
+    def build(network: FakeNetwork) -> float:
+        if network.rank == 1:
+            network.bounded = lambda *arguments: (_ for _ in ()).throw(MemoryError("no memory for NCCL"))
+        began_s = network.now()
+        with pytest.raises((ActionError, MemoryError), match="no memory for NCCL"):
+            pipeline_on(network, gpipe(3, 2), layers(3), timeout_s=600.0)
+        return network.now() - began_s
+
+    assert max(run(3, build)) < 10.0
+
+
+def test_the_first_message_of_a_step_waits_for_no_host() -> None:
+    """All communicators are made when the pipeline is."""
+
+    def take(network: FakeNetwork) -> int:
+        with pipeline_on(network, named("zb-v", 3, 4), layers(6)) as pipeline:
+            pairs = [
+                pair
+                for key, found in network.world.shared.items()
+                if key[0] == "pairs"
+                for pair in found.values()
+            ]
+            assert all(len(pair.joined) == 2 for pair in pairs)
+            pipeline.step(*batch(4), mse_loss)
+        return len(pairs)
+
+    # Two neighbours, in each two directions activations and gradients, and the loss.
+    found = run(3, take)
+    assert found == [2 * 5] * 3
+
+
+def test_a_killed_rank_is_missed() -> None:
+    schedule = gpipe(3, 4)
+
+    def take(network: FakeNetwork) -> tuple[str, float]:
+        with pipeline_on(network, schedule, layers(3), timeout_s=600.0) as pipeline:
+            pipeline.step(*batch(4), mse_loss)
+            began_s = network.now()
+
+            @contextmanager
+            def observe(action: Action) -> Iterator[None]:
+                if str(action) == "1B2":
+                    network.world.kill(network.rank)
+                yield
+
+            with pytest.raises(ActionError) as caught:
+                pipeline.step(*batch(4), mse_loss, observe=observe)
+            return str(caught.value), network.now() - began_s
+
+    found = run(3, take)
+    assert isinstance(found[1], Killed)
+    for text, taken_s in (found[0], found[2]):
+        assert "rank 1 disappeared: no sign of life for 60 s" in text
+        assert taken_s < 65.0
+
+
+def test_a_rank_that_leaves_in_good_order_is_not_missed() -> None:
+    """The others go on for longer than a rank may be silent, and one of them still fails loudly."""
+
+    def take(network: FakeNetwork) -> bool:
+        pipeline = pipeline_on(network, gpipe(3, 2), layers(3))
+        pipeline.step(*batch(2), mse_loss)
+        if network.rank == 1:
+            pipeline.close()
+        network.sleep(150.0)
+        pipeline.close()
+        return "failure" in network.world.shared["store", 1]
+
+    assert run(3, take) == [False] * 3
+
+
+def failing(schedule: Schedule, where: str, when: str) -> Callable[[FakeNetwork], str]:
+    """A step in which a layer fails, or of which a rank learns that another has failed."""
+
+    def take(network: FakeNetwork) -> str:
+        pipeline = pipeline_on(network, schedule, layers(schedule.num_stages))
+        pipeline.step(*batch(schedule.num_microbatches), mse_loss)
+
+        @contextmanager
+        def observe(action: Action) -> Iterator[None]:
+            if when == "before" and str(action) == where:
+                raise OSError("out of order")
+            yield
+            if when == "after" and str(action) == where:
+                network.world.shared["store", 1]["failure"] = b'{"action": "0F0", "rank": 0, "cause": "told"}'
+                network.sleep(1.0)
+
+        def take_steps() -> None:
+            # A rank whose step was over before it could know learns of it in the next one.
+            late = when == "after" and str(network.rank) != where[0]
+            for _ in range(1 + late):
+                pipeline.step(*batch(schedule.num_microbatches), mse_loss, observe=observe)
+
+        with pytest.raises((ActionError, OSError)) as caught:
+            take_steps()
+        with pytest.raises(RuntimeError, match="has failed before"):
+            pipeline.step(*batch(schedule.num_microbatches), mse_loss)
+        return str(caught.value)
+
+    return take
+
+
+@pytest.mark.parametrize("where", ["0F3", "1B2", "2F0", "2B0"])
+def test_a_failure_ends_the_step_on_every_rank(where: str) -> None:
+    found = run(3, failing(gpipe(3, 4), where, "before"))
+    assert all(
+        text == f"action {where} on rank {where[0]} failed: OSError: out of order" for text in found
+    ), found
+
+
+@pytest.mark.parametrize("where", ["0B0", "1B0", "2B0"])
+def test_what_is_noticed_between_the_last_receive_and_the_end_raises(where: str) -> None:
+    for text in run(3, failing(gpipe(3, 4), where, "after")):
+        assert text == "action 0F0 on rank 0 failed: told"
+
+
+# The end
+
+
+def test_closing_waits_until_everything_has_left() -> None:
+    """Rank 1 closes at once; rank 0 takes the last gradients and the loss much later."""
+
+    def take(network: FakeNetwork) -> Tensor:
+        pipeline = pipeline_on(network, gpipe(2, 4), layers(2))
+        data = batch(4)
+
+        @contextmanager
+        def observe(action: Action) -> Iterator[None]:
+            if network.rank == 0 and str(action) == "0B1":
+                network.sleep(50.0)
+            yield
+
+        loss = pipeline.step(*data, mse_loss, observe=observe)
+        pipeline.close()
+        pipeline.close()
+        with pytest.raises(RuntimeError, match="this pipeline is closed"):
+            pipeline.step(*data, mse_loss)
+        return loss
+
+    first, second = run(2, take)
+    assert torch.equal(first, second)
+
+
+def test_a_pipeline_that_is_dropped_closes_by_itself() -> None:
+    def take(network: FakeNetwork) -> list[str]:
+        pipeline = pipeline_on(network, gpipe(2, 2), layers(2))
+        pipeline.step(*batch(2), mse_loss)
+        gone = weakref.ref(pipeline)
+        del pipeline
+        gc.collect()
+        assert gone() is None
+        return sorted(
+            value.decode() for key, value in network.world.shared["store", 1].items() if "alive" in key
+        )
+
+    assert run(2, take)[1] == ["left", "left"]
+
+
+def test_a_pipeline_in_one_process_can_be_closed_too() -> None:
+    with Pipeline(layers(2), num_stages=2, num_microbatches=2, cost=[1, 1]) as pipeline:
+        pipeline.step(*batch(2), mse_loss)

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = devices.current("cuda")
     devices.select(device)
     keys: Any = Keys()
-    wrong = check(backend(keys, 0, 1, name="alone", cuda=True, timeout_s=60.0), device)
+    wrong = check(backend(keys, 0, 1, name="alone", accelerated=True, timeout_s=60.0), device)
     for line in wrong:
         print(f"error: {line}", file=sys.stderr)
     version = ".".join(map(str, nccl.version()))  # type: ignore[no-untyped-call]

@@ -1113,7 +1113,58 @@ DEVICES = (
     ),
 )
 
+ON_DEVICES = (
+    Mutant(
+        name="rank 1 on the only GPU",
+        file="pipeline/ranks/launch.py",
+        old='if kind != "cpu" and count < num_processes:',
+        new='if kind != "cpu" and count == 0:',
+        why="processes would be given GPUs that are not there",
+        tests=("tests/test_launch.py::test_more_processes_than_gpus_are_refused_before_any_starts",),
+    ),
+    Mutant(
+        name="one core in front of a GPU",
+        file="pipeline/ranks/launch.py",
+        old='pin=pin and kind == "cpu"',
+        new="pin=pin",
+        why="the threads that feed a GPU would take turns on one core",
+        tests=("tests/test_launch.py::test_a_process_in_front_of_a_gpu_keeps_all_cores",),
+    ),
+    Mutant(
+        name="an absolute peak",
+        file="experiments/table1/stage_alone.py",
+        old="devices.peak_bytes(self._device) - self._baseline,",
+        new="devices.peak_bytes(self._device),",
+        why="a stage's peak would have the libraries' workspaces and earlier tensors in it",
+        tests=("tests/test_stage_alone.py::test_an_allocators_absolute_numbers_become_those_of_the_stage",),
+    ),
+    Mutant(
+        name="targets everywhere",
+        file="experiments/table1/stage_alone.py",
+        old="    del inputs, target  #",
+        new="    del inputs  #",
+        why="a stage would be charged with targets that only the last one holds",
+        tests=("tests/test_stage_alone.py::test_an_allocators_absolute_numbers_become_those_of_the_stage",),
+    ),
+    Mutant(
+        name="out of memory alone",
+        file="experiments/measuring/configuration.py",
+        old="    dist.all_gather_object(found, mine)\n",
+        new="    found[0] = mine\n",
+        why="a process that ran out of memory would leave the others waiting for it",
+        tests=("tests/test_timing.py::test_all_processes_give_up_together",),
+    ),
+    Mutant(
+        name="a rehearsal is a result",
+        file="experiments/gpu/run.py",
+        old="if taken.rehearsed == rehearsed}",
+        new="if not rehearsed or taken.rehearsed}",
+        why="steps would pass for done on a GPU that were rehearsed on a CPU",
+        tests=("tests/test_gpu_steps.py::test_a_rehearsal_is_not_taken_for_the_real_thing",),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
-    *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *DEVICES,
+    *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *DEVICES, *ON_DEVICES,
 )  # fmt: skip

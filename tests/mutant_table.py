@@ -163,8 +163,8 @@ GRADIENTS = (
     Mutant(
         name="uses of one weight added in their order in the forward",
         file="pipeline/stage/split.py",
-        old="        shared.sort(key=lambda waiting: -waiting.order)\n",
-        new="        shared.sort(key=lambda waiting: waiting.order)\n",
+        old="        shared.sort(key=_ORDER, reverse=True)\n",
+        new="        shared.sort(key=_ORDER)\n",
         why="a sum of three depends on the order",
         tests=(SPLIT + "the_halves_give_the_bits_of_the_whole[convolution used three times-torch.float32]",),
     ),

@@ -178,18 +178,18 @@ class _Inputs:
 def _weights(parts: Sequence[_Part], sizes: Mapping[_Name, int], *, first: bool) -> Moment:
     """W at its fullest, where parameters have no gradients yet, and later."""
     w = _Weights(parts, sizes, first)
-    before: _Part | None = None
+    before: list[_Part] = []  # the operation at hand, then all that W does at its end
     for part in parts:
-        # The last operation of those with weights of their own is at hand until the end.
-        if before is not None and (not part.is_last or part.costs.result):
+        if not part.is_last or (before and not before[0].is_last and part.costs.result):
             w.release(before)
-            before = None
+            before = []
         w.compute(part)
-        if not part.is_last:
-            before = part
-            w.add_up_if_many()
+        if part.is_last:
+            before.append(part)
         else:
-            w.release(part)
+            before = [part]
+            w.add_up_if_many()
+    w.release([part for part in before if part.is_last])
     w.add_up()
     return w.fullest
 
@@ -210,10 +210,10 @@ class _Weights:
         if self._live + self._made + self._results + extra > self.fullest.total:
             self.fullest = Moment(self._live, self._made, self._results + extra)
 
-    def release(self, part: _Part) -> None:
+    def release(self, parts: Sequence[_Part]) -> None:
         """Lets go of what no other part needs, and is no gradient that is yet to be added."""
         kept = frozenset[_Name]().union(*(each.keeps for each in self._group))
-        for name in part.releases:
+        for name in (name for part in parts for name in part.releases):
             self._users[name] -= 1
             if self._users[name] == 0 and name not in kept:
                 self._live -= self._sizes[name]

@@ -60,6 +60,19 @@ def peak_bytes(
     return tuple([fullest.peak for fullest in memories(stages, schedule, optimizer, receive_ahead)])
 
 
+def action_bytes(
+    stages: Sequence[Footprint],
+    schedule: Schedule,
+    optimizer: str = "rmsprop",
+    *,
+    receive_ahead: int | None = None,
+) -> dict[Action, int]:
+    """Most bytes that the worker of each action holds while it takes it; arguments and errors as of
+    `peak_bytes`, which these never exceed. The optimizer's step may.
+    """
+    return _walk(stages, schedule, optimizer, receive_ahead)[1]
+
+
 def stage_footprints(
     layers: Sequence[LayerProfile], loss: LayerProfile, stages: Sequence[range]
 ) -> tuple[Footprint, ...]:
@@ -108,6 +121,13 @@ def memories(
     stages: Sequence[Footprint], schedule: Schedule, optimizer: str, receive_ahead: int | None
 ) -> tuple[StageMemory, ...]:
     """The fullest moment of each worker; arguments and errors as of `peak_bytes`."""
+    return _walk(stages, schedule, optimizer, receive_ahead)[0]
+
+
+def _walk(
+    stages: Sequence[Footprint], schedule: Schedule, optimizer: str, receive_ahead: int | None
+) -> tuple[tuple[StageMemory, ...], dict[Action, int]]:
+    """The fullest moment of each worker, and bytes in each action."""
     _check_number(stages, schedule)
     rule = rule_of(optimizer)
     workers = [
@@ -115,6 +135,7 @@ def memories(
     ]
     home = [workers[schedule.worker(stage)] for stage in range(schedule.num_stages)]
     last, counts_all = schedule.num_stages - 1, receive_ahead is None
+    held: dict[Action, int] = {}
     for action in _order(Same(schedule)) if counts_all else schedule:
         stage, kind = action.stage, action.kind
         worker = home[stage]
@@ -126,10 +147,10 @@ def memories(
             source = target = -1
         if 0 <= source <= last and (counts_all or home[source] is worker):
             worker.waiting -= worker.message_bytes(stage, kind)
-        worker.take(action)
+        held[action] = worker.take(action)
         if 0 <= target <= last and (counts_all or home[target] is worker):
             home[target].waiting += home[target].message_bytes(target, kind)
-    return tuple([worker.fullest for worker in workers])
+    return tuple([worker.fullest for worker in workers]), held
 
 
 def _check_number(stages: Sequence[object], schedule: Schedule) -> None:
@@ -170,18 +191,20 @@ class _Worker:
         received = self._stages[stage]
         return received.input_bytes if kind is Kind.F else received.output_gradient_bytes
 
-    def take(self, action: Action) -> None:
-        """The next action of the row; the message that it needs no longer waits."""
+    def take(self, action: Action) -> int:
+        """Most bytes in the next action of the row; the message that it needs no longer waits."""
         stage = action.stage
         before = self._at_rest[stage]
         now = self._at(stage, self._walks[stage].take(action))
         others = self._resting - before.peak
-        if others + self.waiting + now.peak > self._most:
+        most = others + self.waiting + now.peak
+        if most > self._most:
             rests = [rest for other, rest in self._at_rest.items() if other != stage]
             self.fullest = _sum([now, *rests], transients=self.waiting)
-            self._most = self.fullest.peak
+            self._most = most
         after = self._at_rest[stage] = self._rest(stage)
         self._resting = others + after.peak
+        return most
 
     def _at(self, stage: int, demand: Demand | None) -> StageMemory:
         return memory_at(

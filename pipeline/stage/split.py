@@ -143,8 +143,8 @@ class Split:
                 waiting.hold()
                 (single if self._shared.isdisjoint(waiting.leaves) else shared).append(waiting)
         # W takes them from the end, so the latest operation is first here and what was caught last at hand.
-        for found in (single, shared):
-            found.sort(key=_ORDER, reverse=True)
+        single.sort(key=_ORDER, reverse=True)
+        shared.sort(key=_ORDER, reverse=True)
         return Weights(single, shared, done)
 
 

@@ -8,6 +8,7 @@ many examples there are, no cast is cached across the pass, and a failure leaves
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,19 @@ from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.microbatch import Tree, num_examples, sizes, split, tensors_of
+from gpipe_bench.pipeline.stage.microbatch import (
+    Message,
+    Structure,
+    Tree,
+    flatten,
+    num_examples,
+    sizes,
+    split,
+    tensors_of,
+    unflatten,
+)
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.trees import Nested, take_apart
 from gpipe_bench.pipeline.transport import Plan, Transport
 
 
@@ -62,10 +74,13 @@ class Steps:
         target: Tree | None = None,
         loss_fn: LossFn | None = None,
         observe: engine.Observer | None = None,
+        shared: Mapping[str, Any] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor | None:
         """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only.
 
-        `model` is the whole module of this process, `number` keys the random streams. Returns the mean loss
+        `model` is the whole module of this process, `number` keys the random streams, `shared` are keyword
+        arguments of the layers, `scaler` scales the gradients. Returns the mean loss
         of a training step; the outputs of forwards are left in the last stage.
         """
         training = loss_fn is not None
@@ -78,9 +93,11 @@ class Steps:
             feed: Sequence[Tree] = ()
             if 0 in self._stages:
                 feed = _feed(batch, num_microbatches, "the mini-batch")
-                plan = Plan(num_examples(batch), training)  # type: ignore[arg-type]
-                signature = _signature(model, batch, training) if self._asks else None
+                message = _take_apart(shared) if shared else None
+                plan = Plan(num_examples(batch), training, message)
+                signature = _signature(model, batch, training, message) if self._asks else None
             plan = self._transport.begin(plan, signature)
+            versions = _versions(plan.shared)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
                 if stage.is_last and training:
@@ -93,8 +110,17 @@ class Steps:
                     targets=targets,
                     loss_fn=loss_fn,
                     shares=tuple(size / plan.examples for size in sizes(plan.examples, num_microbatches)),
+                    shared=_put_together(plan.shared, stage.device),
+                    scaler=scaler if stage.is_last else None,
                 )
+                if scaler is not None:  # it learns its device, and all ranks begin with the same scale
+                    scaler.scale(torch.zeros((), device=stage.device))
             engine.run(self._programs[training], self._transport, self._clocks[training], observe)
+            if versions != _versions(plan.shared):
+                raise RuntimeError(
+                    "a layer has changed a tensor of shared in place, which all layers and micro-batches "
+                    "use; use the out-of-place form of the operation"
+                )
             last = self._stages.get(self._schedule.num_stages - 1)
             loss = None
             if training and last is not None:
@@ -117,26 +143,54 @@ class Steps:
         return loss
 
 
-def _signature(model: nn.Module, batch: Tree | None, training: bool) -> Hashable:
+def _take_apart(shared: Mapping[str, Any]) -> Message:
+    tensors, structure = take_apart(dict(shared), "shared", constant=True)
+    if any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "shared holds a tensor that requires a gradient, which a pipeline does not compute; pass "
+            "tensor.detach(), or make it a parameter of the layers"
+        )
+    return Message(tensors, structure, (False,) * len(tensors))
+
+
+def _put_together(shared: Message | None, device: torch.device) -> Mapping[str, Any] | None:
+    """What is shared, on the device of a stage."""
+    if shared is None:
+        return None
+    tensors = [tensor.to(device, non_blocking=True) for tensor in shared.tensors]
+    return unflatten(tensors, shared.structure)  # type: ignore[no-any-return]
+
+
+def _versions(shared: Message | None) -> tuple[int, ...]:
+    return () if shared is None else tuple([t._version for t in shared.tensors if not t.is_inference()])
+
+
+def _signature(model: nn.Module, batch: Tree | None, training: bool, shared: Message | None) -> Hashable:
     """What the shapes, dtypes and gradients of all messages may depend on."""
-    tensors = tensors_of(batch)  # type: ignore[arg-type]
+    tensors, structure = flatten(batch, "the mini-batch")
     return (
         training,
         model.training,
-        isinstance(batch, tuple),
+        _kind(structure),
+        None
+        if shared is None
+        else (_kind(shared.structure), tuple((t.shape, t.dtype) for t in shared.tensors)),
         tuple((tensor.shape, tensor.dtype) for tensor in tensors),
         tuple(p.requires_grad for p in model.parameters()),
         tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
     )
 
 
+def _kind(structure: Structure) -> Hashable:
+    return structure.kind() if isinstance(structure, Nested) else structure
+
+
 def _feed(batch: Tree | None, num_microbatches: int, what: str) -> tuple[Tree, ...]:
-    parts = batch if isinstance(batch, tuple) else (batch,)
-    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+    if any(tensor.requires_grad for tensor in tensors_of(batch, what)):
         raise ValueError(
             "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
         )
-    return split(batch, num_microbatches, what)  # type: ignore[arg-type]
+    return split(batch, num_microbatches, what)
 
 
 def _targets(target: Tree | None, examples: int, num_microbatches: int) -> Sequence[Tree | None]:

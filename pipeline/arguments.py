@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
 from gpipe_bench.pipeline.memory.cost import layer_costs
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
@@ -129,8 +130,8 @@ def devices_of(
 def _exact(device: Device) -> torch.device:
     """The device with its index, so that it compares equal to the device of a tensor on it."""
     found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    if found.index is None and accelerators.is_accelerator(found):
+        return accelerators.current(found.type)
     return found
 
 

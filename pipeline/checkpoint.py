@@ -84,9 +84,9 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                state_dict_loader.load(
-                    state, storage_reader=Reader(Path(path)), planner=Planner(), no_dist=True
-                )
+                reader = Reader(Path(path))
+                reader.read_metadata()  # torch 2.11 hides why an index can't be read
+                state_dict_loader.load(state, storage_reader=reader, planner=Planner(), no_dist=True)
         except CheckpointException as error:  # a BaseException, which callers that catch errors would miss
             ((cause, _),) = error.failures.values()
             raise cause from error

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 
@@ -20,40 +21,45 @@ from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 class Clock:
     """Records start and end of the actions of one program, step after step; keeps the latest step."""
 
-    def __init__(self, actions: Sequence[Action], devices: Sequence[torch.device]) -> None:
+    def __init__(self, actions: Sequence[Action], stage_devices: Sequence[torch.device]) -> None:
         self._actions = tuple(actions)
-        self._devices = tuple(devices)  # by stage
+        self._devices = tuple(stage_devices)  # by stage
         self._start_ns = [0] * len(self._actions)
         self._end_ns = [0] * len(self._actions)
         self._begin_ns = 0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._origins: dict[torch.device, torch.cuda.Event] = {}
-        self._cuda = any(device.type == "cuda" for device in self._devices)
+        self._events: list[tuple[torch.Event, torch.Event]] = []
+        self._origins: dict[torch.device, torch.Event] = {}
+        self._behind = any(devices.is_accelerator(device) for device in self._devices)
         self.complete = False
 
     def begin(self) -> None:
         self.complete = False
-        if self._cuda:
+        if self._behind:
             self._begin_ns = time.perf_counter_ns()
             if not self._events:
-                self._events = [(_new_event(), _new_event()) for _ in self._actions]
-                self._origins = {device: _new_event() for device in self._devices}
+                self._events = [
+                    (self._new_event(action), self._new_event(action)) for action in self._actions
+                ]
+                self._origins = {device: devices.event(device, timing=True) for device in self._devices}
             for device, event in self._origins.items():
-                event.record(torch.cuda.current_stream(device))
+                event.record(devices.current_stream(device))
+
+    def _new_event(self, action: Action) -> torch.Event:
+        return devices.event(self._devices[action.stage], timing=True)
 
     def start(self, position: int) -> None:
         """The action at `position` of the program begins."""
-        if self._cuda:
+        if self._behind:
             device = self._devices[self._actions[position].stage]
-            self._events[position][0].record(torch.cuda.current_stream(device))
+            self._events[position][0].record(devices.current_stream(device))
         else:
             self._start_ns[position] = time.perf_counter_ns()
 
     def stop(self, position: int) -> None:
         """The action at `position` of the program ends."""
-        if self._cuda:
+        if self._behind:
             device = self._devices[self._actions[position].stage]
-            self._events[position][1].record(torch.cuda.current_stream(device))
+            self._events[position][1].record(devices.current_stream(device))
         else:
             self._end_ns[position] = time.perf_counter_ns()
 
@@ -67,7 +73,7 @@ class Clock:
             raise ValueError("no complete step to show; run a step first")
         events = []
         for position, action in enumerate(self._actions):
-            if self._cuda:
+            if self._behind:
                 origin = self._origins[self._devices[action.stage]]
                 start, end = self._events[position]
                 end.synchronize()
@@ -81,9 +87,12 @@ class Clock:
 
     def timeline(self, num_stages: int, placement: tuple[int, ...] = ()) -> Timeline:
         """The latest step. Waits for the device. `ValueError` before the first complete step."""
-        devices = [str(device) for device in self._devices]
         return Timeline.of(
-            self.events(), num_stages, devices=devices, conditions=conditions(), placement=placement
+            self.events(),
+            num_stages,
+            devices=[str(device) for device in self._devices],
+            conditions=conditions(),
+            placement=placement,
         )
 
 
@@ -95,7 +104,3 @@ def conditions() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "pinned_cores": ",".join(map(str, cores)) if pinned else "not pinned",
     }
-
-
-def _new_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)

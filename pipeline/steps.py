@@ -19,20 +19,19 @@ from gpipe_bench.pipeline.errors import ActionError, PeerError
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.replicas import Replicas
+from gpipe_bench.pipeline.stage import shared as shared_arguments
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import (
     Message,
-    Structure,
     Tree,
     flatten,
     num_examples,
     sizes,
     split,
     tensors_of,
-    unflatten,
 )
 from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.stage.trees import Nested, take_apart
+from gpipe_bench.pipeline.stage.trees import Nested
 from gpipe_bench.pipeline.transport import Plan, Transport
 
 
@@ -52,6 +51,7 @@ class Steps:
     ) -> None:
         self._schedule, self._stages = schedule, stages
         self._transport, self._replicas = transport, replicas
+        self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in devices))))
         self._asks = isinstance(transport, PointToPoint)  # which mini-batches have messages of equal shapes
         self._programs = {
             training: engine.prepare(schedule, stages, training=training) for training in (True, False)
@@ -93,11 +93,11 @@ class Steps:
             feed: Sequence[Tree] = ()
             if 0 in self._stages:
                 feed = _feed(batch, num_microbatches, "the mini-batch")
-                message = _take_apart(shared) if shared else None
+                message = shared_arguments.take_apart(shared) if shared else None
                 plan = Plan(num_examples(batch), training, message)
-                signature = _signature(model, batch, training, message) if self._asks else None
+                signature = self._signature(model, batch, plan) if self._asks else None
             plan = self._transport.begin(plan, signature)
-            versions = _versions(plan.shared)
+            versions = shared_arguments.versions(plan.shared)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
                 if stage.is_last and training:
@@ -110,13 +110,13 @@ class Steps:
                     targets=targets,
                     loss_fn=loss_fn,
                     shares=tuple(size / plan.examples for size in sizes(plan.examples, num_microbatches)),
-                    shared=_put_together(plan.shared, stage.device),
+                    shared=shared_arguments.put_together(plan.shared, stage.device),
                     scaler=scaler if stage.is_last else None,
                 )
                 if scaler is not None:  # it learns its device, and all ranks begin with the same scale
                     scaler.scale(torch.zeros((), device=stage.device))
             engine.run(self._programs[training], self._transport, self._clocks[training], observe)
-            if versions != _versions(plan.shared):
+            if versions != shared_arguments.versions(plan.shared):
                 raise RuntimeError(
                     "a layer has changed a tensor of shared in place, which all layers and micro-batches "
                     "use; use the out-of-place form of the operation"
@@ -142,47 +142,26 @@ class Steps:
             torch.set_autocast_cache_enabled(cache_casts)
         return loss
 
-
-def _take_apart(shared: Mapping[str, Any]) -> Message:
-    tensors, structure = take_apart(dict(shared), "shared", constant=True)
-    if any(tensor.requires_grad for tensor in tensors):
-        raise ValueError(
-            "shared holds a tensor that requires a gradient, which a pipeline does not compute; pass "
-            "tensor.detach(), or make it a parameter of the layers"
+    def _signature(self, model: nn.Module, batch: Tree, plan: Plan) -> Hashable:
+        """What the shapes, dtypes and gradients of all messages may depend on."""
+        tensors, structure = flatten(batch, "the mini-batch")
+        return (
+            plan.training,
+            model.training,
+            _outline(Message(tensors, structure, ())),
+            _outline(plan.shared),
+            tuple(p.requires_grad for p in model.parameters()),
+            tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._device_types),
         )
-    return Message(tensors, structure, (False,) * len(tensors))
 
 
-def _put_together(shared: Message | None, device: torch.device) -> Mapping[str, Any] | None:
-    """What is shared, on the device of a stage."""
-    if shared is None:
+def _outline(message: Message | None) -> Hashable:
+    """What shapes may depend on of tensors and what comes with them."""
+    if message is None:
         return None
-    tensors = [tensor.to(device, non_blocking=True) for tensor in shared.tensors]
-    return unflatten(tensors, shared.structure)  # type: ignore[no-any-return]
-
-
-def _versions(shared: Message | None) -> tuple[int, ...]:
-    return () if shared is None else tuple([t._version for t in shared.tensors if not t.is_inference()])
-
-
-def _signature(model: nn.Module, batch: Tree | None, training: bool, shared: Message | None) -> Hashable:
-    """What the shapes, dtypes and gradients of all messages may depend on."""
-    tensors, structure = flatten(batch, "the mini-batch")
-    return (
-        training,
-        model.training,
-        _kind(structure),
-        None
-        if shared is None
-        else (_kind(shared.structure), tuple((t.shape, t.dtype) for t in shared.tensors)),
-        tuple((tensor.shape, tensor.dtype) for tensor in tensors),
-        tuple(p.requires_grad for p in model.parameters()),
-        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
-    )
-
-
-def _kind(structure: Structure) -> Hashable:
-    return structure.kind() if isinstance(structure, Nested) else structure
+    structure = message.structure
+    kind = structure.kind() if isinstance(structure, Nested) else structure
+    return kind, tuple([(tensor.shape, tensor.dtype) for tensor in message.tensors])
 
 
 def _feed(batch: Tree | None, num_microbatches: int, what: str) -> tuple[Tree, ...]:

@@ -177,10 +177,11 @@ def _is_closed(node: Any) -> bool:
 
 
 def _attributes(record: Any) -> tuple[tuple[str, ...], list[Any]]:
+    fields = dataclasses.fields(record)
     if isinstance(record, Mapping):
-        names = [field.name for field in dataclasses.fields(record) if field.init]
+        names = [field.name for field in fields if field.init]
     else:
-        names = [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
+        names = [field.name for field in fields if hasattr(record, field.name)]
         names += [name for name in getattr(record, "__dict__", ()) if name not in names]
     return tuple(names), [getattr(record, name) for name in names]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from shared_models import Anything, Masked, shared_model, what_is_shared
 from tiny_models import mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 
@@ -16,30 +15,6 @@ from gpipe_bench.pipeline.stage.rng import run_plain
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 mse_loss = nn.functional.mse_loss
-
-
-class Masked(nn.Linear):
-    """Takes a mask without a batch dimension."""
-
-    def forward(self, x: Tensor, mask: Tensor, *, factor: float = 1.0) -> Tensor:
-        return super().forward(x * mask) * factor
-
-
-class Anything(nn.Linear):
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        return super().forward(x) * options["factor"] + options["mask"].sum() * options["table"]["row"]
-
-
-def shared_model() -> nn.Sequential:
-    return nn.Sequential(
-        Masked(6, 6), nn.Tanh(), nn.Dropout(0.3), Masked(6, 6), Anything(6, 6), nn.Linear(6, 6)
-    )
-
-
-def what_is_shared(step: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(step)
-    table = {"row": torch.randn(6, generator=generator, dtype=torch.float64), "unused": None}
-    return {"mask": torch.rand(6, generator=generator) > 0.4, "factor": 1 + step, "table": table}
 
 
 @pytest.mark.parametrize("remat", REMAT_MODES)

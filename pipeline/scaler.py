@@ -12,13 +12,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 
 class Gathering(Protocol):
     """What a scaler needs of its pipeline."""
 
-    group: dist.ProcessGroup | None
+    @property
+    def group(self) -> object:
+        """The processes that have a part of it; None where there is but this one."""
 
     def gather(self, mine: bool) -> list[bool]:
         """What every rank brings."""

@@ -115,6 +115,7 @@ class Steps:
                 )
                 if scaler is not None:  # it learns its device, and all ranks begin with the same scale
                     scaler.scale(torch.zeros((), device=stage.device))
+            observe = engine.on_their_devices(self._stages, observe)
             engine.run(self._programs[training], self._transport, self._clocks[training], observe)
             if versions != shared_arguments.versions(plan.shared):
                 raise RuntimeError(

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.inputs import Arriving
 from gpipe_bench.pipeline.stage.keywords import Keywords
-from gpipe_bench.pipeline.stage.microbatch import Tree, change, tensors_of
+from gpipe_bench.pipeline.stage.microbatch import Tree
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 
 Result = TypeVar("Result")
@@ -47,14 +48,14 @@ class LayerRunner:
         # Each layer, its stream's key (None: draws nothing) and its keyword arguments.
         self._calls: tuple[tuple[nn.Module, int | None, Mapping[str, Any] | None], ...] = ()
         self._loss_key = 0
-        self._targets: Sequence[Tree | None] = ()
+        self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
         self._autocast = False
 
     def begin(
         self,
         step: int,
-        targets: Sequence[Tree | None],
+        targets: Sequence[Tree | None] | Arriving,
         loss_fn: LossFn | None,
         shared: Mapping[str, Any] | None = None,
     ) -> None:
@@ -111,8 +112,6 @@ class LayerRunner:
         """The mean loss of the micro-batch: one more layer, with a random stream of its own."""
         assert self._loss_fn is not None
         target = self._targets[m]
-        if target is not None and any(t.device != self.device for t in tensors_of(target, "the target")):
-            target = change(target, lambda t: t.to(self.device, non_blocking=True), "the target")
         states = self._generators.save()
         try:
             self._generators.seed(mix(self._loss_key ^ m))

@@ -38,6 +38,8 @@ from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.network import Network, network_of
 from gpipe_bench.pipeline.ranks.replicas import Replicas
+from gpipe_bench.pipeline.scaler import GradScaler, decides_for
+from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
 from gpipe_bench.pipeline.stage.stage import Stage
@@ -54,8 +56,9 @@ class Pipeline(nn.Module):
     """A sequence of layers, cut into stages and trained with a pipeline schedule.
 
     Args:
-        layers: the model, an `nn.Sequential` or any sequence of modules; each maps a tensor or a tuple of
-            tensors to the same.
+        layers: the model, an `nn.Sequential` or any sequence of modules; each maps a tensor or a pytree to
+            the same: tuples, lists, dicts, dataclasses and what torch.utils._pytree has registered, of
+            tensors, None, bools, numbers, strings, enums and dtypes, with at least one tensor.
         num_stages: K, the number of stages.
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty.
         schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`, or a `Schedule` of one's
@@ -126,6 +129,7 @@ class Pipeline(nn.Module):
         self.seed = seed
         self.group = group
         self._layer_names = tuple(name for name, _ in named)
+        self._keywords = Keywords.of_all(modules)
         self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
         apart = len(set(self._devices)) > 1
@@ -223,31 +227,70 @@ class Pipeline(nn.Module):
         target: Tree | None,
         loss_fn: LossFn,
         *,
+        shared: Mapping[str, Any] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         observe: Observer | None = None,
     ) -> Tensor:
         """One training step without the optimizer: gradients of the mean loss over the mini-batch are added
         to `.grad`.
 
-        `loss_fn(output, target)` returns the mean over the examples of a micro-batch. Returns the mean over
-        the mini-batch, without a graph; with a process group, on every rank. `observe` is entered around
-        every action. An exception inside an action becomes an `ActionError` that names it; gradients of
-        completed actions stay in `.grad`.
+        Args:
+            batch: the mini-batch, a tensor or a pytree of tensors, which are split along dimension 0; what is
+                no tensor goes to every micro-batch as it is. With a process group the first rank's counts.
+            target: likewise, or None; the last rank's counts.
+            loss_fn: `loss_fn(output, target)` returns the mean over the examples of a micro-batch.
+            shared: keyword arguments for the layers, the same for all micro-batches: each layer is given
+                those that its `forward` has a parameter for (all, if it has `**kwargs`). Tensors in it are
+                not split, must not require a gradient and not be changed by a layer. The first rank's
+                counts; the others are sent it when it is not what it was in the step before.
+            scaler: multiplies the gradients, but not the loss that is returned, by its scale. With a process
+                group it must be of `Pipeline.scaler`, and given on every rank.
+            observe: entered around every action.
+
+        Returns the mean loss over the mini-batch, without a graph; with a process group, on every rank. An
+        exception inside an action becomes an `ActionError` that names it; gradients of completed actions stay
+        in `.grad`.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "step() trains, but gradients are disabled here; call the pipeline itself to evaluate"
             )
-        loss = self._steps.take(self, self.num_steps, batch, target, loss_fn, observe)
+        if scaler is not None and self.group is not None and not decides_for(scaler, self):
+            raise ValueError(
+                "this scaler would decide on every rank by that rank's gradients alone; make it with "
+                "pipeline.scaler() on every rank"
+            )
+        self._check_shared(shared)
+        loss = self._steps.take(
+            self, self.num_steps, batch, target, loss_fn, observe, shared=shared, scaler=scaler
+        )
         assert loss is not None
         self.num_steps += 1
         return loss
 
-    def forward(self, batch: Tree | None) -> Tree | None:
+    def _check_shared(self, shared: Mapping[str, Any] | None) -> None:
+        if shared and 0 in self._stages:
+            self._keywords.check(shared)
+
+    def scaler(self, **options: Any) -> GradScaler:
+        """A `torch.amp.GradScaler` for `step(..., scaler=...)` whose decisions hold for all ranks.
+
+        `options` are torch's; the device is that of the stages. On every rank call `scaler.step(optimizer)`,
+        once per optimizer and in the same order, and `scaler.update()`; a rank whose stages have nothing to
+        train gives None as its optimizer.
+        """
+        device = next(iter(self._stages.values())).device
+        return GradScaler(self, device.type, **options)
+
+    def forward(self, batch: Tree | None, *, shared: Mapping[str, Any] | None = None) -> Tree | None:
         """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph.
 
-        With a process group, the output is on the rank of the last stage; the others return None.
+        `batch` and `shared` are as in `step`. The outputs of the micro-batches are joined along dimension 0,
+        tensor by tensor; what is no tensor in them must be equal. With a process group, the output is on the
+        rank of the last stage; the others return None.
         """
-        self._steps.take(self, _FORWARD_ONLY + self._num_forwards, batch)
+        self._check_shared(shared)
+        self._steps.take(self, _FORWARD_ONLY + self._num_forwards, batch, shared=shared)
         self._num_forwards += 1
         stage = self._stages.get(self._schedule.num_stages - 1)
         if stage is None:

@@ -8,6 +8,7 @@ many examples there are, no cast is cached across the pass, and a failure leaves
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,19 @@ from gpipe_bench.pipeline.errors import ActionError, PeerError
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.replicas import Replicas
+from gpipe_bench.pipeline.stage import shared as shared_arguments
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.microbatch import Tree, num_examples, sizes, split, tensors_of
+from gpipe_bench.pipeline.stage.microbatch import (
+    Message,
+    Tree,
+    flatten,
+    num_examples,
+    sizes,
+    split,
+    tensors_of,
+)
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.trees import Nested
 from gpipe_bench.pipeline.transport import Plan, Transport
 
 
@@ -64,10 +75,13 @@ class Steps:
         target: Tree | None = None,
         loss_fn: LossFn | None = None,
         observe: engine.Observer | None = None,
+        shared: Mapping[str, Any] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor | None:
         """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only.
 
-        `model` is the whole module of this process, `number` keys the random streams. Returns the mean loss
+        `model` is the whole module of this process, `number` keys the random streams, `shared` are keyword
+        arguments of the layers, `scaler` scales the gradients. Returns the mean loss
         of a training step; the outputs of forwards are left in the last stage.
         """
         training = loss_fn is not None
@@ -80,9 +94,11 @@ class Steps:
             feed: Sequence[Tree] = ()
             if 0 in self._stages:
                 feed = _feed(batch, num_microbatches, "the mini-batch")
-                plan = Plan(num_examples(batch), training)  # type: ignore[arg-type]
-                signature = _signature(model, batch, training, self._device_types) if self._asks else None
+                message = shared_arguments.take_apart(shared) if shared else None
+                plan = Plan(num_examples(batch), training, message)
+                signature = self._signature(model, batch, plan) if self._asks else None
             plan = self._transport.begin(plan, signature)
+            versions = shared_arguments.versions(plan.shared)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
                 if stage.is_last and training:
@@ -95,10 +111,19 @@ class Steps:
                     targets=targets,
                     loss_fn=loss_fn,
                     shares=tuple(size / plan.examples for size in sizes(plan.examples, num_microbatches)),
+                    shared=shared_arguments.put_together(plan.shared, stage.device),
+                    scaler=scaler if stage.is_last else None,
                 )
+                if scaler is not None:  # it learns its device, and all ranks begin with the same scale
+                    scaler.scale(torch.zeros((), device=stage.device))
             if self._on_accelerators:
                 observe = engine.on_their_devices(self._stages, observe)
             engine.run(self._programs[training], self._transport, self._clocks[training], observe)
+            if versions != shared_arguments.versions(plan.shared):
+                raise RuntimeError(
+                    "a layer has changed a tensor of shared in place, which all layers and micro-batches "
+                    "use; use the out-of-place form of the operation"
+                )
             last = self._stages.get(self._schedule.num_stages - 1)
             loss = None
             if training and last is not None:
@@ -120,27 +145,34 @@ class Steps:
             torch.set_autocast_cache_enabled(cache_casts)
         return loss
 
+    def _signature(self, model: nn.Module, batch: Tree, plan: Plan) -> Hashable:
+        """What the shapes, dtypes and gradients of all messages may depend on."""
+        tensors, structure = flatten(batch, "the mini-batch")
+        return (
+            plan.training,
+            model.training,
+            _outline(Message(tensors, structure, ())),
+            _outline(plan.shared),
+            tuple(p.requires_grad for p in model.parameters()),
+            tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._device_types),
+        )
 
-def _signature(model: nn.Module, batch: Tree | None, training: bool, device_types: Sequence[str]) -> Hashable:
-    """What the shapes, dtypes and gradients of all messages may depend on."""
-    tensors = tensors_of(batch)  # type: ignore[arg-type]
-    return (
-        training,
-        model.training,
-        isinstance(batch, tuple),
-        tuple((tensor.shape, tensor.dtype) for tensor in tensors),
-        tuple(p.requires_grad for p in model.parameters()),
-        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types),
-    )
+
+def _outline(message: Message | None) -> Hashable:
+    """What shapes may depend on of tensors and what comes with them."""
+    if message is None:
+        return None
+    structure = message.structure
+    kind = structure.kind() if isinstance(structure, Nested) else structure
+    return kind, tuple([(tensor.shape, tensor.dtype) for tensor in message.tensors])
 
 
 def _feed(batch: Tree | None, num_microbatches: int, what: str) -> tuple[Tree, ...]:
-    parts = batch if isinstance(batch, tuple) else (batch,)
-    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+    if any(tensor.requires_grad for tensor in tensors_of(batch, what)):
         raise ValueError(
             "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
         )
-    return split(batch, num_microbatches, what)  # type: ignore[arg-type]
+    return split(batch, num_microbatches, what)
 
 
 def _targets(target: Tree | None, examples: int, num_microbatches: int) -> Sequence[Tree | None]:

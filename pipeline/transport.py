@@ -27,6 +27,7 @@ class Plan(NamedTuple):
 
     examples: int  # in the mini-batch
     training: bool  # or forwards only
+    shared: Message | None = None  # what the layers share: tensors, and the structure of the dict
 
 
 class Transport(Protocol):

@@ -20,8 +20,9 @@ from unittest import mock
 
 import alias_cases
 import torch
+import tree_cases
 from random_schedules import BOTH_LOOK_AWAY, HELD_UP, LATE_WEIGHTS
-from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients
+from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients, raises
 from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -324,24 +325,6 @@ def arguments_that_do_not_fit() -> None:
 
 
 # Failures: the same error on every rank, within seconds although the timeout is longer.
-
-
-class raises:  # noqa: N801
-    """Expects an error with a text in it, like `pytest.raises`, which a spawned process need not import."""
-
-    def __init__(self, kind: type[Exception], text: str) -> None:
-        self.kind, self.text = kind, text
-
-    def __enter__(self) -> raises:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        assert error is not None, f"no {self.kind.__name__} was raised"
-        if not isinstance(error, self.kind):
-            return False
-        assert self.text in str(error), f"{self.text!r} is not in {error}"
-        self.found = str(error)
-        return True
 
 
 class Fuse(nn.Module):
@@ -748,6 +731,7 @@ CASES: dict[str, Callable[[], None]] = {
         several_stages_per_worker,
         memory_between_networks,
         *alias_cases.CASES,
+        *tree_cases.CASES,
     )
 }
 

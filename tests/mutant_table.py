@@ -277,8 +277,8 @@ GRADIENTS = (
     Mutant(
         name="what needs a gradient never asked again",
         file="pipeline/stage/stage.py",
-        old="            self._needs_grad.clear()\n        self._runner",
-        new="        self._runner",
+        old="            self._needs_grad.clear()\n            self._overwritten",
+        new="            self._overwritten",
         why="unfreezing a parameter changes what travels back",
         tests=("tests/test_transparency.py::test_stages_without_anything_to_train[frozen0-always]",),
     ),
@@ -387,8 +387,8 @@ STATISTICS = (
     Mutant(
         name="averages see the recomputation too",
         file="pipeline/stage/stage.py",
-        old="unflatten(state.enter(), state.structure), recording=False)",
-        new="unflatten(state.enter(), state.structure), recording=True)",
+        old="unflatten(state.enter(copied), state.structure), recording=False)",
+        new="unflatten(state.enter(copied), state.structure), recording=True)",
         why="every micro-batch would count twice, or once where it keeps its activations",
         tests=AVERAGES,
     ),
@@ -1164,7 +1164,50 @@ ON_DEVICES = (
     ),
 )
 
+TREES = (
+    Mutant(
+        name="constants are never new",
+        file="pipeline/ranks/distributed.py",
+        old="            self._news.send(new, rank, target)\n            if new:\n",
+        new="            self._news.send(False, rank, target)\n            if False:\n",
+        why="a receiver would put the tensors into the tree that it knows: other keys, old numbers",
+        tests=("tests/test_distributed.py::test_case[keys_that_change_between_calls]",),
+    ),
+    Mutant(
+        name="1 is True",
+        file="pipeline/stage/trees.py",
+        old="type(self.value) is not type(other.value)",
+        new="False",
+        why="a constant would arrive as another one that compares equal",
+        tests=("tests/test_trees.py::test_structures_are_equal_only_if_everything_is",),
+    ),
+    Mutant(
+        name="an overwritten input is kept itself",
+        file="pipeline/stage/kept.py",
+        old="t.clone() if i in copied else t",
+        new="t",
+        why="the recomputation would begin with what the forward left",
+        tests=("tests/test_in_place.py",),
+    ),
+    Mutant(
+        name="every rank decides about its own gradients",
+        file="pipeline/scaler.py",
+        old="self._pipeline.gather(any(bool(flag) for flag in found.values()))",
+        new="[any(bool(flag) for flag in found.values())]",
+        why="some ranks would take a step that the others skip",
+        tests=("tests/test_distributed.py::test_case[one_decision_about_scaled_gradients]",),
+    ),
+    Mutant(
+        name="what is shared is what it was",
+        file="pipeline/ranks/messages/sharing.py",
+        old="        return Shared.FOLLOWS\n\n    def pass_on",
+        new="        return Shared.FOLLOWS if latest is None else Shared.AS_BEFORE\n\n    def pass_on",
+        why="later stages would use the mask of an earlier step",
+        tests=("tests/test_distributed.py::test_case[arguments_that_layers_share]",),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
-    *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *DEVICES, *ON_DEVICES,
+    *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *DEVICES, *ON_DEVICES, *TREES,
 )  # fmt: skip

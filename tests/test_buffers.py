@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from tiny_models import mlp_batch, plain_step
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.errors import ActionError
@@ -131,6 +134,41 @@ class TwoNames(Changing):
         self.other.same.add_(mean)
 
 
+class Experts(nn.Module):
+    """A mixture of experts: how often each was chosen is counted, and decides who is chosen next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.gate = nn.Linear(WIDTH, 3)
+        self.register_buffer("load", torch.zeros(3, dtype=torch.int64), persistent=False)
+        self.register_buffer("bias", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(1)
+        chosen = (scores + self.bias).argmax(1)
+        self.load += torch.bincount(chosen, minlength=3)
+        # No gradient comes through the bias: experts that are chosen too often are put back.
+        self.bias = self.bias - 0.2 * (self.load.double() - self.load.double().mean()).sign()
+        each = torch.stack([expert(x) for expert in self.experts], 1)
+        places = torch.arange(len(x))
+        return each[places, chosen] * scores[places, chosen][:, None]
+
+
+class Observed(nn.Module):
+    """What quantization-aware training does: a range is followed, and the input rounded by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.observe = FakeQuantize(
+            observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255, averaging_constant=0.1
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.observe(x.float()).double())
+
+
 def spectral() -> nn.Module:
     return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
 
@@ -141,7 +179,7 @@ def old_spectral() -> nn.Module:
 
 KINDS: tuple[Callable[[], nn.Module], ...] = (
     InPlace, NotSaved, Large, Assigned, BehindTorchsBack, Counter, Registered, Unset, TwoNames, spectral,
-    old_spectral,
+    old_spectral, Experts, Observed,
 )  # fmt: skip
 
 
@@ -328,3 +366,31 @@ def test_only_what_changes_is_kept() -> None:
     copied.clear()
     pipeline.step(batch, target, nn.functional.mse_loss)
     assert LARGE not in copied
+
+
+class WithTable(nn.Module):
+    """A table that does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.table
+
+
+def test_fake_tensors_have_versions_but_no_values(request: pytest.FixtureRequest) -> None:
+    """A step of which only shapes are asked: nothing can be compared, and nothing needs to be."""
+    request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
+    torch.set_default_dtype(torch.float64)
+    with FakeTensorMode():
+        layers = [kind() for kind in (WithTable, NotSaved, Assigned)]
+        table = layers[0].table
+        pipeline = Pipeline(layers, num_stages=3, num_microbatches=2, remat="always")
+        x = torch.empty(4, WIDTH)
+        for _ in range(3):
+            loss = pipeline.step(x, torch.empty(4, WIDTH), nn.functional.mse_loss)
+    assert isinstance(loss, FakeTensor)
+    assert all(isinstance(p.grad, FakeTensor) for p in pipeline.parameters())
+    assert layers[0].table is table

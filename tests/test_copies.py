@@ -54,6 +54,56 @@ def test_a_copy_trains_like_the_original_and_apart_from_it(how: str, options: di
     assert twin.timeline.num_stages == 3
 
 
+class Hooked(nn.Module):
+    """Counts its calls in a buffer that its output depends on; a hook of its own doubles what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+        self.linear.register_forward_hook(double)
+
+    def forward(self, tree: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+        self.calls += 1
+        return {"x": self.linear(tree["x"]) / self.calls * factor}
+
+
+def double(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    return output * 2
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_has_hooks_buffers_and_scale(how: str) -> None:
+    torch.manual_seed(0)
+    pipeline = Pipeline([Hooked(), Hooked(), Hooked()], num_stages=3, num_microbatches=2)
+    x = torch.randn(4, 6)
+
+    def train(pipeline: Pipeline, scaler: torch.amp.GradScaler) -> list[Tensor]:
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        losses = []
+        for _ in range(2):
+            loss = pipeline.step(
+                {"x": x}, None, lambda tree, _: tree["x"].square().mean(), shared={"factor": 3}, scaler=scaler
+            )
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss)
+        return [*losses, *pipeline.state_dict().values()]
+
+    scaler = pipeline.scaler(init_scale=4.0)
+    train(pipeline, scaler)
+    twin = COPIES[how](pipeline)
+    its_scaler = twin.scaler()
+    its_scaler.load_state_dict(scaler.state_dict())
+    with pytest.raises(ValueError, match="no complete step to show"):
+        _ = twin.timeline
+    found, wanted = train(twin, its_scaler), train(pipeline, scaler)
+    assert len(twin.timeline.events) == len(pipeline.timeline.events) > 0
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("how", COPIES)
 def test_tied_layers_stay_tied(how: str) -> None:
     tied = nn.Linear(6, 6)

@@ -138,30 +138,6 @@ def test_live_graphs_are_what_the_timeline_says(remat: str) -> None:
         assert [count for _, count in measured] == [count for _, count in laid_out]
 
 
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
-
-
-def test_a_layer_that_overwrites_the_stage_input_is_refused_not_silently_wrong() -> None:
-    batch, target = mlp_batch(4)
-    layers = seeded(lambda: nn.Sequential(InPlace(), nn.Linear(6, 6)))
-    pipeline = Pipeline(layers, num_stages=1, num_microbatches=2, remat="always")
-    with pytest.raises(RuntimeError, match=r"0R1 failed.*in place.*inplace=False"):
-        pipeline.step(batch.clone(), target, mse_loss)
-    Pipeline(layers, num_stages=1, num_microbatches=2, remat="never").step(batch.clone(), target, mse_loss)
-
-
-def test_overwriting_inside_a_stage_is_fine() -> None:
-    batch, target = mlp_batch(4)
-    gradients = []
-    for inplace in (False, True):
-        layers = seeded(lambda inplace=inplace: nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=inplace)))
-        Pipeline(layers, num_stages=1, num_microbatches=2).step(batch, target, mse_loss)
-        gradients.append(layers[0].weight.grad)
-    assert torch.equal(*gradients)
-
-
 def test_a_loss_must_be_one_number() -> None:
     pipeline = Pipeline([nn.Linear(6, 6).double()], num_stages=1, num_microbatches=2)
     batch, target = mlp_batch(4)
@@ -195,14 +171,15 @@ def test_replaced_parameters_are_the_ones_trained() -> None:
 
 
 class Wrong(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"x": x}
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"x": x, "then": [print]}
 
 
-def test_only_tensors_and_tuples_cross_a_boundary() -> None:
+def test_what_is_no_tensor_and_no_constant_cannot_cross_a_boundary() -> None:
     pipeline = Pipeline([Wrong(), nn.Linear(6, 6).double()], num_stages=2, num_microbatches=1)
     with pytest.raises(
-        RuntimeError, match=r"0F0 failed: TypeError: the output of layer 0 \(Wrong\).* is of type dict"
+        RuntimeError,
+        match=r"0F0 failed: TypeError: the output of layer 0 \(Wrong\).* is of type dict and holds a builtin",
     ):
         pipeline.step(*mlp_batch(4), mse_loss)
 

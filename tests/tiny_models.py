@@ -5,13 +5,14 @@ compared with.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.stage.microbatch import Tree, sizes, split
+from gpipe_bench.pipeline.stage.microbatch import Tree, change, num_examples, sizes, split
 from gpipe_bench.pipeline.stage.rng import Generators, run_plain, stream_key
 
 
@@ -153,7 +154,7 @@ class Plain:
     """Loss, outputs and gradients of a plain training step over the same micro-batches."""
 
     loss: Tensor
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tree] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
 
 
@@ -166,25 +167,26 @@ def plain_step(
     *,
     seed: int = 0,
     step: int = 0,
+    shared: Mapping[str, Any] | None = None,
 ) -> Plain:
     """What a step must equal: each micro-batch through the uncut model, losses weighted by their share of
     examples.
     """
-    examples = len(target) if isinstance(target, Tensor) else len(target[0])
+    examples = num_examples(batch)
     lengths = sizes(examples, num_microbatches)
     result = Plain(torch.zeros((), dtype=torch.float64))
     generators = Generators(torch.device("cpu"))
     for m, (inputs, wanted) in enumerate(
         zip(split(batch, num_microbatches), split(target, num_microbatches), strict=True)
     ):
-        output = run_plain(model, inputs, seed=seed, step=step, microbatch=m)
+        output = run_plain(model, inputs, seed=seed, step=step, microbatch=m, shared=shared)
         states = generators.save()
         generators.seed(stream_key(seed, step, len(model), m))
         loss = loss_fn(output, wanted) * (lengths[m] / examples)
         generators.restore(states)
         loss.backward()
         result.loss = result.loss + loss.detach()
-        result.outputs.append(output.detach())
+        result.outputs.append(change(output, Tensor.detach, "the output"))
     result.gradients = {name: p.grad for name, p in model.named_parameters()}
     return result
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.profile import fake_copy
-from gpipe_bench.pipeline.stage.microbatch import Tree, tensors_of
+from gpipe_bench.pipeline.stage.microbatch import Tree, change, tensors_of
 
 # A CPU core and a GPU alike do about ten floating-point operations in the time in which they move a byte.
 FLOPS_PER_BYTE = 10
@@ -28,10 +28,9 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
     """
     costs = []
     with QuickFakeTensors(), torch.no_grad():
-        parts = tuple(
-            torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors_of(example, "the example")
+        value: Tree = change(
+            example, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), "the example"
         )
-        value: Tree = parts[0] if isinstance(example, Tensor) else parts
         for layer in layers:
             fake = fake_copy(layer)
             moved = sum(_bytes(t) for t in (*fake.parameters(), *tensors_of(value)))

@@ -24,6 +24,7 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.ranks.gather import refuse_shared_devices
 from gpipe_bench.pipeline.ranks.introduction import meet
 from gpipe_bench.pipeline.ranks.messages.agreement import (
+    MOST_AGREEMENTS,
     MOST_TENSORS,
     Agreement,
     Outline,
@@ -33,8 +34,10 @@ from gpipe_bench.pipeline.ranks.messages.connection import Form
 from gpipe_bench.pipeline.ranks.messages.control import Control, Header, Of
 from gpipe_bench.pipeline.ranks.messages.gate import Gate
 from gpipe_bench.pipeline.ranks.messages.loss import Loss
+from gpipe_bench.pipeline.ranks.messages.news import News
 from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import changed, conform
+from gpipe_bench.pipeline.ranks.messages.sharing import Shared, Sharing
 from gpipe_bench.pipeline.ranks.network import Network, network_of
 from gpipe_bench.pipeline.ranks.routes import header_chain, loss_chain
 from gpipe_bench.pipeline.ranks.ties import Ties
@@ -43,6 +46,7 @@ from gpipe_bench.pipeline.ranks.warm_up import warm_up
 from gpipe_bench.pipeline.ranks.ways import names_of_ways, receivers, senders
 from gpipe_bench.pipeline.stage.microbatch import Message, sizes
 from gpipe_bench.pipeline.stage.stage import Gradients
+from gpipe_bench.pipeline.stage.trees import Nested
 from gpipe_bench.pipeline.transport import Plan
 
 
@@ -117,6 +121,9 @@ class PointToPoint:
             for gradients in (False, True)
         ]
         self._turns = [*turns, *more]
+        self._sharing = Sharing(self._control)
+        sources = {stage: schedule.worker(stage - 1) for stage in self._inputs}
+        self._news = News(control, schedule, sources)
         behind = () if schedule.placement else tuple(self._output_gradients.values())
         self._loss = Loss(
             loss, self._control, self.rank, loss_chain(schedule), device, behind, early=not accelerated
@@ -133,12 +140,17 @@ class PointToPoint:
         self._ties.refuse_after_failure()
         self._ties.refuse_after_notice()
         if plan is not None:
-            number = self._numbers.setdefault(signature, len(self._numbers))
-            header = Header(number, plan.examples, plan.training)
+            number = self._number(signature)
+            shared = self._sharing.announce(plan.shared)
+            header = Header(number, plan.examples, plan.training, shared)
         else:
             header = self._control.receive_header()
         self._control.send_header(header, bounded=self._patient)
-        number, examples, self._training = header
+        number, examples, self._training, told = header
+        message = self._sharing.pass_on(Shared(told), plan and plan.shared, bounded=self._patient)
+        if number < 0:
+            self._agreements.clear()
+            number = 0
         self._patient = number < len(self._agreements)
         if not self._patient:
             stages = self._schedule.stages_of(self.rank)
@@ -147,8 +159,8 @@ class PointToPoint:
         self._own.clear()
         if self._gate is not None:
             self._gate.begin(training=self._training)
-        for shared in self._turns:
-            shared.begin()
+        for turn in self._turns:
+            turn.begin()
         for stage, receiver in self._inputs.items():
             outlines = agreement.of_stage[stage].activations
             receiver.begin(outlines, agreement.lengths, training=self._training)
@@ -156,7 +168,17 @@ class PointToPoint:
             for stage, receiver in self._output_gradients.items():
                 receiver.begin(agreement.of_stage[stage].gradients, agreement.lengths, training=True)
             self._loss.post(agreement.loss)
-        return Plan(examples, self._training)
+        self._news.begin(agreement)
+        return Plan(examples, self._training, message)
+
+    def _number(self, signature: Hashable) -> int:
+        """The number of the agreement for steps of this kind, on the first rank; -1 if all are to be
+        forgotten and this is the first of new ones.
+        """
+        if signature in self._numbers or len(self._numbers) < MOST_AGREEMENTS:
+            return self._numbers.setdefault(signature, len(self._numbers))
+        self._numbers = {signature: 0}
+        return -1
 
     @property
     def _bounded(self) -> bool:
@@ -179,12 +201,22 @@ class PointToPoint:
                     f"{len(message.tensors)} tensors leave stage {stage}; at most {MOST_TENSORS} can"
                 )
             forms = tuple([Form.of(tensor) for tensor in message.tensors])
-            outline = Outline(forms, message.structure, message.needs_grad)
+            varies = isinstance(message.structure, Nested)
+            outline = Outline(forms, message.structure, message.needs_grad, varies)
             outlines.activations_sent[length] = outline
             self._control.send_outline(outline, rank, Of.ACTIVATION, target, bounded=self._bounded)
-        elif (message.structure, message.needs_grad) != (outline.structure, outline.needs_grad):
-            raise changed(f"what the output of stage {stage} consists of and what needs a gradient")
+            known = False
+        else:
+            new = message.structure != outline.structure
+            if message.needs_grad != outline.needs_grad or (new and not outline.varies):
+                raise changed(f"what the output of stage {stage} consists of and what needs a gradient")
+            known = True
         tensors = conform(message.tensors, outline, self._device, f"output of stage {stage}")
+        if known and outline.varies:
+            self._news.send(new, rank, target)
+            if new:
+                outline = outlines.activations_sent[length] = outline._replace(structure=message.structure)
+                self._control.send_outline(outline, rank, Of.ACTIVATION, target, bounded=self._bounded)
         tag = first_tag(stage + 1, microbatch, self._schedule.num_stages)
         self._senders[rank, False].send(tensors, tag, target, bounded=self._bounded)
         if self._gate is not None:
@@ -195,9 +227,14 @@ class PointToPoint:
         if receiver is None:
             return self._own.pop((stage, microbatch, False))  # type: ignore[return-value]
         outlines, source = self._agreement.of_stage[stage].activations, Action(stage - 1, Kind.F, microbatch)
+        length = self._agreement.lengths[microbatch]
+        known = outlines.get(length)
+        if known is not None and known.varies and self._news.is_new(stage, microbatch, source):
+            rank = self._schedule.worker(stage - 1)
+            outlines[length] = self._control.receive_outline(rank, Of.ACTIVATION, source)
         self._post(receiver, outlines, microbatch, source, Of.ACTIVATION)
         receiver.wait(microbatch, source)
-        outline = outlines[self._agreement.lengths[microbatch]]
+        outline = outlines[length]
         return Message(receiver.take(microbatch), outline.structure, outline.needs_grad)  # type: ignore[arg-type]
 
     def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
@@ -262,6 +299,7 @@ class PointToPoint:
             sender.finish()
         self._loss.finish()
         self._control.finish()
+        self._news.finish()
         self._ties.refuse_after_notice()  # or garbage would reach the optimizer
         return loss
 

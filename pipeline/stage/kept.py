@@ -9,7 +9,7 @@ only if a layer saved it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gpipe_bench.pipeline.stage.buffers import Saved
 from gpipe_bench.pipeline.stage.microbatch import Message, Structure, Tree, flatten
 from gpipe_bench.pipeline.stage.split import Split
+from gpipe_bench.pipeline.stage.trees import Nested
 from gpipe_bench.pipeline.stage.waiting import Weights
 
 
@@ -83,18 +84,46 @@ class Kept:
         self.inputs = tuple([tensor.data for tensor in tensors])
         self.needs_grad = (False,) * len(tensors)
 
-    def enter(self) -> tuple[Tensor, ...]:
-        """The inputs as the beginning of a new graph; without a graph, as they are."""
+    def kind(self) -> Hashable:
+        """What decides which of the stage's outputs need a gradient and which inputs its layers overwrite."""
+        structure = self.structure
+        return (self.needs_grad, structure.kind()) if isinstance(structure, Nested) else self.needs_grad
+
+    def enter(
+        self,
+        copied: Collection[int] = (),
+        *,
+        again: bool = False,
+        watched: list[tuple[Tensor, int]] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The inputs as the beginning of a new graph; without a graph, as they are.
+
+        Those at the positions `copied` are copied before, because a layer will overwrite them. If they are
+        needed `again`, for a recomputation, they stay here as they are. `watched` takes in what is returned,
+        each with its version.
+        """
+        inputs = self.inputs
+        if copied:
+            inputs = tuple([t.clone() if i in copied else t for i, t in enumerate(inputs)])
+        entered = self._enter(inputs, again)
+        if watched is not None:
+            watched += [(tensor, tensor._version) for tensor in entered]
+        return entered
+
+    def _enter(self, inputs: tuple[Tensor, ...], again: bool) -> tuple[Tensor, ...]:
         if not (torch.is_grad_enabled() and any(self.needs_grad)):
-            return self.inputs
+            if not again:
+                self.inputs = inputs
+            return inputs
         exits: list[Tensor | None] = [None] * len(self.needs_grad)
         leaves: list[Tensor] = []
         entered: list[Tensor] = []
-        for position, (tensor, needed) in enumerate(zip(self.inputs, self.needs_grad, strict=True)):
+        for position, (tensor, needed) in enumerate(zip(inputs, self.needs_grad, strict=True)):
             leaf = tensor.detach().requires_grad_() if needed else tensor
             leaves.append(leaf)
             entered.append(_Entry.apply(leaf, exits, position) if needed else leaf)
-        self.exits, self.inputs = exits, tuple(leaves)
+        if not again:
+            self.exits, self.inputs = exits, tuple(leaves)
         return tuple(entered)
 
     def split(self, edges: tuple[GradientEdge, ...]) -> Split:

@@ -8,7 +8,7 @@ once, so that the actions of a stage are about what it keeps and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.inputs import Arriving
+from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.microbatch import Tree
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 
@@ -43,26 +44,42 @@ class LayerRunner:
         self.device, self.seed, self.statistics = device, seed, statistics
         self._generators = Generators(device)
         self._draws = tuple(may_draw(layer) for layer in layers)
-        # Each layer and its stream's key; None: draws nothing.
-        self._calls: tuple[tuple[nn.Module, int | None], ...] = ()
+        self._keywords = tuple(Keywords.of(layer) for layer in layers)
+        # Each layer, its stream's key (None: draws nothing) and its keyword arguments.
+        self._calls: tuple[tuple[nn.Module, int | None, Mapping[str, Any] | None], ...] = ()
         self._loss_key = 0
         self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
         self._autocast = False
 
-    def begin(self, step: int, targets: Sequence[Tree | None] | Arriving, loss_fn: LossFn | None) -> None:
-        """Prepares step number `step`, which numbers the random streams, under the autocast of the moment."""
+    def begin(
+        self,
+        step: int,
+        targets: Sequence[Tree | None] | Arriving,
+        loss_fn: LossFn | None,
+        shared: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepares step number `step`, which numbers the random streams, under the autocast of the moment.
+
+        Each layer is given what its `forward` has a name for of the `shared` arguments.
+        """
         self._targets, self._loss_fn = targets, loss_fn
         self._calls = tuple(
-            (layer, layer_key(self.seed, step, self.first_layer + i) if draws else None)
-            for i, (layer, draws) in enumerate(zip(self.layers, self._draws, strict=True))
+            (
+                layer,
+                layer_key(self.seed, step, self.first_layer + i) if draws else None,
+                (shared and keywords.select(shared)) or None,
+            )
+            for i, (layer, draws, keywords) in enumerate(
+                zip(self.layers, self._draws, self._keywords, strict=True)
+            )
         )
         self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers))
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
 
     def release(self) -> None:
-        """Lets go of what belongs to the user: the targets and the loss."""
-        self._targets, self._loss_fn = (), None
+        """Lets go of what belongs to the user: the targets, the loss and what the layers share."""
+        self._targets, self._loss_fn, self._calls = (), None, ()
 
     def run(self, m: int, value: Tree, *, recording: bool) -> Tree:
         """The layers in order, each with its own random stream; the user's generators are given back
@@ -76,12 +93,12 @@ class LayerRunner:
         if self.statistics:
             self.statistics.redirect(recording=recording)
         try:
-            for layer, key in self._calls:
+            for layer, key, shared in self._calls:
                 if key is not None:
                     if states is None:
                         states = generators.save()
                     generators.seed(mix(key ^ m))
-                value = layer(value)
+                value = layer(value) if shared is None else layer(value, **shared)
         finally:
             if states is not None:
                 generators.restore(states)

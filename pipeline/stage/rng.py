@@ -12,12 +12,14 @@ The CPU generator uses the low 32 bits of a key, the CUDA generator all 64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.microbatch import Tree
 
 _MASK = (1 << 64) - 1
@@ -107,10 +109,12 @@ def run_plain(
     step: int,
     microbatch: int,
     device: torch.device | str = "cpu",
+    shared: Mapping[str, Any] | None = None,
 ) -> Tree:
     """The plain model on one micro-batch with the draws a pipeline makes in its step number `step`.
 
-    `step` counts the pipeline's training steps from 0. The default generators are left as they were.
+    `step` counts the pipeline's training steps from 0; `shared` is what its steps take. The
+    default generators are left as they were.
     """
     generators = Generators(torch.device(device))
     states = generators.save()
@@ -118,7 +122,7 @@ def run_plain(
         value = inputs
         for index, layer in enumerate(layers):
             generators.seed(stream_key(seed, step, index, microbatch))
-            value = layer(value)
+            value = layer(value, **Keywords.of(layer).select(shared or {}))
         return value
     finally:
         generators.restore(states)

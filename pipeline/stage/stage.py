@@ -8,8 +8,9 @@ backward. Here the graph is a value that the stage holds: `recompute` builds it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,12 +62,16 @@ class Stage:
         self._parameters = tuple(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
         self._trainable: tuple[bool, ...] = ()
         self._without_grad: list[nn.Parameter] = []  # trainable, and no backward has given them one
-        self._needs_grad: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # of outputs, by that of the inputs
+        # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite.
+        self._needs_grad: dict[Hashable, tuple[bool, ...]] = {}
+        self._overwritten: dict[Hashable, tuple[int, ...]] = {}
+        self._modes: tuple[bool, ...] = ()
         self._microbatches: list[Kept] = []
         self._transfers = Transfers()  # of the mini-batch and the targets
         self._feed: Sequence[Tree] | Arriving = ()
         self._shares: tuple[float, ...] = ()
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
+        self._scaler: torch.amp.GradScaler | None = None
         self._training = False
 
     # One step
@@ -81,12 +86,14 @@ class Stage:
         targets: Sequence[Tree | None] = (),
         loss_fn: LossFn | None = None,
         shares: tuple[float, ...] = (),
+        shared: Mapping[str, Any] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """Prepares training step or forward pass number `step`.
 
-        `feed` holds the micro-batches of the first stage; `targets`, `loss_fn` and `shares` (each
-        micro-batch's share of the examples) belong to the last. Without `loss_fn` the last stage keeps its
-        outputs.
+        `feed` holds the micro-batches of the first stage; `targets`, `loss_fn`, `shares` (each
+        micro-batch's share of the examples) and the `scaler` of gradients belong to the last. Without
+        `loss_fn` the last stage keeps its outputs. `shared` are keyword arguments of the layers.
         """
         while len(self._microbatches) < num_microbatches:
             self._microbatches.append(Kept(self.index))
@@ -94,14 +101,17 @@ class Stage:
         self.statistics.begin()
         self._buffers.begin(loss_fn)
         self._feed = deliver(feed, self.device, self._transfers, "the mini-batch")
-        self._shares = shares
+        self._shares, self._scaler = shares, scaler
         self.losses, self.outputs = [], [None] * (num_microbatches if self.is_last else 0)
         self._check_parameters()
         trainable = tuple([parameter.requires_grad for parameter in self._parameters])
-        if trainable != self._trainable:
-            self._trainable = trainable
+        modes = tuple([layer.training for layer in self.layers])
+        if (trainable, modes) != (self._trainable, self._modes):
+            self._trainable, self._modes = trainable, modes
             self._needs_grad.clear()
-        self._runner.begin(step, deliver(targets, self.device, self._transfers, "the target"), loss_fn)
+            self._overwritten.clear()
+        arriving = deliver(targets, self.device, self._transfers, "the target")
+        self._runner.begin(step, arriving, loss_fn, shared)
         self._without_grad = [p for p in self._parameters if p.requires_grad and p.grad is None]
 
     def _check_parameters(self) -> None:
@@ -118,9 +128,21 @@ class Stage:
             self._parameters = tuple(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
 
     def refresh(self) -> None:
-        """Forgets which outputs need a gradient and which buffers change; the next step finds out."""
+        """Forgets which outputs need a gradient, which inputs are overwritten and which buffers change; the
+        next step finds out.
+        """
         self._needs_grad.clear()
+        self._overwritten.clear()
         self._buffers.forget()
+
+    @property
+    def overwrites_input(self) -> bool:
+        """Whether the layers overwrite the stage's input, as found in the steps so far that recompute.
+
+        The forward and the recomputation of such a stage each work on a copy, so that one more input is alive
+        while F runs, and from R to B where what was received stays alive too.
+        """
+        return any(self._overwritten.values())
 
     def finish(self) -> None:
         """Ends a step: the moving averages of batch normalization move once."""
@@ -139,6 +161,7 @@ class Stage:
         for microbatch in self._microbatches:
             microbatch.drop()
         self._feed = ()
+        self._scaler = None
         self._runner.release()
 
     # Actions
@@ -157,13 +180,27 @@ class Stage:
         del received
         if not self._training:
             return self._forward_only(state, m)
-        known = self._needs_grad.get(state.needs_grad)
+        kind = state.kind()
+        known = self._needs_grad.get(kind)
+        copied: Sequence[int] = ()
+        watched: list[tuple[Tensor, int]] | None = None
         if not graph:
+            if (found := self._overwritten.get(kind)) is not None:
+                copied = found
+            else:  # the first of its kind: any of them may be overwritten, and then it is too late for a copy
+                copied, watched = range(len(state.inputs)), []
             state.versions = tuple([tensor._version for tensor in state.inputs])
             state.buffers = self._buffers.save()
         # Whether the outputs need a gradient only a graph tells, so the first forward of a kind builds one.
         with torch.set_grad_enabled(graph or (known is None and not self.is_last)):
-            output = self._runner.run(m, unflatten(state.enter(), state.structure), recording=True)
+            output = self._runner.run(
+                m,
+                unflatten(state.enter(copied, again=not graph, watched=watched), state.structure),
+                recording=True,
+            )
+            if watched is not None:
+                self._overwritten[kind] = tuple([i for i, (t, v) in enumerate(watched) if t._version != v])
+                watched.clear()
             if self.is_last:
                 loss = self._runner.loss(m, output)
                 self.losses.append(loss.detach() * self._shares[m])
@@ -177,7 +214,12 @@ class Stage:
         tensors, structure = flatten(output, self._runner.describe_output(self.index))
         tensors = self._buffers.apart(tensors)
         needs_grad = known if known is not None else tuple([tensor.requires_grad for tensor in tensors])
-        self._needs_grad[state.needs_grad] = needs_grad
+        if len(needs_grad) != len(tensors):
+            raise RuntimeError(
+                f"{len(tensors)} tensors leave stage {self.index} now and {len(needs_grad)} did before, for "
+                "inputs of the same kind; call Pipeline.refresh() on every rank after changing the model"
+            )
+        self._needs_grad[kind] = needs_grad
         if graph:
             state.keep_graph(tensors, needs_grad)
         return Message(tuple([t.detach() if t.requires_grad else t for t in tensors]), structure, needs_grad)
@@ -198,21 +240,23 @@ class Stage:
         state = self._microbatches[m]
         if state.versions != tuple([tensor._version for tensor in state.inputs]):
             raise RuntimeError(
-                f"a layer of stage {self.index} changed the stage's input in place, so it cannot be "
-                "recomputed; use the out-of-place form of the operation (inplace=False) in the stage's first "
-                "layer, or remat='never'"
+                f"a layer of stage {self.index} has begun to change the stage's input in place, so it cannot "
+                "be recomputed; call Pipeline.refresh() on every rank before the first step in which it "
+                "does, or use the out-of-place form of the operation (inplace=False) in the first layer"
             )
         buffers: AbstractContextManager[None] = (
             _AS_THEY_ARE if state.buffers is None else self._buffers.as_saved(state.buffers)
         )
         with buffers, torch.enable_grad():
-            output = self._runner.run(m, unflatten(state.enter(), state.structure), recording=False)
+            kind = state.kind()
+            copied = self._overwritten[kind]
+            output = self._runner.run(m, unflatten(state.enter(copied), state.structure), recording=False)
             if self.is_last:
                 state.keep_graph((self._runner.loss(m, output),))
                 return
         state.buffers = None
         tensors, _ = flatten(output, self._runner.describe_output(self.index))
-        state.keep_graph(tensors, self._needs_grad[state.needs_grad])
+        state.keep_graph(tensors, self._needs_grad[kind])
 
     def backward(self, m: int, gradients: Gradients) -> Gradients:
         """B: gradients of the outputs in, parameter gradients accumulated, gradients of the inputs out.
@@ -290,4 +334,6 @@ class Stage:
         if gradient is None or gradient.shape != tuple(metadata.shape):
             gradient = torch.full(tuple(metadata.shape), key[0], dtype=metadata.dtype, device=metadata.device)
             self._seeds[key] = gradient
+        if self._scaler is not None:
+            gradient = self._scaler.scale(gradient).to(metadata.dtype)
         return gradient

@@ -16,6 +16,8 @@ from gpipe_bench.pipeline.stage.microbatch import Structure
 MOST_TENSORS = 64
 # Below the tags of what is no activation and no gradient.
 MOST_MESSAGES = 2**28 // MOST_TENSORS
+# Kinds of steps that are known at a time; with one more the ranks begin anew.
+MOST_AGREEMENTS = 256
 # Messages on their way, in one direction, whose memory does not matter.
 SMALL_BYTES = 2**18
 
@@ -26,6 +28,7 @@ class Outline(NamedTuple):
     forms: tuple[Form | None, ...]
     structure: Structure = None
     needs_grad: tuple[bool, ...] = ()
+    varies: bool = False  # a number beside each further message says whether the structure is another one
 
     @property
     def num_bytes(self) -> int:

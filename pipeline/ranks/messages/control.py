@@ -18,7 +18,8 @@ from torch import Tensor
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.messages.agreement import Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Form, Work
-from gpipe_bench.pipeline.ranks.messages.sending import Sender
+from gpipe_bench.pipeline.ranks.messages.sending import Sender, conform
+from gpipe_bench.pipeline.stage.microbatch import Message
 
 _HEADER_TAG = 2**28
 _CPU = torch.device("cpu")
@@ -30,6 +31,7 @@ class Of(IntEnum):
     ACTIVATION = 0
     GRADIENT = 2
     LOSS = 4
+    SHARED = 6
 
 
 class Header(NamedTuple):
@@ -38,6 +40,7 @@ class Header(NamedTuple):
     number: int  # of the agreement
     examples: int  # in the mini-batch
     training: bool  # or forwards only
+    shared: int  # whether the layers share something, and whether it follows (`sharing`)
 
 
 _HEADER = Form((len(Header._fields),), (1,), torch.int64)
@@ -70,15 +73,36 @@ class Control:
         assert self._header_buffer is not None
         assert self._header_work is not None
         self._connection.wait(self._header_work, None, self._before)
-        number, examples, training = self._header_buffer.tensor.tolist()
+        number, examples, training, shared = self._header_buffer.tensor.tolist()
         self._expect_header(self._before)
-        return Header(number, examples, bool(training))
+        return Header(number, examples, bool(training), shared)
 
     def send_header(self, header: Header, *, bounded: bool) -> None:
         """To the next rank of the chain, if there is one; `bounded` as in `Sender.send`."""
         if self._behind is not None:
             data = torch.tensor(header, dtype=_HEADER.dtype)
             self._sender(self._behind).send([data], _HEADER_TAG, bounded=bounded)
+
+    def send_shared(self, message: Message, *, bounded: bool) -> None:
+        """What the layers share, on the CPU, to the next rank of the chain, if there is one."""
+        target = self._behind
+        if target is None:
+            return
+        outline = Outline(tuple([Form.of(tensor) for tensor in message.tensors]), message.structure)
+        self.send_outline(outline, target, Of.SHARED, None, bounded=bounded)
+        tensors = conform(message.tensors, outline, _CPU, "shared arguments")
+        self._sender(target).send(tensors, Of.SHARED + 2, bounded=bounded)
+
+    def receive_shared(self) -> Message:
+        """What the rank before sends in that way."""
+        assert self._before is not None
+        outline = self.receive_outline(self._before, Of.SHARED, None)
+        tensors = [
+            self._receive_now(form, self._before, Of.SHARED + 2 + i, None)
+            for i, form in enumerate(outline.forms)
+            if form is not None
+        ]
+        return Message(tuple(tensors), outline.structure, (False,) * len(tensors))
 
     def send_outline(
         self, outline: Outline, target: int, of: Of, action: Action | None, *, bounded: bool
@@ -108,8 +132,8 @@ class Control:
 
     def _receive_now(self, form: Form, source: int, tag: int, action: Action | None) -> Tensor:
         buffer = self._connection.buffer(form, source, _CPU)
-        work = self._connection.receive(buffer, source, tag, action)
-        self._connection.wait(work, action, source)
+        if form.num_bytes:
+            self._connection.wait(self._connection.receive(buffer, source, tag, action), action, source)
         data = buffer.tensor.clone()
         self._connection.give_back(buffer, source)
         return data

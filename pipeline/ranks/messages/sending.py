@@ -69,6 +69,10 @@ def conform(
     tensors: Sequence[Tensor | None], outline: Outline, device: torch.device, what: str
 ) -> list[Tensor]:
     """The tensors as the receiver expects them: of the agreed forms, flat."""
+    if len(tensors) != len(outline.forms):
+        raise changed(
+            f"how many tensors make up the {what}, {len(outline.forms)} before and {len(tensors)} now,"
+        )
     found = []
     for tensor, form in zip(tensors, outline.forms, strict=True):
         if form is None:
@@ -92,5 +96,5 @@ def changed(what: str) -> RuntimeError:
     """The error for a message that is not what was agreed on."""
     return RuntimeError(
         f"{what} changed since the ranks agreed on what travels; call Pipeline.refresh() on every rank "
-        "after changing the model, and give every kind of mini-batch shapes of its own"
+        "after changing the model, and give every kind of mini-batch shapes, keys or flags of its own"
     )

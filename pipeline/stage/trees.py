@@ -1,0 +1,196 @@
+"""What layers pass beside tensors: any pytree, taken apart into its tensors and a structure.
+
+Models pass dicts, named tuples, dataclasses and the outputs of `transformers`, with None and numbers in them.
+Only tensors can travel, be kept for a recomputation or need a gradient, so everything else is structure: a
+value that is compared, and goes to another process only where it is not what it was. Equality is exact, since
+a receiver puts the tensors it gets into the structure it knows: 1, 1.0 and True are different constants, and
+so are two dicts with other keys or the same keys in another order.
+
+What torch knows as a pytree node (`torch.utils._pytree`) is taken apart by torch; dataclasses need not be
+registered there. A bare tensor and a tuple of tensors never come here (`microbatch`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+# What may stand beside the tensors. All of it is immutable, so that a stage can't change another one's.
+_CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size, slice, range, type(Ellipsis),
+)  # fmt: skip
+
+
+class Constant:
+    """A leaf that is no tensor. Equal to one of the same type and value only; NaN is equal to itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Constant) or type(self.value) is not type(other.value):
+            return False
+        if isinstance(self.value, float | complex | slice):  # by its text, which tells 0.0 from -0.0
+            return repr(self.value) == repr(other.value)
+        return bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), repr(self.value)))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class Nested:
+    """The structure of a pytree that is no tuple of tensors.
+
+    `leaves` says for each leaf of `spec` what stands there: the position of a tensor, a constant, or a
+    dataclass that torch does not know.
+    """
+
+    __slots__ = ("_hash", "leaves", "spec")
+
+    def __init__(self, spec: pytree.TreeSpec, leaves: tuple[int | Constant | Record, ...]) -> None:
+        self.spec, self.leaves = spec, leaves
+        self._hash = hash((spec.num_nodes, leaves))
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """The tree with `tensors` in their places."""
+        found = []
+        for leaf in self.leaves:
+            if isinstance(leaf, int):
+                found.append(tensors[leaf])
+            elif isinstance(leaf, Constant):
+                found.append(leaf.value)
+            else:
+                found.append(leaf.build(tensors))
+        return pytree.tree_unflatten(found, self.spec)
+
+    def kind(self) -> Nested:
+        """The same with numbers told by their type alone: what decides shapes are rather keys, None and
+        flags, while numbers may change with every step.
+        """
+        if not any(isinstance(leaf, Record) or _is_number(leaf) for leaf in self.leaves):
+            return self
+        leaves: list[int | Constant | Record] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, Record):
+                leaf = Record(leaf.type, leaf.names, leaf.fields.kind())
+            elif isinstance(leaf, Constant) and _is_number(leaf):
+                leaf = Constant(type(leaf.value))
+            leaves.append(leaf)
+        return Nested(self.spec, tuple(leaves))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Nested)
+            and self._hash == other._hash
+            and self.leaves == other.leaves
+            and self.spec == other.spec
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return _load, (pickle.dumps(self.spec), self.leaves)
+
+    def __repr__(self) -> str:
+        return repr(self.build([f"tensor {i}" for i in range(64)]))  # type: ignore[misc]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A dataclass by its attributes: what `vars` has, and its slots. `__init__` is not run again."""
+
+    type: type
+    names: tuple[str, ...]
+    fields: Nested
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        values = dict(zip(self.names, self.fields.build(tensors), strict=True))
+        if issubclass(self.type, Mapping):  # as the outputs of `transformers`, whose keys are their fields
+            return self.type(**values)
+        record = object.__new__(self.type)
+        for name, value in values.items():
+            object.__setattr__(record, name, value)
+        return record
+
+
+def take_apart(tree: Any, what: str, *, constant: bool = False) -> tuple[tuple[Tensor, ...], Nested]:
+    """The distinct tensors of a pytree in the order of appearance, and its structure.
+
+    `TypeError`, which begins with `what`, for leaves that cannot travel and for a tree without tensors,
+    unless it may be `constant`.
+    """
+    positions: dict[int, int] = {}
+    distinct: list[Tensor] = []
+    structure = _take_apart(tree, f"{what} is of type {type(tree).__name__}", positions, distinct)
+    if not distinct and not constant:
+        raise TypeError(
+            f"{what} is of type {type(tree).__name__} and holds no tensor; it must be a tensor, or a tuple, "
+            "list, dict, dataclass or other pytree with at least one"
+        )
+    return tuple(distinct), structure
+
+
+def _take_apart(tree: Any, what: str, positions: dict[int, int], distinct: list[Tensor]) -> Nested:
+    found, spec = pytree.tree_flatten(tree, _is_closed)
+    leaves: list[int | Constant | Record] = []
+    for leaf in found:
+        if isinstance(leaf, Tensor):
+            position = positions.setdefault(id(leaf), len(distinct))
+            if position == len(distinct):
+                distinct.append(leaf)
+            leaves.append(position)
+        elif isinstance(leaf, _CONSTANTS):
+            leaves.append(Constant(leaf))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            names, values = _attributes(leaf)
+            # Its values as a list, so that a lone one is not taken for the record itself.
+            leaves.append(Record(type(leaf), names, _take_apart(values, what, positions, distinct)))
+        else:
+            raise TypeError(
+                f"{what} and holds a {type(leaf).__name__}, which cannot travel; between layers pass tensors "
+                "in tuples, lists, dicts, dataclasses and what torch.utils._pytree has registered, and "
+                "beside them None, bools, numbers, strings, enums and dtypes"
+            )
+    return Nested(spec, tuple(leaves))
+
+
+def _is_closed(node: Any) -> bool:
+    """torch would give a Size back as a tuple."""
+    return isinstance(node, torch.Size)
+
+
+def _attributes(record: Any) -> tuple[tuple[str, ...], list[Any]]:
+    fields = dataclasses.fields(record)
+    if isinstance(record, Mapping):
+        names = [field.name for field in fields if field.init]
+    else:
+        names = [field.name for field in fields if hasattr(record, field.name)]
+        names += [name for name in getattr(record, "__dict__", ()) if name not in names]
+    return tuple(names), [getattr(record, name) for name in names]
+
+
+def _is_number(leaf: int | Constant | Record) -> bool:
+    return isinstance(leaf, Constant) and type(leaf.value) in (int, float, complex)
+
+
+def _load(spec: bytes, leaves: tuple[int | Constant | Record, ...]) -> Nested:
+    with warnings.catch_warnings():  # torch warns of a class that its own specs are made of
+        warnings.simplefilter("ignore", FutureWarning)
+        return Nested(pickle.loads(spec), leaves)

@@ -1,0 +1,208 @@
+"""Any pytree may pass between layers, in one process; over several see `tree_cases`."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import mlp_batch, plain_step, seeded
+from torch import Tensor, nn
+from tree_models import ByKey, Keyed, Mode, Output, Pair, Part, tree_batch, tree_loss, tree_model
+
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
+from gpipe_bench.pipeline.stage.microbatch import change, flatten, merge, split, unflatten
+from gpipe_bench.pipeline.transport import InProcess
+
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+mse_loss = nn.functional.mse_loss
+
+
+@pytest.mark.parametrize(("schedule", "num_stages"), [("gpipe", 4), ("1f1b", 2), ("zb-h1", 4), ("gpipe", 1)])
+@pytest.mark.parametrize("remat", REMAT_MODES)
+def test_any_tree_crosses_a_boundary(remat: str, schedule: str, num_stages: int) -> None:
+    plain, layers = seeded(tree_model), seeded(tree_model)
+    pipeline = Pipeline(
+        layers, num_stages=num_stages, num_microbatches=3, remat=remat, schedule=schedule,
+        transport=InProcess(copy=num_stages == 2),
+    )  # fmt: skip
+    for step in range(2):
+        batch, target = tree_batch(8, step, scale=1 / (1 + step))
+        plain.zero_grad()
+        pipeline.zero_grad()
+        wanted = plain_step(plain, batch, target, tree_loss, 3, step=step)
+        torch.testing.assert_close(pipeline.step(batch, target, tree_loss), wanted.loss, **EXACT)
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter.grad, wanted.gradients[name], **EXACT)
+    output, whole = pipeline.eval()(batch), plain.eval()(batch)
+    assert list(output) == list(whole)
+    assert (output["temperature"], output["nothing"]) == (0.5, None)
+    torch.testing.assert_close(output["logits"], whole["logits"], **EXACT)
+    assert output["both"][0] is output["logits"]
+    assert torch.equal(output["both"][1], batch["more"][1])
+
+
+TREES: dict[str, Any] = {
+    "dict": {"b": Tensor, "a": None, 3: 1.5},
+    "nested": {"a": [Tensor, (Tensor, {"b": True})], "c": ()},
+    "ordered": OrderedDict(b=Tensor, a="text"),
+    "default": defaultdict(list, {"a": Tensor}),
+    "deque": deque([Tensor, 1], maxlen=3),
+    "namedtuple": Pair(Tensor, Mode.FAST),
+    "dataclass": Part(Tensor),  # type: ignore[arg-type]
+    "output": Output(first=Tensor, second=[Part(Tensor), b"bytes"]),  # type: ignore[arg-type]
+    "constants": [
+        Tensor,
+        1,
+        1.0,
+        True,
+        1j,
+        torch.int8,
+        torch.Size([2, 3]),
+        slice(1, None),
+        ...,
+        float("inf"),
+    ],
+}
+
+
+def with_tensors(tree: Any) -> Any:
+    """The tree with a tensor of its own wherever the class stands."""
+    from torch.utils import _pytree
+
+    leaves, spec = _pytree.tree_flatten(tree, lambda node: isinstance(node, torch.Size))
+    found = [torch.randn(4, 2) if leaf is Tensor else leaf for leaf in leaves]
+    found = [Part(torch.randn(4, 2), leaf.name) if isinstance(leaf, Part) else leaf for leaf in found]
+    return _pytree.tree_unflatten(found, spec)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_is_put_together_as_it_was(name: str) -> None:
+    tree = with_tensors(TREES[name])
+    tensors, structure = flatten(tree)
+    back = unflatten(tensors, structure)
+    assert type(back) is type(tree)
+    assert str(back) == str(tree)
+    sent = pickle.loads(pickle.dumps(structure))
+    assert sent == structure
+    assert hash(sent) == hash(structure)
+    assert str(unflatten(tensors, sent)) == str(tree)
+    parts = split(tree, 3)
+    assert len(parts) == 3
+    assert all(flatten(part)[1] == structure for part in parts)
+    assert str(merge(parts)) == str(tree)
+    doubled = flatten(change(tree, lambda tensor: tensor * 2, "it"))
+    assert doubled[1] == structure
+    assert torch.equal(doubled[0][0], tensors[0] * 2)
+
+
+def test_structures_are_equal_only_if_everything_is() -> None:
+    x, y = torch.zeros(2), torch.ones(2)
+    trees = [
+        x, (x,), (x, x), (x, y), [x], [x, x], {"a": x}, {"b": x}, {"a": x, "b": y}, {"b": y, "a": x},
+        {"a": x, "b": x}, {"a": x, "n": None}, {"a": x, "n": 1}, {"a": x, "n": 1.0}, {"a": x, "n": True},
+        {"a": x, "n": 0.0}, {"a": x, "n": -0.0}, {"a": x, "n": float("nan")}, {"a": x, "n": "1"},
+        Pair(x, 1), Pair(x, 2), Part(x), Part(x, "other"), Output(a=x), OrderedDict(a=x), (x, None),
+    ]  # fmt: skip
+    for i, one in enumerate(trees):
+        for j, other in enumerate(trees):
+            assert (flatten(one)[1] == flatten(other)[1]) == (i == j), (one, other)
+
+
+def test_numbers_are_of_one_kind_and_flags_are_not() -> None:
+    x = torch.zeros(2)
+
+    def kind(**constants: Any) -> object:
+        return flatten({"x": x, "part": Part(x), **constants})[1].kind()  # type: ignore[union-attr]
+
+    assert kind(n=1) == kind(n=2) != kind(n=2.0) == kind(n=0.5)
+    assert kind(n=True) != kind(n=False)
+    assert kind(n=None) != kind(n="a") != kind(n="b")
+
+
+def test_what_cannot_travel_is_named() -> None:
+    @dataclass
+    class Holder:
+        tensor: Tensor
+        function: Any
+
+    for tree, name in (([torch.zeros(1), {1, 2}], "set"), (Holder(torch.zeros(1), print), "builtin")):
+        with pytest.raises(
+            TypeError, match=rf"the output is of type {type(tree).__name__} and holds a {name}"
+        ):
+            flatten(tree)
+
+
+def test_outputs_that_differ_cannot_be_merged() -> None:
+    x = torch.zeros(2, 2)
+    for one, other in (({"a": x, "n": 1}, {"a": x, "n": 2}), ({"a": x}, {"b": x}), ((x, x), (x, x + 1))):
+        with pytest.raises(ValueError, match="not built alike or have other constants"):
+            merge([one, other])
+
+
+def test_a_batch_is_split_along_its_tensors() -> None:
+    x, ids = torch.arange(14).view(7, 2), torch.arange(7)
+    parts = split({"x": x, "same": x, "ids": [ids, "text"], "n": 3}, 3)
+    assert [len(part["x"]) for part in parts] == [3, 2, 2]
+    assert all(part["same"] is part["x"] and part["ids"][1:] == ["text"] and part["n"] == 3 for part in parts)
+    assert parts[1]["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    with pytest.raises(ValueError, match=r"\[7, 6\] examples"):
+        split({"x": x, "y": ids[1:]}, 2)
+
+
+@pytest.mark.parametrize("remat", REMAT_MODES)
+def test_keys_and_numbers_may_change_with_every_call(remat: str) -> None:
+    def changes(call: int) -> dict[str, Any]:
+        return {"left" if call % 3 else "right": Tensor, "factor": call}
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(Keyed(changes), ByKey())
+
+    plain, layers = seeded(build), seeded(build)
+    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2, remat=remat)
+    for step in range(3):
+        batch, target = mlp_batch(5, seed=step)
+        wanted = plain_step(plain, batch, target, mse_loss, 2, step=step)
+        torch.testing.assert_close(pipeline.step(batch, target, mse_loss), wanted.loss, **EXACT)
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted.gradients[name], **EXACT)
+
+
+def test_a_flag_may_decide_what_needs_a_gradient() -> None:
+    class Maybe(nn.Linear):
+        def forward(self, tree: dict[str, Any]) -> dict[str, Any]:
+            hidden = super().forward(tree["x"])
+            return {"x": hidden, "y": hidden.detach() if tree["detach"] else hidden * 2}
+
+    class Sum(nn.Linear):
+        def forward(self, tree: dict[str, Any]) -> Tensor:
+            return super().forward(tree["x"] + tree["y"].square())
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(Maybe(6, 6), Sum(6, 6))
+
+    plain, layers = seeded(build), seeded(build)
+    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2)
+    for step, detach in enumerate((False, True, False)):
+        x, target = mlp_batch(4, seed=step)
+        wanted = plain_step(plain, {"x": x, "detach": detach}, target, mse_loss, 2, step=step)
+        pipeline.step({"x": x, "detach": detach}, target, mse_loss)
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter.grad, wanted.gradients[name], **EXACT)
+
+
+def test_a_tensor_and_a_tuple_of_tensors_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(*arguments: Any) -> None:
+        raise AssertionError("the long way")
+
+    monkeypatch.setattr("gpipe_bench.pipeline.stage.microbatch.take_apart", look)
+    x = torch.zeros(4, 2)
+    for tree in (x, (x, x), (x,)):
+        flatten(tree)
+        merge(split(tree, 2))
+    with pytest.raises(AssertionError, match="the long way"):
+        flatten([x])

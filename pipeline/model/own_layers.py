@@ -84,7 +84,7 @@ class OwnLayers(nn.Module):
                 _put(self._whole[0], name, part)
         tree = self._whole[0] if len(parts) == len(self) else _pruned(parts)
         for name in tree._modules:
-            if hasattr(owner, name):
+            if name in vars(owner) or hasattr(type(owner), name):
                 raise ValueError(
                     f"the model has a module {name!r}, which is a name that a {type(owner).__name__} has for "
                     "something else; give the module another name"

@@ -81,9 +81,9 @@ def _pieces(trace: Trace, starts: Sequence[fx.Node]) -> list[fx.Graph]:
         again = sorted(needed[i][1], key=places.__getitem__)
         for node in crossing[i]:
             made[node] = graph.placeholder(node.name)
-        for node in (*again, *own):
-            if node.op == "get_attr" and not any(user in piece_of for user in node.users):
-                continue
+        # A parameter may be read before the cut and used behind it.
+        used = [node for node in own if not _anywhere(node) or i in {piece_of[user] for user in node.users}]
+        for node in (*again, *used):
             if node.op != "output":
                 made[node] = graph.node_copy(node, made.__getitem__)
         if i + 1 < len(bounds) - 1:
@@ -95,6 +95,11 @@ def _pieces(trace: Trace, starts: Sequence[fx.Node]) -> list[fx.Graph]:
     return graphs
 
 
+def _anywhere(node: fx.Node) -> bool:
+    """Whether a value needs not travel, because it can be had again."""
+    return node.op == "get_attr" or is_number(node)
+
+
 def _needed(piece: int, piece_of: Mapping[fx.Node, int]) -> tuple[set[fx.Node], set[fx.Node]]:
     """What a piece uses of those before it: tensors that must come, and what it can work out again."""
     tensors: set[fx.Node] = set()
@@ -104,7 +109,7 @@ def _needed(piece: int, piece_of: Mapping[fx.Node, int]) -> tuple[set[fx.Node], 
         node = todo.pop()
         if piece_of[node] >= piece or node in again or node in tensors:
             continue
-        if is_number(node) or node.op == "get_attr":
+        if _anywhere(node):
             again.add(node)
             todo += node.all_input_nodes
         else:

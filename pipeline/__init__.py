@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.cut import StagePeaks
     from gpipe_bench.pipeline.memory.profile import Profiler
     from gpipe_bench.pipeline.memory.workers import pipeline_memory
+    from gpipe_bench.pipeline.model.layers_of import layers_of
+    from gpipe_bench.pipeline.model.split import split
     from gpipe_bench.pipeline.ranks.launch import launch, start_process
 
 _HOMES = {
     "Pipeline": "api",
+    "layers_of": "model.layers_of",
+    "split": "model.split",
     "launch": "ranks.launch",
     "start_process": "ranks.launch",
     "Profiler": "memory.profile",
@@ -25,7 +29,9 @@ _HOMES = {
     "StagePeaks": "memory.cut",
 }
 
-__all__ = ["Pipeline", "launch", "start_process", "Profiler", "pipeline_memory", "StagePeaks"]
+__all__ = [
+    "Pipeline", "layers_of", "split", "launch", "start_process", "Profiler", "pipeline_memory", "StagePeaks",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,8 @@ from gpipe_bench.pipeline.arguments import (
     worker_of,
 )
 from gpipe_bench.pipeline.engine import Observer
+from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
+from gpipe_bench.pipeline.model.part import Part
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -59,6 +61,7 @@ class Pipeline(nn.Module):
         layers: the model, an `nn.Sequential` or any sequence of modules; each maps a tensor or a pytree to
             the same: tuples, lists, dicts, dataclasses and what torch.utils._pytree has registered, of
             tensors, None, bools, numbers, strings, enums and dtypes, with at least one tensor.
+            `layers_of` and `split` make a sequence of a model that is none.
         num_stages: K, the number of stages.
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty.
         schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`, or a `Schedule` of one's
@@ -122,14 +125,19 @@ class Pipeline(nn.Module):
             homes = [self._schedule.worker(stage) for stage in range(num_stages)]
             refuse_split_ties(modules, self._partition, homes, "process")
         self._replicas = Replicas(replica_group, timeout_s) if replica_group is not None else None
+        self._layers: dict[str, nn.Module] = {}  # those of this process, by name
         for index in local:
             span, device = self._partition[index], self._devices[index]
             for name, layer in named[span.start : span.stop]:
-                self._modules[name] = layer if devices is None else layer.to(device)
+                self._layers[name] = layer if devices is None else layer.to(device)
         self.seed = seed
         self.group = group
         self._layer_names = tuple(name for name, _ in named)
         self._keywords = Keywords.of_all(modules)
+        if isinstance(layers, OwnLayers):
+            layers.give_to(self, [part for part in self._layers.values() if isinstance(part, Part)])
+        else:
+            self._modules.update(self._layers)
         self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
         apart = len(set(self._devices)) > 1
@@ -153,7 +161,7 @@ class Pipeline(nn.Module):
         return {
             index: Stage(
                 index,
-                [self._modules[self._layer_names[i]] for i in self._partition[index]],  # type: ignore[misc]
+                [self._layers[self._layer_names[i]] for i in self._partition[index]],
                 self._partition[index].start,
                 device=self._devices[index],
                 is_last=index == self._schedule.num_stages - 1,
@@ -181,6 +189,18 @@ class Pipeline(nn.Module):
         super().__setstate__(dict(state))
         self._stages = self._make_stages(range(self._schedule.num_stages))
         self._prepare()
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for layer in self._layers.values():
+            if isinstance(layer, Part):  # is not among our modules, only what it holds is
+                layer.training = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        follow([layer for layer in self._layers.values() if isinstance(layer, Part)], self)
+        return self
 
     @property
     def schedule(self) -> Schedule:
@@ -305,7 +325,8 @@ class Pipeline(nn.Module):
         The norm is made of one norm per parameter in the model's order, in processes or not: every K gives
         the same bits. All ranks must call.
         """
-        parameters = list(self.parameters())
+        layers = [layer for stage in self._stages.values() for layer in stage.layers]
+        parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
         device = next(iter(self._stages.values())).device
         norms = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         present = [(i, p.grad) for i, p in enumerate(parameters) if p.grad is not None]

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
 from gpipe_bench.pipeline.memory.cost import layer_costs
+from gpipe_bench.pipeline.model.own_layers import OwnLayers
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.ranks.network import Network
@@ -23,12 +24,15 @@ Device = torch.device | str
 
 def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The layers by the names that the plain model's `state_dict` uses."""
+    if isinstance(layers, OwnLayers):
+        return list(zip(layers.names(), layers, strict=True))
     if isinstance(layers, nn.Sequential | nn.ModuleList):
         named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
     elif isinstance(layers, nn.Module):
         raise ValueError(
             f"layers is a {type(layers).__name__}; a pipeline needs a sequence of layers, such as an "
-            "nn.Sequential"
+            "nn.Sequential; pipeline.layers_of makes one of a model of transformers, pipeline.split of any "
+            "other"
         )
     else:
         named = [(str(index), layer) for index, layer in enumerate(layers)]

@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import alias_cases
+import own_model_cases
 import torch
 import tree_cases
 from random_schedules import BOTH_LOOK_AWAY, HELD_UP, LATE_WEIGHTS
@@ -732,6 +733,7 @@ CASES: dict[str, Callable[[], None]] = {
         memory_between_networks,
         *alias_cases.CASES,
         *tree_cases.CASES,
+        *own_model_cases.CASES,
     )
 }
 

@@ -1,0 +1,1 @@
+"""Sequences of layers made of models that are none, without a change to the models or their names."""

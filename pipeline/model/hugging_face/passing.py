@@ -1,0 +1,34 @@
+"""What the layers of every family pass to each other: activations, then what all layers need as it came.
+
+Attention masks travel as they were given, (N, T), and each layer widens its own: a mask of (N, 1, T, T) would
+be the largest message of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+Value = Tensor | tuple[Tensor, ...]
+
+
+def named(batch: Value, inputs: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of a batch by the names of the model's arguments."""
+    tensors = (batch,) if isinstance(batch, Tensor) else batch
+    if len(tensors) != len(inputs):
+        raise ValueError(
+            f"the batch has {len(tensors)} tensors for the inputs {', '.join(inputs)}; give layers_of the "
+            "names of what the batch holds, in its order, as inputs="
+        )
+    return dict(zip(inputs, tensors, strict=True))
+
+
+def parted(value: Value) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Activations, and what is passed on."""
+    return (value, ()) if isinstance(value, Tensor) else (value[0], value[1:])
+
+
+def joined(hidden: Tensor, rest: tuple[Tensor, ...]) -> Value:
+    """The inverse of `parted`."""
+    return (hidden, *rest) if rest else hidden

@@ -1,0 +1,149 @@
+"""A model as a sequence of layers that keeps the model's names.
+
+A pipeline names its parameters after its layers. The layers of a model that is no sequence have names in the
+model already, which weights are saved and loaded by; so the pipeline takes over the model's own tree of
+modules and calls the layers beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from gpipe_bench.pipeline.model.part import Part, all_tensors
+
+_TREE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+
+
+class OwnLayers(nn.Module):
+    """What `layers_of` and `split` return: layers to give to a `Pipeline`, or to run one after the other.
+
+    `state_dict`, `parameters` and so on are the model's, which shares its modules with the layers. `len`,
+    iteration and indexing are over the layers.
+
+    Args:
+        model: the model.
+        parts: its layers by name, in order. What none of them holds goes to the first that shares it, or to
+            the first.
+    """
+
+    def __init__(self, model: nn.Module, parts: Mapping[str, Part]) -> None:
+        super().__init__()
+        self._whole = [model]  # in a list, so that it is no module of ours
+        self._parts = dict(parts)
+        _take_over(self, model)
+        layers = list(self._parts.values())
+        refuse_hooks(model, layers)
+        known = {name for part in layers for name, _ in all_tensors(part)}
+        holders = {id(tensor): part for part in reversed(layers) for _, tensor in all_tensors(part)}
+        for name, tensor in all_tensors(model):
+            if name not in known:
+                holders.get(id(tensor), layers[0]).hold(model, name)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._parts.values())
+
+    def __getitem__(self, index: int) -> Part:
+        return list(self._parts.values())[index]
+
+    def names(self) -> tuple[str, ...]:
+        """What the layers are called, for messages."""
+        return tuple(self._parts)
+
+    def forward(self, value: Any) -> Any:
+        """The layers one after the other."""
+        for part in self:
+            value = part(value)
+        return value
+
+    def train(self, mode: bool = True) -> OwnLayers:
+        super().train(mode)
+        self._whole[0].train(mode)
+        for part in self:
+            part.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> OwnLayers:
+        super()._apply(fn, recurse)
+        follow(list(self), self)
+        return self
+
+    def give_to(self, owner: nn.Module, parts: Sequence[Part]) -> None:
+        """Makes the modules of `parts` those of `owner`, under the model's names.
+
+        If these are all layers, `owner` gets the model's own tree, and stays one with the model; otherwise a
+        tree with nothing else in it.
+        """
+        for part in parts:
+            for name in part.held():
+                _put(self._whole[0], name, part)
+        tree = self._whole[0] if len(parts) == len(self) else _pruned(parts)
+        for name in tree._modules:
+            if name in vars(owner) or hasattr(type(owner), name):
+                raise ValueError(
+                    f"the model has a module {name!r}, which is a name that a {type(owner).__name__} has for "
+                    "something else; give the module another name"
+                )
+        _take_over(owner, tree)
+
+
+def refuse_hooks(model: nn.Module, parts: Sequence[Part]) -> None:
+    """What is taken apart is not called, and neither are its hooks."""
+    inside = {module for part in parts for module in part.modules()}
+    for name, module in model.named_modules():
+        if module not in inside and (module._forward_hooks or module._forward_pre_hooks):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has hooks on its forward, which would not "
+                "be called, because its modules are called one by one; remove them"
+            )
+
+
+def follow(parts: Sequence[Part], tree: nn.Module) -> None:
+    """Parts whose tree was moved hold what it holds."""
+    for part in parts:
+        for name in part.held():
+            part.hold(tree, name)
+
+
+def _take_over(module: nn.Module, tree: nn.Module) -> None:
+    """`module` and `tree` have one set of parameters, buffers and modules from now on."""
+    for table in _TREE:
+        module.__dict__[table] = tree.__dict__[table]
+
+
+def _pruned(parts: Sequence[Part]) -> nn.Module:
+    tree = nn.Module()
+    modules = {name: module for part in parts for name, module in part._modules.items()}
+    for name in sorted(modules, key=lambda name: name.count(".")):  # a module before what is inside it
+        path, _, last = name.rpartition(".")
+        _reach(tree, path)._modules.setdefault(last, modules[name])
+    for part in parts:
+        for name in part.held():
+            _put(tree, name, part)
+    return tree
+
+
+def _put(tree: nn.Module, name: str, part: Part) -> None:
+    path, _, last = name.rpartition(".")
+    owner = _reach(tree, path)
+    if name in part._parameters:
+        owner._parameters[last] = part._parameters[name]
+    else:
+        owner._buffers[last] = part._buffers[name]
+        if name in part._non_persistent_buffers_set:
+            owner._non_persistent_buffers_set.add(last)
+
+
+def _reach(tree: nn.Module, path: str) -> nn.Module:
+    """The module at `path`, made where it is not there."""
+    for name in path.split(".") if path else ():
+        found = tree._modules.get(name)
+        if found is None:
+            found = tree._modules[name] = nn.Module()
+        tree = found
+    return tree

@@ -1,0 +1,256 @@
+"""What a model's forward computes, as a graph of calls of its modules and of functions between them.
+
+`torch.fx` runs the forward once on stand-ins that write down what is done with them. A module that is not
+looked into is called in the graph as it stands, with its mode, its buffers, its random numbers and whatever
+its forward decides: it can do anything. Only what lies between such modules must be the same computation for
+all inputs; so no module is looked into that cannot be, and a model is refused only where the forward that has
+to be cut does what no graph can hold. (`torch.export` would write down single operations: the modules, by
+which batch normalization, dropout and names are known, would be gone, and the mode of the moment stay.)
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import random
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+Randomness = tuple[Tensor, tuple[Any, ...]]
+Place = tuple[str, int]  # a module's name in the model, and which of its calls
+
+_DESCRIBING = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
+_ASKING = ("size", "dim", "numel", "stride", "is_floating_point", "ndimension", "get_device")
+_ARITHMETIC = {
+    operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod,
+    operator.neg, operator.pow, operator.getitem, min, max, int, float, round, abs, len, getattr,
+}  # fmt: skip
+
+REMEDY = (
+    "move what does it into a module of its own, which then is a layer or part of one as it stands, or write "
+    "the layers yourself as an nn.Sequential"
+)
+
+
+def inputs_of(model: nn.Module, inputs: Sequence[str] | None) -> tuple[str, ...]:
+    """The arguments of the model's forward that a batch gives: `inputs`, or those without a default."""
+    parameters = inspect.signature(model.forward).parameters
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    allowed = [name for name, parameter in parameters.items() if parameter.kind in kinds]
+    needed = [name for name in allowed if parameters[name].default is inspect.Parameter.empty]
+    wanted = tuple(needed if inputs is None else inputs)
+    if isinstance(inputs, str) or not wanted or not set(wanted) <= set(allowed):
+        raise ValueError(
+            f"inputs is {inputs!r}; give the names of those arguments of {type(model).__name__}'s forward "
+            f"that a batch holds, in its order, from: {', '.join(allowed) or 'none that has a name'}"
+        )
+    if missing := [name for name in needed if name not in wanted]:
+        raise ValueError(
+            f"inputs lacks {missing[0]!r}, which {type(model).__name__}'s forward has no default for"
+        )
+    return wanted
+
+
+def trace(model: nn.Module, inputs: Sequence[str], opened: Collection[str] | None, training: bool) -> Trace:
+    """The graph of a model's forward in training or evaluation mode.
+
+    `opened` are the names of the modules that must be looked into; None looks into all that can be and that
+    are not torch's own. `ValueError` where the model itself, or one of `opened`, does what a graph cannot
+    hold.
+    """
+    with in_mode(model, training):
+        tracer = Trace(model, inputs, opened)
+        tracer.graph = tracer.run()
+    return tracer
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in a mode; if it is in the other one, all of it."""
+    modes = [(module, module.training) for module in model.modules()]
+    if model.training is not training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+class Trace(fx.Tracer):
+    """A forward, written down: `graph`, and the tensors that it made out of nothing, `constants`."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[str], opened: Collection[str] | None) -> None:
+        super().__init__()
+        self.inputs = tuple(inputs)
+        self.opened = opened
+        self.constants: dict[str, Tensor] = {}
+        self._model = model
+        self._closed: set[nn.Module] = set()  # could not be looked into
+        self._begun: list[tuple[str, fx.Node]] = []  # every call of a module, and what came before it
+        self.calls: dict[Place, fx.Node] = {}
+
+    def run(self) -> fx.Graph:
+        before, drawn = _state(self._model), _randomness()
+        try:
+            graph = self.trace(self._model)
+            self._check(self._model, before, drawn)
+            self._arrange(graph)
+        except Exception as error:
+            _put_back(drawn)
+            raise ValueError(
+                f"the forward of {type(self._model).__name__} cannot be cut, because it does what no graph "
+                f"of it can hold: {_first_line(error)}; {REMEDY}"
+            ) from error
+        return graph
+
+    # What fx asks
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        given = {name: self.create_proxy("placeholder", name, (), {}) for name in self.inputs}
+        return lambda model: root_fn(model, **given), [self.root]
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and not self._is_buffer(a):
+            name = next((name for name, tensor in self.constants.items() if tensor is a), None)
+            if name is None:
+                name = f"constant {len(self.constants)}"
+                self.constants[name] = a.detach()
+            return self.create_node("get_attr", name, (), {})
+        return super().create_arg(a)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if self.opened is not None:
+            return module_qualified_name not in self.opened
+        if m in self._closed or m._buffers or m._forward_hooks or m._forward_pre_hooks:
+            return True
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        name = self.path_of_module(m)
+        last = next(reversed(self.graph.nodes))
+        self._begun.append((name, last))
+        if self.is_leaf_module(m, name):
+            return super().call_module(m, forward, args, kwargs)
+        begun = len(self._begun)
+        before, drawn = _state(m), _randomness()
+        stack, constants = self.module_stack.copy(), dict(self.constants)
+        try:
+            result = super().call_module(m, forward, args, kwargs)
+            self._check(m, before, drawn)
+        except Exception:
+            if self.opened is not None:
+                raise
+            for node in reversed(self.graph.nodes):  # forget the attempt
+                if node is last:
+                    break
+                if node.op != "get_attr":  # fx hands these out again
+                    self.graph.erase_node(node)
+            self.module_stack, self.constants = stack, constants
+            del self._begun[begun:]
+            _restore(m, before)
+            _put_back(drawn)
+            self._closed.add(m)
+            return super().call_module(m, forward, args, kwargs)
+        return result
+
+    def _arrange(self, graph: fx.Graph) -> None:
+        """Moves what takes something out of a result right behind it, so that only tensors cross a cut; then
+        says where each call of a module begins.
+        """
+        nodes = list(graph.nodes)
+        places = {node: i for i, node in enumerate(nodes)}
+        moved = set()
+        for node in nodes:
+            if node.op == "call_function" and node.target in (operator.getitem, getattr):
+                source, key, *_ = node.args
+                if isinstance(key, int | str) and source.op != "placeholder" and not is_number(node):
+                    source.append(node)
+                    moved.add(node)
+        count: dict[str, int] = {}
+        for name, last in self._begun:
+            start = places[last] + 1
+            while nodes[start] in moved:
+                start += 1
+            self.calls[name, count.get(name, 0)] = nodes[start]
+            count[name] = count.get(name, 0) + 1
+
+    # Whether the forward did more than to compute
+
+    def _is_buffer(self, tensor: Tensor) -> bool:
+        return any(tensor is buffer for buffer in self._model.buffers())
+
+    def _check(self, module: nn.Module, before: dict[str, Any], drawn: Randomness) -> None:
+        after = _state(module)
+        for key in (*before, *after):
+            if not _same(before.get(key), after.get(key)):
+                _restore(module, before)
+                raise ValueError(f"it changes {type(module).__name__}'s {key.split()[-1]}")
+        now = _randomness()
+        if not torch.equal(drawn[0], now[0]) or drawn[1] != now[1]:
+            raise ValueError(f"{type(module).__name__} draws random numbers whose shape no input decides")
+
+
+def _randomness() -> Randomness:
+    """Where the generators of torch and of Python stand."""
+    return torch.get_rng_state(), random.getstate()
+
+
+def _put_back(state: Randomness) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """The attributes and buffers of a module, to see whether a forward changes them."""
+    state = {name: value for name, value in vars(module).items() if name not in ("_buffers", "training")}
+    for name, buffer in module._buffers.items():
+        state[f"buffer {name}"] = None if buffer is None else _Buffer(buffer, buffer._version, buffer.clone())
+    return state
+
+
+class _Buffer(NamedTuple):
+    """A buffer at one moment."""
+
+    tensor: Tensor
+    version: int
+    value: Tensor
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, _Buffer) and isinstance(other, _Buffer):
+        return one.tensor is other.tensor and one.version == other.version
+    return one is other
+
+
+def _restore(module: nn.Module, state: dict[str, Any]) -> None:
+    for name in [name for name in vars(module) if name not in state and name not in ("_buffers", "training")]:
+        del vars(module)[name]
+    for name, value in state.items():
+        if name.startswith("buffer "):
+            if value is not None and value.version != value.tensor._version:
+                value.tensor.copy_(value.value)
+            module._buffers[name.removeprefix("buffer ")] = None if value is None else value.tensor
+        else:
+            vars(module)[name] = value
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0].rstrip(".") if text else type(error).__name__
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a value is a size, a number made of sizes, or what else describes a tensor."""
+    if node.op == "call_method":
+        return node.target in _ASKING
+    if node.op != "call_function":
+        return False
+    if node.target is getattr and node.args[1] in _DESCRIBING:
+        return True
+    sources = node.all_input_nodes
+    return node.target in _ARITHMETIC and bool(sources) and all(map(is_number, sources))

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.schedules import published
+from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
+from gpipe_bench.experiments.schedules import at_costs, published
 from gpipe_bench.experiments.schedules.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.entry import Entry
@@ -32,6 +33,12 @@ def cases(options: RunOptions) -> list[Case]:
             Case({"part": GRID, "num_workers": workers}, GRID_S[workers])
             for workers in STAGES[options.profile]
         ),
+        *(
+            Case({"part": at_costs.PART, "model": model, "num_microbatches": number}, seconds)
+            for model in SUBJECTS
+            for number, seconds in at_costs.SECONDS[options.profile].items()
+            if not smoke or model == "transformer"
+        ),
     ]
 
 
@@ -39,6 +46,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
     match case.key["part"]:
         case published.PUBLISHED:
             return published.run(case.key)
+        case at_costs.PART:
+            return at_costs.run(
+                str(case.key["model"]), options.profile, int(str(case.key["num_microbatches"]))
+            )
     from gpipe_bench.experiments.schedules.grid import quantities
 
     return Outcome(tuple(quantities(int(str(case.key["num_workers"])))))

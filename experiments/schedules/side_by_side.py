@@ -38,7 +38,7 @@ WORDS = "Transformer-14, width 384, 2 sequences of 64 tokens per micro-batch"
 ROUNDS: dict[tuple[str, int], dict[str, int]] = {
     ("never", 2): {"smoke": 1, "short": 20, "full": 40},
     ("never", 4): {"smoke": 0, "short": 12, "full": 30},
-    ("never", 8): {"smoke": 0, "short": 7, "full": 20},
+    ("never", 8): {"smoke": 0, "short": 6, "full": 20},
     ("always", 2): {"smoke": 1, "short": 30, "full": 60},
     ("always", 4): {"smoke": 0, "short": 18, "full": 40},
 }
@@ -58,7 +58,7 @@ TARGETS: dict[tuple[str, str], dict[int, float]] = {
 
 def keys(profile: str) -> list[tuple[dict[str, Scalar], float]]:
     """The cases and how long each takes."""
-    seconds = {"smoke": 8.0, "short": 200.0, "full": 500.0}[profile]
+    seconds = {"smoke": 6.0, "short": 150.0, "full": 500.0}[profile]
     return [
         ({"part": PART, "remat": remat, "num_microbatches": number}, seconds)
         for (remat, number), rounds in ROUNDS.items()

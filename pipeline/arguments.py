@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -16,6 +15,7 @@ from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argu
 from gpipe_bench.pipeline.memory.cost import layer_costs
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.ranks.network import Network
 from gpipe_bench.pipeline.stage.microbatch import Tree
 
 Device = torch.device | str
@@ -155,16 +155,16 @@ def refuse_split_ties(
                     )
 
 
-def worker_of(group: dist.ProcessGroup, schedule: Schedule) -> int:
+def worker_of(network: Network, schedule: Schedule) -> int:
     """The worker that this process is: its rank in the group, which has one for each worker."""
-    size = dist.get_world_size(group)
+    size = network.size
     if size != schedule.num_workers:
         holders = "workers" if schedule.placement else "stages"
         raise ValueError(
             f"the process group has {size} ranks for {schedule.num_workers} {holders}; it needs one rank per "
             f"{holders[:-1]}"
         )
-    rank = dist.get_rank(group)
+    rank = network.rank
     if rank < 0:
         raise ValueError(
             "this process is not in the process group; build the pipeline on the group's ranks only"

@@ -35,6 +35,7 @@ __all__ = [
     "pinned",
     "record_stream",
     "reset_peak",
+    "select",
     "synchronize",
     "total_memory_bytes",
     "using",
@@ -98,6 +99,12 @@ def on(device: torch.device) -> AbstractContextManager[None]:
     if not is_accelerator(device) or device.index is None:
         return _NOTHING
     return cast("AbstractContextManager[None]", torch.accelerator.device_index(device.index))
+
+
+def select(device: torch.device) -> None:
+    """Makes an accelerator the process's current device from here on."""
+    if is_accelerator(device) and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
 
 
 # What runs behind the host

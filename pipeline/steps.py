@@ -95,6 +95,7 @@ class Steps:
                     loss_fn=loss_fn,
                     shares=tuple(size / plan.examples for size in sizes(plan.examples, num_microbatches)),
                 )
+            observe = engine.on_their_devices(self._stages, observe)
             engine.run(self._programs[training], self._transport, self._clocks[training], observe)
             last = self._stages.get(self._schedule.num_stages - 1)
             loss = None

@@ -23,7 +23,8 @@ _TAG = 2**29
 class Loss:
     """One rank's part in passing the loss along `chain`; the rank that has it comes first.
 
-    `behind` are the receivers whose receives are posted before that of the loss.
+    `behind` are the receivers whose receives are posted before that of the loss. `early` allows to post it
+    before the step ends, which an accelerator must not: the loss needs all actions of its rank.
     """
 
     def __init__(
@@ -34,8 +35,11 @@ class Loss:
         chain: Sequence[int],
         device: torch.device,
         behind: Sequence[Receiver],
+        *,
+        early: bool = True,
     ) -> None:
         self._connection, self._control, self._device = connection, control, device
+        self._early = early
         position = chain.index(rank)
         self._source = chain[position - 1] if position else None
         self._target = chain[position + 1] if position + 1 < len(chain) else None
@@ -45,7 +49,11 @@ class Loss:
         self._work: Work | None = None
 
     def post(self, form: Form | None) -> None:
-        """Posts the receive, once, if the form is known and those before it are posted."""
+        """Posts the receive, once, if it may be early, the form is known and those before it are posted."""
+        if self._early:
+            self._post(form)
+
+    def _post(self, form: Form | None) -> None:
         source = self._source
         if source is None or form is None or self._work is not None:
             return
@@ -63,7 +71,7 @@ class Loss:
             assert self._source is not None
             if agreement.loss is None:
                 (agreement.loss,) = self._control.receive_outline(self._source, Of.LOSS, None).forms
-            self.post(agreement.loss)
+            self._post(agreement.loss)
             assert self._work is not None
             assert self._buffer is not None
             self._connection.wait(self._work, None, self._source)

@@ -15,7 +15,6 @@ from gpipe_bench.experiments.schedules.grid import GENERATED, GENERATED_V, NAMES
 from gpipe_bench.experiments.schedules.stage_costs import StageCosts, measure, profiles_of
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.record import Quantity, Scalar
-from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.generator import generate
@@ -96,11 +95,14 @@ def run(name: str, profile: str, num_microbatches: int) -> Outcome:
 
 
 def of_cell(cell: Cell, layers: Sequence[LayerProfile], loss: LayerProfile) -> Iterator[Quantity]:
-    """Step, bubble and, where the model of memory knows the schedule, peak of each schedule."""
+    """Step, bubble and peak of each schedule."""
+    from gpipe_bench.pipeline.memory.workers import peak_bytes, stage_footprints
+
     for name in NAMES:
         costs = cell.costs_of(name)
         if costs is None:
             continue
+        footprints = stage_footprints(layers, loss, costs.partition)
         for remat in REMATS:
             schedule = cell.schedule(name, remat, costs)
             timeline = replay(schedule, costs.seconds)
@@ -110,21 +112,8 @@ def of_cell(cell: Cell, layers: Sequence[LayerProfile], loss: LayerProfile) -> I
             step_ms = 1e3 * timeline.makespan_s
             yield Quantity(name="step", key=key, value=step_ms, unit="ms", provenance="replayed")
             yield Quantity(name="bubble", key=key, value=timeline.bubble, unit="ratio", provenance="replayed")
-            peak = peak_bytes(layers, loss, costs.partition, schedule)
-            if peak is not None:
-                yield Quantity(
-                    name="peak memory", key=key, value=peak / MIB, unit="MiB", provenance="modelled",
-                    note="of the fullest worker; plain SGD",
-                )  # fmt: skip
-
-
-def peak_bytes(
-    layers: Sequence[LayerProfile], loss: LayerProfile, stages: Partition, schedule: Schedule
-) -> int | None:
-    """Of the fullest worker."""
-    from gpipe_bench.pipeline.memory.workers import worker_memory
-    from gpipe_bench.pipeline.plan.schedule import Kind
-
-    if any(action.kind is Kind.I for action in schedule):
-        return None
-    return max(memory.peak for memory in worker_memory(layers, loss, stages, schedule, OPTIMIZER))
+            peak = max(peak_bytes(footprints, schedule, OPTIMIZER, receive_ahead=1))
+            yield Quantity(
+                name="peak memory", key=key, value=peak / MIB, unit="MiB", provenance="modelled",
+                note="of the fullest worker; plain SGD",
+            )  # fmt: skip

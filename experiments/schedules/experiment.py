@@ -2,8 +2,8 @@
 
 Expected: published bubble rates follow to the last digit from the times that are printed with them; at equal
 costs zero bubble in a V needs the least time, V-Min the least memory without recomputation, and
-re-materialization with the weights' gradients put off comes near a step without it. About twenty minutes on two
-laptop cores, which should have nothing else to do:
+re-materialization with the weights' gradients put off comes near a step without it. About twenty minutes on
+two laptop cores, which should have nothing else to do:
 
     python -m experiments run schedules
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
-from gpipe_bench.experiments.schedules import at_costs, published, side_by_side
+from gpipe_bench.experiments.schedules import at_costs, grid, published, side_by_side
 from gpipe_bench.experiments.schedules.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.entry import Entry
@@ -53,9 +53,9 @@ def run(case: Case, options: RunOptions) -> Outcome:
             )
         case side_by_side.PART:
             return side_by_side.run(case.key, options)
-    from gpipe_bench.experiments.schedules.grid import quantities
-
-    return Outcome(tuple(quantities(int(str(case.key["num_workers"])))))
+    workers = int(str(case.key["num_workers"]))
+    kept = {"timelines": grid.charts(workers)} if workers == grid.CHART_WORKERS else {}
+    return Outcome(tuple(grid.quantities(workers)), kept)
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:

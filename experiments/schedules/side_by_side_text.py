@@ -58,10 +58,10 @@ def _notes(records: Sequence[Record]) -> str:
     return "\n".join(
         [
             f"{model}float32, one thread per process.",
-            "All schedules train the same layers; those of one name have the same stages. Before and after the",
-            "timing all gradients were the plain model's. Ratios are formed round by round; control: 1F1B's (or",
-            "GPipe's) first sample of a round over its second, and where its interval excludes 1 nothing is",
-            "judged. `interleaved zero bubble` runs torch's own rows here; `generated` are rows for the stages'",
-            "times as measured in the same run; `gpipe, W put off` keeps two graphs alive instead of one.",
+            "All schedules train the same layers; those of one name have the same stages. Before and after",
+            "the timing all gradients were the plain model's. Ratios are formed round by round; control:",
+            "1F1B's (or GPipe's) first sample of a round over its second, and where its interval excludes 1",
+            "nothing is judged. `interleaved zero bubble` runs torch's own rows here; `generated` are rows",
+            "for the stages' times as measured in the same run; `gpipe, W put off` keeps two graphs alive.",
         ]
     )

@@ -126,6 +126,6 @@ def profiles_of(name: str, profile: str, size: int) -> tuple[tuple[LayerProfile,
     with torch.device("meta"):
         model = MODELS[subject.model](**options)
     inputs, target = example_batch(subject.model, size, device="meta", **options)
-    return Profiler().model(
+    return Profiler(split_backward=True).model(
         model, loss_fn(subject.model, **options), Boundary.of(inputs), Boundary.of(target)
     )

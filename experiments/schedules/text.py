@@ -81,7 +81,7 @@ def _at_costs(record: Record, remat: str) -> str:
         title=(
             f"{record.details['title']} ({record.details['scale'] or 'full size'}), M = {count}\n"
             f"  {HOW[remat]}; step and bubble replayed with the stages' measured times,\n"
-            "  MiB of the fullest worker modelled (- where the model of memory does not know the schedule);\n"
+            "  MiB of the fullest worker modelled;\n"
             f"  a split backward takes {min(split):.2f} to {max(split):.2f} times a whole one (measured)"
         ),
         columns=headers,

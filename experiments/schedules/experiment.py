@@ -2,8 +2,8 @@
 
 Expected: published bubble rates follow to the last digit from the times that are printed with them; at equal
 costs zero bubble in a V needs the least time, V-Min the least memory without recomputation, and
-re-materialization with the weights' gradients put off comes near a step without it. About ten minutes on two
-laptop cores, which should have nothing else to do:
+re-materialization with the weights' gradients put off comes near a step without it. About twenty minutes on
+two laptop cores, which should have nothing else to do:
 
     python -m experiments run schedules
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.schedules import published
+from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
+from gpipe_bench.experiments.schedules import at_costs, grid, published, side_by_side
 from gpipe_bench.experiments.schedules.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.entry import Entry
@@ -32,6 +33,13 @@ def cases(options: RunOptions) -> list[Case]:
             Case({"part": GRID, "num_workers": workers}, GRID_S[workers])
             for workers in STAGES[options.profile]
         ),
+        *(
+            Case({"part": at_costs.PART, "model": model, "num_microbatches": number}, seconds)
+            for model in SUBJECTS
+            for number, seconds in at_costs.SECONDS[options.profile].items()
+            if not smoke or model == "transformer"
+        ),
+        *(Case(key, seconds) for key, seconds in side_by_side.keys(options.profile)),
     ]
 
 
@@ -39,9 +47,15 @@ def run(case: Case, options: RunOptions) -> Outcome:
     match case.key["part"]:
         case published.PUBLISHED:
             return published.run(case.key)
-    from gpipe_bench.experiments.schedules.grid import quantities
-
-    return Outcome(tuple(quantities(int(str(case.key["num_workers"])))))
+        case at_costs.PART:
+            return at_costs.run(
+                str(case.key["model"]), options.profile, int(str(case.key["num_microbatches"]))
+            )
+        case side_by_side.PART:
+            return side_by_side.run(case.key, options)
+    workers = int(str(case.key["num_workers"]))
+    kept = {"timelines": grid.charts(workers)} if workers == grid.CHART_WORKERS else {}
+    return Outcome(tuple(grid.quantities(workers)), kept)
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:

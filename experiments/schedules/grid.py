@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from gpipe_bench.harness.records.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
@@ -17,6 +18,7 @@ from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.schedules.placement import vee
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
+CHART_WORKERS = 4  # of the charts that are kept
 REMATS = ("never", "always")
 TIMES = (1, 2, 4)  # M as a multiple of K
 GENERATED = "generated"
@@ -95,3 +97,14 @@ def quantities(num_workers: int) -> Iterator[Quantity]:
                     ("graphs alive", found.alive, "number"),
                 ):
                     yield Quantity(name=what, key=key, value=value, unit=unit, provenance="replayed")
+
+
+def charts(num_workers: int) -> dict[str, dict[str, Any]]:
+    """Timelines of all schedules for M = 2K, by re-materialization and name."""
+    return {
+        remat: {
+            name: in_slots(schedule_of(name, num_workers, 2 * num_workers, remat)).to_data()
+            for name in WITHOUT_NAIVE
+        }
+        for remat in REMATS
+    }

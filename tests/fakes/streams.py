@@ -26,11 +26,11 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.happens_before import HOST, Buffer, Fault, History, Kind, Mark
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from fakes.happens_before import HOST, Buffer, Fault, History, Kind, Mark
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.memory.tracker import tensors_in
 from gpipe_bench.pipeline.plan.schedule import Action

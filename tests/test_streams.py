@@ -9,6 +9,7 @@ planted in what it looks at.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,6 +132,28 @@ def test_a_batch_that_is_on_a_device_is_taken_from_there() -> None:
             batch, target = (tensor.to(fake.devices[home]) for tensor in mlp_batch(8))
             two_steps(fake, pipeline_of(fake, schedule, seeded(mlp)), (batch, target))
         assert not fake.history.faults
+
+
+def test_a_micro_batch_lives_no_longer_than_its_backward() -> None:
+    """All inputs are sent at once, but 1F1B is done with the first ones early."""
+    fake = FakeAccelerator(2)
+    alive: list[int] = []
+    taken: list[weakref.ref[Any]] = []
+
+    class Look(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            taken.append(weakref.ref(x.untyped_storage()))
+            alive.append(sum(reference() is not None for reference in taken))
+            return x
+
+    layers = nn.Sequential(Look(), nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    with fake.opened():
+        pipeline = Pipeline(
+            layers, num_stages=2, num_microbatches=8, schedule="1f1b", remat="never", devices=fake.devices
+        )
+        pipeline.step(*mlp_batch(8), mse_loss)
+    assert len(alive) == 8
+    assert max(alive) == 2
 
 
 def test_a_copied_transport_opens_streams_of_its_own() -> None:

@@ -6,7 +6,7 @@ Here a dispatch mode sees the result of every operation and counts each *storage
 that made it until its last reference dies (storages keep their Python object, so a weak reference tells).
 
 What it does not see: workspaces that a kernel allocates and frees inside one operation, allocator rounding
-and fragmentation. On a GPU `torch.cuda.max_memory_allocated` is the check for those.
+and fragmentation. On a GPU its allocator (`devices.peak_bytes`) is the check for those.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ by the device where it is first used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -20,27 +20,35 @@ Batch = TypeVar("Batch", bound=Tree | None)  # None: there is no target
 
 
 class Arriving:
-    """Micro-batches on their way to `device`; taking one makes the device wait for it."""
+    """Micro-batches on their way to `device`; taking one makes the device wait for it.
 
-    def __init__(self, trees: Sequence[Tree], device: torch.device, transfers: Transfers, what: str) -> None:
-        self._device, self._transfers = device, transfers
-        self._parts: list[tuple[tuple[Tensor, ...], tuple[Mark, ...], Structure]] = []
-        for tree in trees:
+    What is taken `once` lives from then on as long as who has taken it wants.
+    """
+
+    def __init__(
+        self, trees: Iterable[Tree], device: torch.device, transfers: Transfers, what: str, *, once: bool
+    ) -> None:
+        self._device, self._transfers, self._once = device, transfers, once
+        self._parts: dict[int, tuple[tuple[Tensor, ...], tuple[Mark, ...], Structure]] = {}
+        for microbatch, tree in enumerate(trees):
             tensors, structure = flatten(tree, what)
-            self._parts.append((*transfers.send(tensors, device), structure))
+            self._parts[microbatch] = (*transfers.send(tensors, device), structure)
 
     def __getitem__(self, microbatch: int) -> Tree:
         tensors, marks, structure = self._parts[microbatch]
+        if self._once:
+            del self._parts[microbatch]
         self._transfers.receive(tensors, marks, self._device)
         return unflatten(tensors, structure)
 
 
 def deliver(
-    trees: Sequence[Batch], device: torch.device, transfers: Transfers, what: str
+    trees: Sequence[Batch], device: torch.device, transfers: Transfers, what: str, *, once: bool = False
 ) -> Sequence[Batch] | Arriving:
     """The micro-batches on `device`; as they are where all of them are there, or there are none."""
     for tree in trees:
         for tensor in () if tree is None else tensors_of(tree, what):
             if tensor.device != device:
-                return Arriving([tree for tree in trees if tree is not None], device, transfers, what)
+                found = (tree for tree in trees if tree is not None)
+                return Arriving(found, device, transfers, what, once=once)
     return trees

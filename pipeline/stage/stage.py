@@ -100,7 +100,7 @@ class Stage:
         self._training = training
         self.statistics.begin()
         self._buffers.begin(loss_fn)
-        self._feed = deliver(feed, self.device, self._transfers, "the mini-batch")
+        self._feed = deliver(feed, self.device, self._transfers, "the mini-batch", once=True)
         self._shares, self._scaler = shares, scaler
         self.losses, self.outputs = [], [None] * (num_microbatches if self.is_last else 0)
         self._check_parameters()

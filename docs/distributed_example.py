@@ -47,6 +47,7 @@ def main() -> None:
             optimizer.zero_grad()
             if dist.get_rank() == 0 and step % 10 == 9:
                 print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
+        pipeline.close()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Board:
         self.broken: StoreError | None = None
         self.on_get: Callable[[], None] = lambda: None
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str, limit_s: float = 1.0) -> None:
         self._check()
         self._values[key] = value.encode()
 

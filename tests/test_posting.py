@@ -58,7 +58,8 @@ class Walk:
             pass
 
     def advance(self, worker: int) -> bool:
-        self.post(worker)
+        if self.post(worker):
+            return True
         row, position = self.rows[worker], self.position[worker]
         if position == len(row) or (worker == self.frozen and position == self.stop):
             return False
@@ -119,7 +120,8 @@ class Walk:
         self.sent[channel] += 1
         self.calls[worker] += 1
 
-    def post(self, worker: int) -> None:
+    def post(self, worker: int) -> bool:
+        before = sum(self.posted.values())
         for channel, queue in self.queues.items():
             if channel[1] != worker:
                 continue
@@ -130,6 +132,7 @@ class Walk:
                 if m not in self.slotted[stage, channel[2]] or self.calls[worker] < after:
                     break
                 self.posted[channel] += 1
+        return sum(self.posted.values()) > before
 
     def is_held_up(self, channel: tuple[int, int, bool]) -> bool:
         if not self.training and self.schedule.placement:

@@ -35,10 +35,11 @@ class Heartbeats:
         `StoreError` if the store cannot be asked.
         """
         self._count += 1
-        self._store.set(_key(self._rank), str(self._count))
+        # A busy process, of this rank or of the store, is no reason to give up sooner.
+        self._store.set(_key(self._rank), str(self._count), self._limit_s)
         if self._watched == self._rank:
             return None
-        now_s, heard = self._now(), self._store.get(_key(self._watched))
+        now_s, heard = self._now(), self._store.get(_key(self._watched), self._limit_s)
         if heard == _LEFT.encode():
             self._watched = (self._watched + 1) % self._size
             self._heard, self._heard_s = None, now_s

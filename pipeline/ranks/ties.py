@@ -123,4 +123,7 @@ class Ties:
             with contextlib.suppress(StoreError):  # its host may have ended already
                 self._heartbeats.leave()
         for connection in self._connections:
-            connection.close()
+            if self.noticed:
+                connection.cut()  # most of them once more
+            else:
+                connection.close()

@@ -1,0 +1,170 @@
+"""What a rank asks of real NCCL, how ranks meet, and their signs of life: without a network."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_failure import Board
+
+from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline.plan.schedule import channels, gpipe
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.ranks.heartbeats import Heartbeats
+from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, nccl_options, unreachable
+from gpipe_bench.pipeline.ranks.store import bounded
+from gpipe_bench.pipeline.ranks.warm_up import meetings
+
+DUPLICATE = """\
+NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN)
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000
+"""
+
+
+def test_the_last_line_of_nccl_is_kept() -> None:
+    found = unreachable(None, 1, RuntimeError(DUPLICATE))
+    assert found.cause == (
+        "NCCL does not reach rank 1: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+    )
+    assert not found.timed_out
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "timed_out"),
+    [
+        ("[place.cc:3] Timed out waiting 20ms", "rank 2 did not answer: Timed out waiting 20ms", True),
+        ("[place.cc:3] Closed by peer. This is typically", "rank 2 disappeared: Closed by peer", False),
+        ("", "rank 2 disappeared: RuntimeError", False),
+    ],
+)
+def test_what_else_a_network_says(text: str, cause: str, timed_out: bool) -> None:
+    found = unreachable(None, 2, RuntimeError(text))
+    assert (found.cause, found.timed_out) == (cause, timed_out)
+
+
+@pytest.mark.parametrize("config", [SimpleNamespace(max_ctas=None), SimpleNamespace(), None])
+def test_kernels_take_few_thread_blocks_where_torch_can_say_so(config: object) -> None:
+    made = SimpleNamespace() if config is None else SimpleNamespace(config=config)
+    nccl = SimpleNamespace(Options=lambda *, is_high_priority_stream: made)
+    options = nccl_options(nccl, timedelta(seconds=3))
+    assert options._timeout == timedelta(seconds=3)
+    assert getattr(config, "max_ctas", 4) == 4
+    assert not hasattr(config, "max_ctas") or config.max_ctas == 4
+
+
+class Wire:
+    """A backend that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> None:
+        self.tensors += tensors
+
+    recv = send
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int16, torch.float32])
+def test_types_of_the_network_travel_as_they_are_and_others_as_bytes(dtype: torch.dtype) -> None:
+    wire = Wire()
+    connection = Connection(wire, 0, {}, frozenset({torch.float32}))
+    buffer = connection.buffer(Form((), (), dtype), 0, torch.device("cpu"))
+    connection.receive(buffer, 0, 0)
+    connection.send(buffer.flat, 0, 0)
+    for tensor in wire.tensors:
+        assert tensor.dtype == (torch.float32 if dtype == torch.float32 else torch.uint8)
+        assert tensor.numel() * tensor.element_size() == dtype.itemsize
+        assert tensor.data_ptr() == buffer.tensor.data_ptr()
+
+
+# Meetings
+
+
+def test_a_chain_meets_in_two_rounds_the_even_pairs_first() -> None:
+    rounds = [[{meeting[0].source, meeting[0].target} for meeting in turn] for turn in meetings(gpipe(5, 2))]
+    assert rounds == [[{0, 1}, {2, 3}], [{1, 2}, {3, 4}]]
+    assert meetings(gpipe(1, 2)) == []
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_pair_meets_once_on_every_way_and_nobody_twice_at_a_time(name: str) -> None:
+    for num_workers in (2, 3, 4):
+        schedule = named(name, num_workers, 4)
+        rounds = meetings(schedule)
+        for turn in rounds:
+            pairs = [{rank for each in meeting for rank in (each.source, each.target)} for meeting in turn]
+            assert all(len(pair) == 2 for pair in pairs)
+            assert len(set().union(*pairs)) == 2 * len(pairs)
+        greetings = [each for turn in rounds for meeting in turn for each in meeting]
+        assert len(greetings) == len(set(greetings))
+        found = {(each.source, each.target, each.way[0]) for each in greetings if each.way is not None}
+        assert found == set(channels(schedule))
+        assert all(each.way[1] == (each.target > each.source) for each in greetings if each.way is not None)
+        assert any(each.way is None for each in greetings) == bool(schedule.placement)
+
+
+def test_a_call_that_is_given_up_is_left_behind() -> None:
+    asked: list[int] = []
+
+    def given_up() -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    waiting = threading.Event()
+    with pytest.raises(TimeoutError):
+        bounded(waiting.wait, 600.0, given_up)
+    waiting.set()
+    assert bounded(lambda: 7, 600.0, lambda: False) == 7
+
+
+# Signs of life
+
+
+class Life:
+    """The heartbeats of some ranks over one store and one clock."""
+
+    def __init__(self, size: int) -> None:
+        self.now_s, self.board = 0.0, Board()
+        self.of_rank = [
+            Heartbeats(self.board, rank, size, limit_s=10.0, now=lambda: self.now_s) for rank in range(size)
+        ]
+
+    def pass_time(self, seconds: int, alive: set[int]) -> dict[int, ActionError]:
+        """What the living find out, looking once a second."""
+        found: dict[int, ActionError] = {}
+        for _ in range(seconds):
+            self.now_s += 1.0
+            for rank in sorted(alive):
+                if (error := self.of_rank[rank].beat()) is not None:
+                    found.setdefault(rank, error)
+        return found
+
+
+def test_ranks_that_live_are_not_missed() -> None:
+    assert Life(3).pass_time(100, {0, 1, 2}) == {}
+    assert Life(1).pass_time(100, {0}) == {}
+
+
+@pytest.mark.parametrize("first_s", [0, 5])
+def test_a_silent_rank_is_missed_by_the_one_before_it(first_s: int) -> None:
+    """Also one that has never been heard of."""
+    life = Life(3)
+    assert life.pass_time(first_s, {0, 1, 2}) == {}
+    assert life.pass_time(10, {0, 2}) == {}
+    found = life.pass_time(2, {0, 2})
+    assert {rank: (error.rank, error.cause) for rank, error in found.items()} == {
+        0: (1, "rank 1 disappeared: no sign of life for 10 s")
+    }
+
+
+def test_who_took_leave_is_not_missed_and_whoever_it_watched_is() -> None:
+    life = Life(3)
+    assert life.pass_time(5, {0, 1, 2}) == {}
+    life.of_rank[1].leave()
+    assert life.pass_time(20, {0, 2}) == {}
+    assert {rank: error.rank for rank, error in life.pass_time(12, {0}).items()} == {0: 2}

@@ -22,6 +22,7 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.arguments import (
     Device,
+    backend_of,
     costs_of,
     devices_of,
     named_layers,
@@ -76,6 +77,8 @@ class Pipeline(nn.Module):
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
         share_memory: whether ranks on one host exchange CPU tensors through memory that both map.
         transport: another in-process transport, such as `InProcess(copy=True)`.
+        compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
+            chooses that. What cannot be compiled runs as it is, and a warning says why.
 
     `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
     and pickled between two steps: the copy trains like the original and apart from it.
@@ -99,6 +102,7 @@ class Pipeline(nn.Module):
         timeout_s: float = 600.0,
         share_memory: bool = True,
         transport: Transport | None = None,
+        compile: bool | str = False,
     ) -> None:
         super().__init__()
         named = named_layers(layers)
@@ -125,6 +129,7 @@ class Pipeline(nn.Module):
                 self._modules[name] = layer if devices is None else layer.to(device)
         self.seed = seed
         self.group = group
+        self._backend = backend_of(compile)
         self._layer_names = tuple(name for name, _ in named)
         self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
@@ -155,6 +160,7 @@ class Pipeline(nn.Module):
                 is_last=index == self._schedule.num_stages - 1,
                 seed=self.seed,
                 gather=None if self._replicas is None else self._replicas.gather,
+                backend=self._backend,
             )
             for index in local
         }

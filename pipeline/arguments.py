@@ -16,6 +16,7 @@ from gpipe_bench.pipeline.memory.cost import layer_costs
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.ranks.network import Network
+from gpipe_bench.pipeline.stage.compiled import BACKEND
 from gpipe_bench.pipeline.stage.microbatch import Tree
 
 Device = torch.device | str
@@ -133,6 +134,18 @@ def _exact(device: Device) -> torch.device:
     if found.index is None and accelerators.is_accelerator(found):
         return accelerators.current(found.type)
     return found
+
+
+def backend_of(compile: bool | str) -> str | None:
+    """The backend of `torch.compile` for the layers; None where they are to run as they are."""
+    if isinstance(compile, bool):
+        return BACKEND if compile else None
+    known = torch.compiler.list_backends(exclude_tags=())
+    if compile not in known:
+        raise ValueError(
+            f"compile is {compile!r}; choose True, False or a backend that torch has here: {', '.join(known)}"
+        )
+    return compile
 
 
 def refuse_split_ties(

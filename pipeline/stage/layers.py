@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
 from gpipe_bench.pipeline.stage.inputs import Arriving
-from gpipe_bench.pipeline.stage.microbatch import Tree
+from gpipe_bench.pipeline.stage.microbatch import Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 
 Result = TypeVar("Result")
@@ -27,7 +28,8 @@ class LayerRunner:
     """Consecutive layers of the model, and the loss behind the last of them, on one device.
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are. `statistics` are those of these layers.
+    draws the same wherever the cuts are. `statistics` are those of these layers. With a `backend` of
+    `torch.compile` the layers are compiled (`compiled`).
     """
 
     def __init__(
@@ -38,13 +40,17 @@ class LayerRunner:
         device: torch.device,
         seed: int,
         statistics: Statistics,
+        backend: str | None = None,
     ) -> None:
         self.layers, self.first_layer = layers, first_layer
         self.device, self.seed, self.statistics = device, seed, statistics
         self._generators = Generators(device)
         self._draws = tuple(may_draw(layer) for layer in layers)
+        self._compiled = None if backend is None else compile_layers(layers, first_layer, backend)
+        # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
+        self.entering: tuple[bool, ...] | None = None
         # Each layer and its stream's key; None: draws nothing.
-        self._calls: tuple[tuple[nn.Module, int | None], ...] = ()
+        self._calls: tuple[tuple[Callable[..., Any], int | None], ...] = ()
         self._loss_key = 0
         self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
@@ -53,9 +59,10 @@ class LayerRunner:
     def begin(self, step: int, targets: Sequence[Tree | None] | Arriving, loss_fn: LossFn | None) -> None:
         """Prepares step number `step`, which numbers the random streams, under the autocast of the moment."""
         self._targets, self._loss_fn = targets, loss_fn
+        calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
         self._calls = tuple(
             (layer, layer_key(self.seed, step, self.first_layer + i) if draws else None)
-            for i, (layer, draws) in enumerate(zip(self.layers, self._draws, strict=True))
+            for i, (layer, draws) in enumerate(zip(calls, self._draws, strict=True))
         )
         self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers))
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
@@ -68,6 +75,8 @@ class LayerRunner:
         """The layers in order, each with its own random stream; the user's generators are given back
         untouched.
         """
+        if self._compiled is not None:
+            value = self._as_in_a_graph(value)
         generators = self._generators
         states: list[Tensor] | None = None
         forget_casts = self._autocast and not torch.is_grad_enabled()
@@ -89,7 +98,20 @@ class LayerRunner:
                 self.statistics.release()
             if forget_casts:
                 torch.clear_autocast_cache()
+        if self._compiled is not None and self.entering is None:
+            value = without_graph(value)
         return value
+
+    def _as_in_a_graph(self, value: Tree) -> Tree:
+        """The inputs saying what will need a gradient in the recomputation, which runs the same programs."""
+        needs_grad = self.entering or ()
+        if torch.is_grad_enabled() or not any(needs_grad):
+            return value
+        tensors, structure = flatten(value)
+        pairs = zip(tensors, needs_grad, strict=True)
+        return unflatten(
+            tuple([t.detach().requires_grad_() if needed else t for t, needed in pairs]), structure
+        )
 
     def loss(self, m: int, output: Tree) -> Tensor:
         """The mean loss of the micro-batch: one more layer, with a random stream of its own."""

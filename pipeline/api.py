@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.arguments import (
+    GRAPHS,
     Device,
     backend_of,
     costs_of,
@@ -39,6 +40,7 @@ from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.network import Network, network_of
 from gpipe_bench.pipeline.ranks.replicas import Replicas
+from gpipe_bench.pipeline.stage.graphed import refuse_graphs
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
 from gpipe_bench.pipeline.stage.stage import Stage
@@ -78,7 +80,8 @@ class Pipeline(nn.Module):
         share_memory: whether ranks on one host exchange CPU tensors through memory that both map.
         transport: another in-process transport, such as `InProcess(copy=True)`.
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
-            chooses that. What cannot be compiled runs as it is, and a warning says why.
+            chooses that. What cannot be compiled runs as it is, and a warning says why. "graphs" records what
+            a stage gives to a GPU and starts it at once (`stage.graphed`); never run on a GPU so far.
 
     `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
     and pickled between two steps: the copy trains like the original and apart from it.
@@ -129,7 +132,11 @@ class Pipeline(nn.Module):
                 self._modules[name] = layer if devices is None else layer.to(device)
         self.seed = seed
         self.group = group
-        self._backend = backend_of(compile)
+        self._backend = None if compile == GRAPHS else backend_of(compile)
+        self._graphs = compile == GRAPHS
+        if self._graphs:
+            recomputes = any(map(self._schedule.recomputes, range(num_microbatches)))
+            refuse_graphs(modules, recomputes)
         self._layer_names = tuple(name for name, _ in named)
         self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
@@ -161,6 +168,7 @@ class Pipeline(nn.Module):
                 seed=self.seed,
                 gather=None if self._replicas is None else self._replicas.gather,
                 backend=self._backend,
+                graphs=self._graphs,
             )
             for index in local
         }

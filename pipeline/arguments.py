@@ -20,6 +20,7 @@ from gpipe_bench.pipeline.stage.compiled import BACKEND
 from gpipe_bench.pipeline.stage.microbatch import Tree
 
 Device = torch.device | str
+GRAPHS = "graphs"  # instead of a backend: graphs of the device
 
 
 def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -143,7 +144,8 @@ def backend_of(compile: bool | str) -> str | None:
     known = torch.compiler.list_backends(exclude_tags=())
     if compile not in known:
         raise ValueError(
-            f"compile is {compile!r}; choose True, False or a backend that torch has here: {', '.join(known)}"
+            f"compile is {compile!r}; choose True, False, {GRAPHS!r} or a backend that torch has here: "
+            f"{', '.join(known)}"
         )
     return compile
 

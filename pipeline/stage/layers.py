@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
+from gpipe_bench.pipeline.stage.graphed import GraphedLayers
 from gpipe_bench.pipeline.stage.inputs import Arriving
 from gpipe_bench.pipeline.stage.microbatch import Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
@@ -29,7 +30,7 @@ class LayerRunner:
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `statistics` are those of these layers. With a `backend` of
-    `torch.compile` the layers are compiled (`compiled`).
+    `torch.compile` the layers are compiled (`compiled`), with `graphs` recorded (`graphed`).
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class LayerRunner:
         seed: int,
         statistics: Statistics,
         backend: str | None = None,
+        graphs: bool = False,
     ) -> None:
         self.layers, self.first_layer = layers, first_layer
         self.device, self.seed, self.statistics = device, seed, statistics
         self._generators = Generators(device)
         self._draws = tuple(may_draw(layer) for layer in layers)
         self._compiled = None if backend is None else compile_layers(layers, first_layer, backend)
+        self._graphs = GraphedLayers(layers, device) if graphs else None
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
         # Each layer and its stream's key; None: draws nothing.
@@ -60,6 +63,8 @@ class LayerRunner:
         """Prepares step number `step`, which numbers the random streams, under the autocast of the moment."""
         self._targets, self._loss_fn = targets, loss_fn
         calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
+        if self._graphs is not None:
+            self._graphs.begin()
         self._calls = tuple(
             (layer, layer_key(self.seed, step, self.first_layer + i) if draws else None)
             for i, (layer, draws) in enumerate(zip(calls, self._draws, strict=True))
@@ -77,6 +82,8 @@ class LayerRunner:
         """
         if self._compiled is not None:
             value = self._as_in_a_graph(value)
+        if self._graphs is not None and (found := self._graphs(value)) is not None:
+            return found
         generators = self._generators
         states: list[Tensor] | None = None
         forget_casts = self._autocast and not torch.is_grad_enabled()

@@ -34,7 +34,7 @@ class Stage:
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
-    `torch.compile`, for layers that shall be compiled.
+    `torch.compile`, for layers that shall be compiled; `graphs` runs them as graphs of the device.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Stage:
         seed: int = 0,
         gather: Gather | None = None,
         backend: str | None = None,
+        graphs: bool = False,
     ) -> None:
         self.index, self.device, self.seed = index, device, seed
         self.is_first, self.is_last = index == 0, is_last
@@ -58,7 +59,13 @@ class Stage:
         self.outputs: list[Tree | None] = []  # of each micro-batch, on the last stage, when there is no loss
         self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
         self._runner = LayerRunner(
-            self.layers, first_layer, device=device, seed=seed, statistics=self.statistics, backend=backend
+            self.layers,
+            first_layer,
+            device=device,
+            seed=seed,
+            statistics=self.statistics,
+            backend=backend,
+            graphs=graphs,
         )
         self._parameters = tuple(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
         self._trainable: tuple[bool, ...] = ()

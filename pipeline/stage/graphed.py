@@ -41,7 +41,6 @@ class DeviceRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        self._pool = self._module.graph_pool_handle()
 
     def warm_up(self, call: Callable[[], object]) -> None:
         stream, current = devices.new_stream(self._device), devices.current_stream(self._device)
@@ -53,7 +52,7 @@ class DeviceRecorder:
 
     def record(self, call: Callable[[], Tensors]) -> tuple[Tensors, Callable[[], None]]:
         graph = self._module.CUDAGraph()
-        # Slots share no pool: each lives on its own from forward to backward.
+        # In a pool of its own: what the forward keeps must outlive other recordings.
         with self._module.graph(graph, capture_error_mode="thread_local"):
             found = call()
         return found, graph.replay
@@ -107,9 +106,9 @@ class Slot:
             record.warm_up(self._both)
             outputs, self.replay_forward = record.record(self._forward)
             self.outputs = tuple([t for t in outputs if t is not None])
-            self._gradients = tuple([torch.zeros_like(t) for t in self._live if t.requires_grad])
+            self._gradients = self._empty_gradients()
             self.results, self.replay_backward = record.record(self._backward)
-        self.needs_grad = tuple([t.requires_grad for t in self._live])
+        self.needs_grad = self._needs_grad()
         self._live = ()
 
     def _forward(self) -> Tensors:
@@ -122,8 +121,14 @@ class Slot:
 
     def _both(self) -> None:
         self._forward()
-        self._gradients = tuple([torch.zeros_like(t) for t in self._live if t.requires_grad])
+        self._gradients = self._empty_gradients()
         self._backward()
+
+    def _empty_gradients(self) -> tuple[Tensor, ...]:
+        return tuple([torch.zeros_like(t) for t in self._live if t.requires_grad])
+
+    def _needs_grad(self) -> tuple[bool, ...]:
+        return tuple([t.requires_grad for t in self._live])
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Outputs of a micro-batch, in memory of their own."""

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.arguments import (
+    GRAPHS,
     Device,
+    backend_of,
     costs_of,
     devices_of,
     named_layers,
@@ -41,6 +43,7 @@ from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.network import Network, network_of
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
+from gpipe_bench.pipeline.stage.graphed import refuse_graphs
 from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
@@ -82,6 +85,9 @@ class Pipeline(nn.Module):
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
         share_memory: whether ranks on one host exchange CPU tensors through memory that both map.
         transport: another in-process transport, such as `InProcess(copy=True)`.
+        compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
+            chooses that. What cannot be compiled runs as it is, and a warning says why. "graphs" records what
+            a stage gives to a GPU and starts it at once (`stage.graphed`); never run on a GPU so far.
 
     `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
     and pickled between two steps: the copy trains like the original and apart from it.
@@ -105,6 +111,7 @@ class Pipeline(nn.Module):
         timeout_s: float = 600.0,
         share_memory: bool = True,
         transport: Transport | None = None,
+        compile: bool | str = False,
     ) -> None:
         super().__init__()
         named = named_layers(layers)
@@ -132,6 +139,11 @@ class Pipeline(nn.Module):
                 self._layers[name] = layer if devices is None else layer.to(device)
         self.seed = seed
         self.group = group
+        self._backend = None if compile == GRAPHS else backend_of(compile)
+        self._graphs = compile == GRAPHS
+        if self._graphs:
+            recomputes = any(map(self._schedule.recomputes, range(num_microbatches)))
+            refuse_graphs(modules, recomputes)
         self._layer_names = tuple(name for name, _ in named)
         self._keywords = Keywords.of_all(modules)
         if isinstance(layers, OwnLayers):
@@ -167,6 +179,8 @@ class Pipeline(nn.Module):
                 is_last=index == self._schedule.num_stages - 1,
                 seed=self.seed,
                 gather=None if self._replicas is None else self._replicas.gather,
+                backend=self._backend,
+                graphs=self._graphs,
             )
             for index in local
         }

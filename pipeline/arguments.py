@@ -17,9 +17,11 @@ from gpipe_bench.pipeline.model.own_layers import OwnLayers
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.ranks.network import Network
+from gpipe_bench.pipeline.stage.compiled import BACKEND
 from gpipe_bench.pipeline.stage.microbatch import Tree
 
 Device = torch.device | str
+GRAPHS = "graphs"  # instead of a backend: graphs of the device
 
 
 def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -137,6 +139,19 @@ def _exact(device: Device) -> torch.device:
     if found.index is None and accelerators.is_accelerator(found):
         return accelerators.current(found.type)
     return found
+
+
+def backend_of(compile: bool | str) -> str | None:
+    """The backend of `torch.compile` for the layers; None where they are to run as they are."""
+    if isinstance(compile, bool):
+        return BACKEND if compile else None
+    known = torch.compiler.list_backends(exclude_tags=())
+    if compile not in known:
+        raise ValueError(
+            f"compile is {compile!r}; choose True, False, {GRAPHS!r} or a backend that torch has here: "
+            f"{', '.join(known)}"
+        )
+    return compile
 
 
 def refuse_split_ties(

@@ -119,6 +119,10 @@ STEPS: tuple[Step, ...] = (
         (1.5, 4.0), 25.0, "table3", {"part": "steps", "model": "transformer"},
         {"part": "steps", "model": "transformer"},
     ),
+    _script(
+        "compiled", "a Transformer's step with compiled layers beside the plain one",
+        (1.0, 4.0), 8.0, "compiled_step",
+    ),
     _experiment(
         "table2-transformer-fixed", "Table 2's Transformer-48 at one mini-batch; K=2, M=1 may find no room",
         (3.0, 9.0), 71.0, "table2", {"model": "transformer", "batch": "fixed"},

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
+from gpipe_bench.pipeline.stage.graphed import GraphedLayers
 from gpipe_bench.pipeline.stage.inputs import Arriving
 from gpipe_bench.pipeline.stage.keywords import Keywords
-from gpipe_bench.pipeline.stage.microbatch import Tree
+from gpipe_bench.pipeline.stage.microbatch import Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 
 Result = TypeVar("Result")
@@ -28,7 +30,8 @@ class LayerRunner:
     """Consecutive layers of the model, and the loss behind the last of them, on one device.
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are. `statistics` are those of these layers.
+    draws the same wherever the cuts are. `statistics` are those of these layers. With a `backend` of
+    `torch.compile` the layers are compiled (`compiled`), with `graphs` recorded (`graphed`).
     """
 
     def __init__(
@@ -39,14 +42,20 @@ class LayerRunner:
         device: torch.device,
         seed: int,
         statistics: Statistics,
+        backend: str | None = None,
+        graphs: bool = False,
     ) -> None:
         self.layers, self.first_layer = layers, first_layer
         self.device, self.seed, self.statistics = device, seed, statistics
         self._generators = Generators(device)
         self._draws = tuple(may_draw(layer) for layer in layers)
         self._keywords = tuple(Keywords.of(layer) for layer in layers)
+        self._compiled = None if backend is None else compile_layers(layers, first_layer, backend)
+        self._graphs = GraphedLayers(layers, device) if graphs else None
+        # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
+        self.entering: tuple[bool, ...] | None = None
         # Each layer, its stream's key (None: draws nothing) and its keyword arguments.
-        self._calls: tuple[tuple[nn.Module, int | None, Mapping[str, Any] | None], ...] = ()
+        self._calls: tuple[tuple[Callable[..., Any], int | None, Mapping[str, Any] | None], ...] = ()
         self._loss_key = 0
         self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
@@ -64,16 +73,22 @@ class LayerRunner:
         Each layer is given what its `forward` has a name for of the `shared` arguments.
         """
         self._targets, self._loss_fn = targets, loss_fn
+        calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
+        if self._graphs is not None:
+            self._graphs.begin()
         self._calls = tuple(
             (
                 layer,
                 layer_key(self.seed, step, self.first_layer + i) if draws else None,
                 (shared and keywords.select(shared)) or None,
             )
-            for i, (layer, draws, keywords) in enumerate(
-                zip(self.layers, self._draws, self._keywords, strict=True)
-            )
+            for i, (layer, draws, keywords) in enumerate(zip(calls, self._draws, self._keywords, strict=True))
         )
+        if self._graphs is not None and any(keywords for _, _, keywords in self._calls):
+            raise ValueError(
+                "compile='graphs' records calls without keyword arguments; pass what is in shared with the "
+                "mini-batch, or use compile=True"
+            )
         self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers))
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
 
@@ -85,6 +100,10 @@ class LayerRunner:
         """The layers in order, each with its own random stream; the user's generators are given back
         untouched.
         """
+        if self._compiled is not None:
+            value = self._as_in_a_graph(value)
+        if self._graphs is not None and (found := self._graphs(value)) is not None:
+            return found
         generators = self._generators
         states: list[Tensor] | None = None
         forget_casts = self._autocast and not torch.is_grad_enabled()
@@ -106,7 +125,20 @@ class LayerRunner:
                 self.statistics.release()
             if forget_casts:
                 torch.clear_autocast_cache()
+        if self._compiled is not None and self.entering is None:
+            value = without_graph(value)
         return value
+
+    def _as_in_a_graph(self, value: Tree) -> Tree:
+        """The inputs saying what will need a gradient in the recomputation, which runs the same programs."""
+        needs_grad = self.entering or ()
+        if torch.is_grad_enabled() or not any(needs_grad):
+            return value
+        tensors, structure = flatten(value)
+        pairs = zip(tensors, needs_grad, strict=True)
+        return unflatten(
+            tuple([t.detach().requires_grad_() if needed else t for t, needed in pairs]), structure
+        )
 
     def loss(self, m: int, output: Tree) -> Tensor:
         """The mean loss of the micro-batch: one more layer, with a random stream of its own."""

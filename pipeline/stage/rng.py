@@ -76,6 +76,16 @@ def may_draw(layer: nn.Module) -> bool:
     return False
 
 
+def surely_draws(layer: nn.Module) -> bool:
+    """Whether a module of torch's that draws is in the layer, be it in training mode or not."""
+    return any(
+        isinstance(module, kind) and (probability is None or getattr(module, probability) > 0)
+        for module in layer.modules()
+        for kind, probability in _RANDOM_MODULES
+        if kind not in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # have dropouts within
+    )
+
+
 class Generators:
     """The default generators that a layer on `device` may draw from: the CPU's and, of an accelerator,
     its own.

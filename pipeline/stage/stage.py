@@ -34,7 +34,8 @@ class Stage:
     """Consecutive layers of the model on one device.
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`.
+    draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
+    `torch.compile`, for layers that shall be compiled; `graphs` runs them as graphs of the device.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class Stage:
         is_last: bool,
         seed: int = 0,
         gather: Gather | None = None,
+        backend: str | None = None,
+        graphs: bool = False,
     ) -> None:
         self.index, self.device, self.seed = index, device, seed
         self.is_first, self.is_last = index == 0, is_last
@@ -57,7 +60,13 @@ class Stage:
         self.outputs: list[Tree | None] = []  # of each micro-batch, on the last stage, when there is no loss
         self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
         self._runner = LayerRunner(
-            self.layers, first_layer, device=device, seed=seed, statistics=self.statistics
+            self.layers,
+            first_layer,
+            device=device,
+            seed=seed,
+            statistics=self.statistics,
+            backend=backend,
+            graphs=graphs,
         )
         self._parameters = tuple(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
         self._trainable: tuple[bool, ...] = ()
@@ -191,6 +200,7 @@ class Stage:
                 copied, watched = range(len(state.inputs)), []
             state.versions = tuple([tensor._version for tensor in state.inputs])
             state.buffers = self._buffers.save()
+        self._runner.entering = state.needs_grad
         # Whether the outputs need a gradient only a graph tells, so the first forward of a kind builds one.
         with torch.set_grad_enabled(graph or (known is None and not self.is_last)):
             output = self._runner.run(
@@ -225,6 +235,7 @@ class Stage:
         return Message(tuple([t.detach() if t.requires_grad else t for t in tensors]), structure, needs_grad)
 
     def _forward_only(self, state: Kept, m: int) -> Message | None:
+        self._runner.entering = None
         with torch.no_grad():
             output = self._runner.run(m, unflatten(state.inputs, state.structure), recording=True)
         state.drop()

@@ -1,0 +1,129 @@
+"""Layers of a stage, each compiled by torch for itself.
+
+Layer by layer, because what surrounds a layer must stay outside of it: its random stream, and the cuts,
+which may lie anywhere and must not show in the bits. A layer is compiled whole or not at all, and always in
+the form that a backward needs: the forward of re-materialization and its recomputation are then the same
+program, which makes them the same numbers. What cannot be compiled runs as it is, with a warning that says
+why.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+BACKEND = "inductor"
+
+
+def compile_layers(layers: Sequence[nn.Module], first_layer: int, backend: str) -> tuple[Compiled, ...]:
+    """The layers as a stage calls them; `first_layer` is the index of the first, for warnings."""
+    made = tuple(Compiled(layer, first_layer + i, backend) for i, layer in enumerate(layers))
+    normalizing = [str(each.index) for each in made if each.normalizes]
+    if normalizing:
+        warnings.warn(
+            f"not compiled: layers {', '.join(normalizing)} have batch normalization, whose averages follow "
+            "the mini-batch and are kept outside of the layers; they run as they are",
+            stacklevel=2,
+        )
+    return made
+
+
+class Compiled:
+    """Calls one layer, compiled where that is possible."""
+
+    def __init__(self, layer: nn.Module, index: int, backend: str) -> None:
+        self.layer, self.index = layer, index
+        self.normalizes = any(
+            isinstance(module, _BatchNorm) and module.running_mean is not None for module in layer.modules()
+        )
+        self._call: Callable[[nn.Module, Any, dict[str, Any]], Any] | None = None
+        if not self.normalizes:
+            self._call = _program(_kind(layer), backend)
+
+    def __call__(self, value: Any, **constants: Any) -> Any:
+        """As the layer's own call. Without a graph the result still says what would need a gradient, so that
+        the next layer is called as in a graph.
+        """
+        if torch.is_grad_enabled():
+            return self._run(value, constants)
+        with torch.enable_grad():
+            output = self._run(pytree.tree_map_only(Tensor, _enter, value), constants)
+        return pytree.tree_map_only(Tensor, _cut_off, output)
+
+    def _run(self, value: Any, constants: dict[str, Any]) -> Any:
+        if self._call is None:
+            return self.layer(value, **constants)
+        try:
+            return self._call(self.layer, value, constants)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        self._call = None
+        output = self.layer(value, **constants)  # raises what the layer itself has to say
+        warnings.warn(
+            f"not compiled: layer {self.index} ({type(self.layer).__name__}) runs as it is, because torch "
+            f"cannot compile it whole: {reason}",
+            stacklevel=2,
+        )
+        return output
+
+
+class _Entrance(torch.autograd.Function):
+    """The beginning of a graph that is not a leaf, which a layer may overwrite."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+def _enter(tensor: Tensor) -> Tensor:
+    entered: Tensor = _Entrance.apply(tensor) if tensor.requires_grad else tensor
+    return entered
+
+
+def without_graph(value: Any) -> Any:
+    """The tensors as a forward without gradients gives them."""
+    return pytree.tree_map_only(Tensor, Tensor.detach, value)
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """Without its graph, saying still whether it needs a gradient."""
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
+def _call_layer(layer: nn.Module, value: Any, constants: dict[str, Any]) -> Any:
+    return layer(value, **constants)
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Equal for layers that a compiler makes the same program of."""
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    facts = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
+    return (type(layer), repr(layer), facts)
+
+
+@functools.cache
+def _program(kind: tuple[object, ...], backend: str) -> Callable[[nn.Module, Any, dict[str, Any]], Any]:
+    """A compiled call for all layers of a kind.
+
+    Torch keeps the forms that it compiled (shapes, modes) with the code of a function, a few at most, so each
+    kind has code of its own. Random numbers come from torch's generators, as without a compiler.
+    """
+    code = _call_layer.__code__.replace(co_name=f"layer_{_program.cache_info().misses}")
+    call = FunctionType(code, _call_layer.__globals__)
+    options: dict[str, Any] | None = {"fallback_random": True} if backend == BACKEND else None
+    compiled: Callable[[nn.Module, Any, dict[str, Any]], Any] = torch.compile(
+        call, fullgraph=True, dynamic=False, backend=backend, options=options
+    )
+    return compiled

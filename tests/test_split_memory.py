@@ -75,7 +75,8 @@ def awkward() -> nn.Sequential:
 def of_many_bytes() -> nn.Sequential:
     """The engine adds up in the middle of W."""
     wide = 400
-    return nn.Sequential(nn.Embedding(100, wide), *(linear(wide, wide) for _ in range(4)), linear(wide, 7))
+    layers = [layer for _ in range(4) for layer in (linear(wide, wide), nn.ReLU())]
+    return nn.Sequential(nn.Embedding(100, wide), *layers, linear(wide, 7))
 
 
 def tied_again_and_again() -> nn.Sequential:

@@ -158,9 +158,7 @@ class NcclBackend:
 
     def _joined(self, tensor: Tensor, peer: int) -> Pair:
         if tensor.dtype not in TYPES:
-            raise TypeError(
-                f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}"
-            )
+            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
         if not tensor.is_contiguous():
             raise ValueError("Tensors must be contiguous")
         if self._aborted or self._closed:

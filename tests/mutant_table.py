@@ -40,6 +40,7 @@ PADDING = ("tests/test_models_padding.py::test_pools_by_hand",)
 
 
 SPLIT = "tests/test_split_backward.py::test_"
+SPLIT_MEMORY = "tests/test_split_memory.py::"
 
 GRADIENTS = (
     Mutant(
@@ -668,8 +669,8 @@ SCHEDULES = (
     Mutant(
         name="one stage of a worker at a time",
         file="pipeline/memory/workers.py",
-        old="        others = self._resting - before.peak\n",
-        new="        others = 0\n",
+        old="            self.fullest = _sum([now, *rests], transients=self.waiting)\n",
+        new="            self.fullest = _sum([now], transients=self.waiting)\n",
         why="the other stages of a worker keep what they hold",
         tests=("tests/test_worker_memory.py::test_modelled_peaks_are_those_of_real_steps[never]",),
     ),
@@ -1280,7 +1281,43 @@ ACCELERATED = (
     ),
 )
 
+HALVES_MODELLED = (
+    Mutant(
+        name="a bias' gradient is let go of before it is added up",
+        file="pipeline/memory/split_footprint.py",
+        old="            if self._users[name] == 0 and name not in kept:\n",
+        new="            if self._users[name] == 0:\n",
+        why="the gradient of the output is the bias' own until the engine has added it",
+        tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[many bytes-1]",),
+    ),
+    Mutant(
+        name="I lets go of what W waits for",
+        file="pipeline/memory/split_footprint.py",
+        old=" and name not in self._awaited:\n",
+        new=":\n",
+        why="a storage at the end of a layer may be another layer's input in W",
+        tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[many bytes-1]",),
+    ),
+    Mutant(
+        name="W takes the operations as the graph was walked",
+        file="pipeline/stage/split.py",
+        old="        single.sort(key=_ORDER, reverse=True)\n",
+        new="",
+        why="where branches meet, what is let go of when would depend on the walk",
+        tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[awkward-1]",),
+    ),
+    Mutant(
+        name="messages wait with nobody",
+        file="pipeline/memory/workers.py",
+        old="            home[target].waiting += home[target].message_bytes(target, kind)\n",
+        new="            home[target].waiting += 0\n",
+        why="what has come and is not needed yet takes memory",
+        tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[awkward-3]",),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
     *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *DEVICES, *ON_DEVICES, *TREES, *ACCELERATED,
+    *HALVES_MODELLED,
 )  # fmt: skip

@@ -46,6 +46,30 @@ def test_the_table_names_the_model_and_every_stage(capsys: pytest.CaptureFixture
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["0", "1", "2"]
 
 
+def test_what_each_worker_holds_under_any_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("transformer-lm", "--num-stages", 2, "--cap-gib", 99, "--num-layers", 6, "--json")
+    asked = (*asked, "--num-microbatches", 8)
+
+    def workers(name: str, remat: str) -> list[dict[str, int]]:
+        status, out, _ = size(capsys, *asked, "--schedule", name, "--remat", remat)
+        assert status == 0
+        return list(json.loads(out)["workers"])
+
+    v = workers("zb-v", "never")
+    assert [worker["stages"] for worker in v] == [[0, 3], [1, 2]]
+    assert sum(worker["parameters"] for worker in v) == sum(w["parameters"] for w in workers("1f1b", "never"))
+    for name in ("gpipe", "zb-v", "interleaved"):
+        fuller, leaner = (max(w["peak"] for w in workers(name, remat)) for remat in ("never", "always"))
+        assert leaner < fuller
+    # Where there is nothing to cut the search knows the same.
+    alone = ("transformer-lm", "--num-stages", 1, *asked[3:])
+    _, out, _ = size(capsys, *alone, "--schedule", "gpipe", "--remat", "always")
+    assert [worker["peak"] for worker in json.loads(out)["workers"]] == peaks(size(capsys, *alone)[1])
+    _, out, _ = size(capsys, *[each for each in asked if each != "--json"], "--schedule", "zb-v")
+    assert "parameters under zb-v on 2 x 99 GiB (modelled)" in out
+    assert out.splitlines()[-1].split()[:3] == ["1", "1", "2"]
+
+
 def test_compiled_layers_keep_something_else(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("transformer-lm", "--num-stages", 1, "--cap-gib", 99, "--num-layers", 3)
     asked = (*asked, "--num-microbatches", 16)
@@ -74,6 +98,16 @@ def test_compiled_layers_keep_something_else(capsys: pytest.CaptureFixture[str])
         ),
         ("amoebanet-d --num-stages 1 --cap-gib 9 --num-layers 3", "needs --num-filters"),
         ("amoebanet-d --num-stages 1 --cap-gib 9 --num-filters 208", "--num-filters needs --num-layers"),
+        ("transformer-lm --num-stages 2 --cap-gib 9 --schedule zb-v", "--schedule needs --num-layers L"),
+        ("transformer-lm --num-stages 2 --cap-gib 9 --remat always", "--remat always goes with --schedule"),
+        (
+            "transformer-lm --num-stages 2 --cap-gib 9 --schedule zb-v --num-layers 4 --num-microbatches 7",
+            "--num-microbatches 7 does not divide",
+        ),
+        (
+            "transformer-lm --num-stages 2 --cap-gib 1 --schedule zb-v --num-layers 4 --num-microbatches 8",
+            "the cap is 1 GiB",
+        ),
     ],
 )
 def test_refusals_name_the_value_and_the_remedy(

@@ -191,6 +191,10 @@ def _parser() -> argparse.ArgumentParser:
         help="of the activations (autocast); default: %(default)s",
     )
     verb.add_argument(
+        "--schedule", choices=NAMED, help="of a given model: what each worker holds; without it, gpipe"
+    )
+    verb.add_argument("--remat", choices=REMAT_MODES, help="with --schedule; default: never")
+    verb.add_argument(
         "--compiled", action="store_true", help="layers as torch.compile keeps and fuses them; takes seconds"
     )
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.size_schedule import PARTS, describe, text
 from gpipe_bench.experiments.table1.paper_models import GIB, HALVES
 from gpipe_bench.harness.report.grid import Grid
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.table1.largest import Placement, Setting
-
-PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,6 +32,16 @@ def run(arguments: argparse.Namespace) -> int:
     from gpipe_bench.experiments.table1.largest import Setting, largest
 
     torch.set_num_threads(1)
+    if arguments.schedule is not None:
+        _check_size(half, arguments)
+        facts = describe(arguments, half)
+        if arguments.json:
+            print_line(json.dumps({"model": arguments.model, **facts}).encode())
+        else:
+            print(text(arguments, facts))
+        return exits.DONE
+    if arguments.remat is not None:
+        raise ValueError(f"--remat {arguments.remat} goes with --schedule; the search recomputes everything")
     attention = "fused" if half == "transformer" else "none"
     setting = Setting(
         half, arguments.num_stages, False, arguments.precision, attention, arguments.cap_gib,
@@ -52,20 +62,26 @@ def run(arguments: argparse.Namespace) -> int:
     return exits.DONE
 
 
+def _check_size(half: str, arguments: argparse.Namespace) -> None:
+    """`ValueError` for a size that no model of the family has."""
+    model, filters = HALVES[half].model, arguments.num_filters or 0
+    if (1 if arguments.num_layers is None else arguments.num_layers) < 1 or filters < 0:
+        raise ValueError(
+            f"--num-layers {arguments.num_layers}, --num-filters {filters}: give positive numbers"
+        )
+    if half == "amoebanet" and not filters:
+        raise ValueError(f"{model} needs --num-filters, such as 208")
+    if half == "transformer" and filters:
+        raise ValueError(f"{model} has no filters; leave --num-filters out")
+
+
 def _given(setting: Setting, arguments: argparse.Namespace) -> Placement:
     """The model that was asked for, if it fits."""
     from gpipe_bench.experiments.table1.largest import place_anyhow, place_best
 
     half = HALVES[setting.half]
     filters = arguments.num_filters or 0
-    if arguments.num_layers < 1 or filters < 0:
-        raise ValueError(
-            f"--num-layers {arguments.num_layers}, --num-filters {filters}: give positive numbers"
-        )
-    if setting.half == "amoebanet" and not filters:
-        raise ValueError(f"{half.model} needs --num-filters, such as 208")
-    if setting.half == "transformer" and filters:
-        raise ValueError(f"{half.model} has no filters; leave --num-filters out")
+    _check_size(setting.half, arguments)
     if arguments.num_microbatches is None:
         placement = place_best(setting, arguments.num_layers, filters)
     elif arguments.num_microbatches not in setting.microbatch_counts():

@@ -76,6 +76,7 @@ class Relabel:
             free=self._story(profile.free),
             first=self._story(profile.first),
             later=self._story(profile.later),
+            halves=None,  # knows its storages by other sizes
         )
 
     def _all(self, numbers: Sequence[int]) -> tuple[int, ...]:
@@ -98,6 +99,7 @@ def tiled(profile: LayerProfile) -> LayerProfile:
         free=_padded_story(profile.free),
         first=_padded_story(profile.first),
         later=_padded_story(profile.later),
+        halves=None,
     )
 
 

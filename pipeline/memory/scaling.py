@@ -148,4 +148,5 @@ def _with_numbers(pattern: LayerProfile, numbers: Sequence[int]) -> LayerProfile
         free=replace(pattern.free, sizes=free),
         first=replace(pattern.first, sizes=first),
         later=replace(pattern.later, sizes=later),
+        halves=None,
     )

@@ -1,0 +1,91 @@
+"""`size --schedule`: what each worker holds of a given model under any schedule, and what fills it.
+
+The search of `size` itself cuts by peaks, which is exact where all stages hold alike, as under gpipe. Here
+the layers are cut by what they hold, evenly, and each worker's peak follows from the schedule's rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from gpipe_bench.experiments.table1.paper_models import GIB, HALVES
+from gpipe_bench.harness.report.grid import Grid
+
+PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
+
+
+def describe(arguments: argparse.Namespace, half_name: str) -> dict[str, Any]:
+    """The workers of the model that was asked for, as it is printed and as JSON, in bytes.
+
+    Raises ValueError, naming value and remedy, for what is no such model or does not fit.
+    """
+    from gpipe_bench.experiments.table1.model_costs import given_profile
+    from gpipe_bench.pipeline.memory.workers import pipeline_memory
+    from gpipe_bench.pipeline.plan.partition import partition
+    from gpipe_bench.pipeline.plan.schedules.known import named
+    from gpipe_bench.pipeline.plan.validate import validate
+
+    half, number = HALVES[half_name], arguments.num_microbatches
+    if arguments.num_layers is None or number is None:
+        raise ValueError("--schedule needs --num-layers L and --num-microbatches M")
+    if arguments.compiled:
+        raise ValueError("--compiled does not go with --schedule: compiled graphs are not split")
+    if number < 1 or half.batch_size % number:
+        raise ValueError(
+            f"--num-microbatches {number} does not divide the mini-batch of {half.batch_size}; use a divisor"
+        )
+    schedule = named(arguments.schedule, arguments.num_stages, number, remat=arguments.remat or "never")
+    validate(schedule)
+    profile = given_profile(
+        half_name,
+        arguments.num_layers,
+        arguments.num_filters or 0,
+        half.batch_size // number,
+        arguments.precision,
+    )
+    costs = [
+        4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes
+        for layer in profile.layers
+    ]
+    cut = partition(costs, schedule.num_stages)
+    found = pipeline_memory(
+        profile.layers, profile.loss, cut, schedule, receive_ahead=1 if arguments.num_stages > 1 else 0
+    )
+    peak = max(each.peak for each in found)
+    if peak > arguments.cap_gib * GIB:
+        raise ValueError(
+            f"{half.model} of this size needs {peak / GIB:.2f} GiB on its fullest accelerator under "
+            f"{schedule.name} with {number} micro-batches, the cap is {arguments.cap_gib:g} GiB: use more "
+            "stages, more micro-batches, --remat always or a smaller model"
+        )
+    return {
+        "num_parameters": profile.num_parameters,
+        "schedule": schedule.name,
+        "remat": schedule.remat,
+        "num_microbatches": number,
+        "layers_per_stage": [len(stage) for stage in cut],
+        "workers": [
+            {"stages": list(schedule.stages_of(worker)), "peak": memory.peak, **asdict(memory)}
+            for worker, memory in enumerate(found)
+        ],
+    }
+
+
+def text(arguments: argparse.Namespace, facts: dict[str, Any]) -> str:
+    """The same as a table."""
+    columns = ["worker", "stages", "peak GiB", "at", *(part.replace("_", " ") for part in PARTS)]
+    lines = [
+        [
+            index, " ".join(map(str, worker["stages"])), f"{worker['peak'] / GIB:.2f}", worker["when"],
+            *(f"{worker[part] / GIB:.2f}" for part in PARTS),
+        ]
+        for index, worker in enumerate(facts["workers"])
+    ]  # fmt: skip
+    title = (
+        f"{arguments.model}: {facts['num_parameters']:,} parameters under {facts['schedule']} on "
+        f"{arguments.num_stages} x {arguments.cap_gib:g} GiB (modelled)\n{arguments.precision}, RMSProp with "
+        f"momentum, {facts['num_microbatches']} micro-batches, re-materialization {facts['remat']}"
+    )
+    return Grid(title=title, columns=columns, lines=lines).text()

@@ -36,11 +36,11 @@ WORDS = "Transformer-14, width 384, 2 sequences of 64 tokens per micro-batch"
 
 # (remat, M) -> rounds by profile.
 ROUNDS: dict[tuple[str, int], dict[str, int]] = {
-    ("never", 2): {"smoke": 1, "short": 20, "full": 40},
-    ("never", 4): {"smoke": 0, "short": 12, "full": 30},
-    ("never", 8): {"smoke": 0, "short": 6, "full": 20},
-    ("always", 2): {"smoke": 0, "short": 30, "full": 60},
-    ("always", 4): {"smoke": 0, "short": 18, "full": 40},
+    ("never", 2): {"smoke": 1, "short": 12, "full": 40},
+    ("never", 4): {"smoke": 0, "short": 8, "full": 30},
+    ("never", 8): {"smoke": 0, "short": 5, "full": 20},
+    ("always", 2): {"smoke": 0, "short": 15, "full": 60},
+    ("always", 4): {"smoke": 0, "short": 10, "full": 40},
 }
 
 OURS = ("1f1b", "zb-h1", "interleaved", "interleaved zero bubble", "zb-v", "zb-v, generated")

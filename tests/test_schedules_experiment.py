@@ -167,6 +167,7 @@ def test_nothing_beats_a_schedule_on_the_frontier() -> None:
         figures.Point("b", "never", 2.0, 9.0),
         figures.Point("c", "never", 2.0, 4.0),
         figures.Point("d", "never", 3.0, 5.0),
+        figures.Point("e", "never", 3.5, 4.0),
     ]
     assert [point.name for point in figures.frontier(points)] == ["a", "c"]
 

@@ -34,6 +34,15 @@ class Point(NamedTuple):
     memory: float
 
 
+class Panel(NamedTuple):
+    """Schedules that are compared, with the units of both axes."""
+
+    title: str
+    time_unit: str
+    memory_unit: str
+    points: list[Point]
+
+
 def figures(records: Sequence[Record]) -> list[Plot]:
     """Every figure the records suffice for."""
     plots = []
@@ -128,22 +137,22 @@ def _paint(axes: Axes, timeline: Timeline) -> None:
                 [(event.start_s, event.duration_s)], (worker - 0.42, 0.84), facecolors=COLORS[kind],
                 edgecolors="white" if turn == 0 else "black", linewidths=0.5,
             )  # fmt: skip
-            if event.duration_s >= 1:
-                axes.text(
-                    event.start_s + event.duration_s / 2, worker, str(event.action.microbatch), ha="center",
-                    va="center", fontsize=5.5, color="white" if kind in DARK else "black",
-                )  # fmt: skip
+            axes.text(
+                event.start_s + event.duration_s / 2, worker, str(event.action.microbatch), ha="center",
+                va="center", fontsize=5.5 if event.duration_s >= 1 else 4.5,
+                color="white" if kind in DARK else "black",
+            )  # fmt: skip
     axes.set_yticks(range(timeline.num_workers))
     axes.set_ylim(timeline.num_workers - 0.5, -0.5)
 
 
-def panels(records: Sequence[Record]) -> dict[str, list[Point]]:
-    """By title: the schedules of each model at the largest K and M that is on record, and at equal costs."""
-    found: dict[str, list[Point]] = {}
+def panels(records: Sequence[Record]) -> list[Panel]:
+    """The schedules at equal costs, and of each model at the largest K and M that is on record."""
+    found = []
     equal = find(records, "done", part=GRID, num_workers=SHOWN_WORKERS)
     if equal is not None:
         number = 2 * SHOWN_WORKERS
-        found[f"equal costs, K = {SHOWN_WORKERS}, M = {number} (slots, graphs alive)"] = [
+        points = [
             point
             for name in WITHOUT_NAIVE
             for remat in REMATS
@@ -151,21 +160,28 @@ def panels(records: Sequence[Record]) -> dict[str, list[Point]]:
                 equal, ("step in slots", "graphs alive"), schedule=name, M=number, remat=remat
             )
         ]
+        title = f"equal costs, K = {SHOWN_WORKERS}, M = {number} (replayed)"
+        found.append(Panel(title, "slots", "graphs alive", points))
     for model in SUBJECTS:
         record = find(records, "done", part=at_costs.PART, model=model, num_microbatches=SHOWN_MICROBATCHES)
-        if record is not None:
-            title = f"{record.details['title']}, K = {SHOWN_WORKERS}, M = {SHOWN_MICROBATCHES} (ms, MiB)"
-            points = [
-                point
-                for name in WITHOUT_NAIVE
-                for remat in REMATS
-                for point in _point(
-                    record, ("step", "peak memory"),
-                    schedule=name, K=SHOWN_WORKERS, M=SHOWN_MICROBATCHES, remat=remat,
-                )
-            ]  # fmt: skip
-            if points:
-                found[title] = points
+        if record is None:
+            continue
+        points = [
+            point
+            for name in WITHOUT_NAIVE
+            for remat in REMATS
+            for point in _point(
+                record, ("step", "peak memory"),
+                schedule=name, K=SHOWN_WORKERS, M=SHOWN_MICROBATCHES, remat=remat,
+            )
+        ]  # fmt: skip
+        scale = record.details["scale"] or "full size"
+        title = (
+            f"{record.details['title']} ({scale}), K = {SHOWN_WORKERS}, M = {SHOWN_MICROBATCHES}\n"
+            "step replayed with measured times, memory modelled"
+        )
+        if points:
+            found.append(Panel(title, "ms", "MiB", points))
     return found
 
 
@@ -190,11 +206,11 @@ def _frontiers(records: Sequence[Record]) -> Figure:
 
     shown = panels(records)
     figure = Figure(figsize=(8.4, 4.0 * len(shown) + 0.5), layout="constrained")
-    names = [name for name in WITHOUT_NAIVE if any(p.name == name for found in shown.values() for p in found)]
+    names = [name for name in WITHOUT_NAIVE if any(p.name == name for panel in shown for p in panel.points)]
     marks = dict(zip(names, "osD^v<>Ph*XpH8d", strict=False))
     colors = dict(zip(names, _COLORS * 2, strict=False))
     rows = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
-    for axes, (title, points) in zip(rows, shown.items(), strict=True):
+    for axes, (title, time_unit, memory_unit, points) in zip(rows, shown, strict=True):
         line = frontier(points)
         axes.step([p.time for p in line], [p.memory for p in line], where="post", color=".6", zorder=1)
         for point in points:
@@ -206,8 +222,8 @@ def _frontiers(records: Sequence[Record]) -> Figure:
             )  # fmt: skip
         axes.set_yscale("log")
         axes.set_title(title, fontsize=9)
-        axes.set_xlabel("step")
-        axes.set_ylabel("fullest worker")
+        axes.set_xlabel(f"step ({time_unit})")
+        axes.set_ylabel(f"fullest worker ({memory_unit})")
     handles = [
         Line2D([], [], linestyle="none", marker=marks[name], color=colors[name], label=name) for name in names
     ]

@@ -203,6 +203,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 def _frontiers(records: Sequence[Record]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import ScalarFormatter
 
     shown = panels(records)
     figure = Figure(figsize=(8.4, 4.0 * len(shown) + 0.5), layout="constrained")
@@ -221,6 +222,8 @@ def _frontiers(records: Sequence[Record]) -> Figure:
                 linewidths=1.2,
             )  # fmt: skip
         axes.set_yscale("log")
+        for labelled in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            labelled(ScalarFormatter())
         axes.set_title(title, fontsize=9)
         axes.set_xlabel(f"step ({time_unit})")
         axes.set_ylabel(f"fullest worker ({memory_unit})")
@@ -278,6 +281,7 @@ def _side_by_side(records: Sequence[Record]) -> Figure:
         axes.set_xlabel("step over our 1F1B's", fontsize=8)
         axes.set_yticks(range(len(order)), order)
         axes.set_ylim(len(order) - 0.5, -0.5)
-    all_axes[0].legend(fontsize=8, frameon=False, loc="lower left")
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     without_frame(figure)
     return figure

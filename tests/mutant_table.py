@@ -1067,6 +1067,33 @@ TESTED_REASONS = (
         why="the largest model that fits would be one step too small",
         tests=("tests/test_table1_published.py::test_the_last_that_holds_is_found_from_any_guess",),
     ),
+    Mutant(
+        name="the makespan as the cost",
+        file="experiments/schedules/zero_bubble.py",
+        old="return max(events[-1].end_s - events[0].start_s for events in ends)",
+        new="return max(events[-1].end_s for events in ends)",
+        why="a schedule that keeps its skew from step to step would have a bubble that nobody sees",
+        tests=("tests/test_schedules_experiment.py::test_the_cost_of_zb_h2_is_a_span_and_not_the_makespan",),
+    ),
+    Mutant(
+        name="graphs alive from F although recomputed",
+        file="experiments/schedules/grid.py",
+        old="alive += action.kind is (Kind.R if key in again else Kind.F)",
+        new="alive += action.kind is Kind.F",
+        why="recomputation would seem to save no memory",
+        tests=(
+            "tests/test_schedules_experiment.py"
+            "::test_graphs_alive_are_counted_from_recomputation_to_the_weights",
+        ),
+    ),
+    Mutant(
+        name="the frontier keeps what is beaten",
+        file="experiments/schedules/figures.py",
+        old="if not best or point.memory < best[-1].memory:",
+        new="if not best or point.memory <= best[-1].memory:",
+        why="the line would join schedules that take longer for the same memory",
+        tests=("tests/test_schedules_experiment.py::test_nothing_beats_a_schedule_on_the_frontier",),
+    ),
 )
 
 STREAMS = "tests/test_streams.py::test_"

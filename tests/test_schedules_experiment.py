@@ -5,20 +5,23 @@ from __future__ import annotations
 import pytest
 from records import record
 
-from gpipe_bench.experiments.schedules import grid, published, zero_bubble
+from gpipe_bench.experiments.schedules import figures, grid, published, side_by_side, zero_bubble
 from gpipe_bench.experiments.schedules.experiment import EXPERIMENT
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.judging.stats import from_samples
+from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.validate import validate
 
 PRINTED = {cell.key: cell for cell in load_paper() if cell.source == "others"}
 SMALL = [setting for setting in zero_bubble.SETTINGS if setting.num_workers <= 16]
 
 
-def ran(key):
-    found = EXPERIMENT.run(Case(key), RunOptions())
+def ran(key, profile="short"):
+    found = EXPERIMENT.run(Case(key), RunOptions(profile=profile))
     return record(
-        experiment="schedules", profile="short", case=key, quantities=found.quantities, details=found.details
+        experiment="schedules", profile=profile, case=key, quantities=found.quantities, details=found.details
     )
 
 
@@ -114,3 +117,72 @@ def test_smoke_is_a_part_of_short() -> None:
     smoke, short = (EXPERIMENT.cases(RunOptions(profile=profile)) for profile in ("smoke", "short"))
     assert len(smoke) < len(short)
     assert sum(case.estimate_s for case in smoke) < 40
+
+
+def test_gpipe_with_its_weights_put_off_takes_nine_and_seventeen_slots() -> None:
+    """Of 11 and 19, with two graphs alive instead of one."""
+    from gpipe_bench.experiments.schedules.side_by_side_work import put_off
+
+    for number, slots in ((2, 9), (4, 17)):
+        schedule = put_off(number)
+        validate(schedule)
+        assert grid.in_slots(schedule).makespan_s == slots
+        assert grid.in_slots(named("gpipe", 2, number, remat="always")).makespan_s == slots + 2
+        assert grid.alive_by_worker(schedule) == [2, 2]
+
+
+def side_record(**ratios: float):
+    key = {"part": "side by side", "remat": "always", "num_microbatches": 2}
+    quantities = [
+        from_samples("step", [10.0, 10.1], "ms", key={"arm": arm}) for arm in side_by_side.arms("always")
+    ]
+    quantities += [
+        from_samples(
+            "step over", [ratio, ratio], "ratio", key={"arm": "gpipe, W put off", "against": "gpipe"}
+        )
+        for ratio in (ratios["over"],)
+    ]
+    control = ratios["control"]
+    quantities.append(from_samples("control", [control - 0.01, control, control + 0.01], "ratio"))
+    return record(
+        experiment="schedules",
+        profile="short",
+        case=key,
+        quantities=tuple(quantities),
+        details={"refused": {}},
+    )
+
+
+def test_a_target_is_judged_unless_the_control_voids_it() -> None:
+    assert "<= 0.90   yes" in EXPERIMENT.tables([side_record(over=0.85, control=1.0)], [])
+    assert "<= 0.90   NO" in EXPERIMENT.tables([side_record(over=0.95, control=1.0)], [])
+    text = EXPERIMENT.tables([side_record(over=0.85, control=1.2)], [])
+    assert "<= 0.90   void" in text
+    assert "measure again" in text
+
+
+def test_nothing_beats_a_schedule_on_the_frontier() -> None:
+    points = [
+        figures.Point("a", "never", 1.0, 9.0),
+        figures.Point("b", "never", 2.0, 9.0),
+        figures.Point("c", "never", 2.0, 4.0),
+        figures.Point("d", "never", 3.0, 5.0),
+        figures.Point("e", "never", 3.5, 4.0),
+    ]
+    assert [point.name for point in figures.frontier(points)] == ["a", "c"]
+
+
+def test_costs_of_stages_come_back_as_steps_and_memory() -> None:
+    """A tiny model, measured for real: every schedule has a step, a bubble and a peak."""
+    found = ran({"part": "measured costs", "model": "transformer", "num_microbatches": 4}, "smoke")
+    for name in grid.NAMES:
+        for remat in grid.REMATS:
+            key = {"schedule": name, "K": 2, "M": 4, "remat": remat}
+            for what in ("step", "bubble", "peak memory"):
+                assert found.quantity(what, **key).value > 0
+    steps = {
+        name: found.quantity("step", schedule=name, K=2, M=4, remat="never").value
+        for name in ("1f1b", "zb-h1", grid.GENERATED)
+    }
+    assert steps[grid.GENERATED] <= min(steps["1f1b"], steps["zb-h1"]) * (1 + 1e-9)
+    assert "Transformer-48" in EXPERIMENT.tables([found], [])

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
 from gpipe_bench.experiments.schedules import at_costs, grid, published, side_by_side
+from gpipe_bench.experiments.schedules.figures import figures
 from gpipe_bench.experiments.schedules.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.shown import PaperTable
 
-GRID = "equal costs"
 STAGES = {"smoke": (2, 4), "short": (2, 4, 8, 16), "full": (2, 4, 8, 16)}
 GRID_S = {2: 0.5, 4: 1.0, 8: 4.0, 16: 15.0}
 
@@ -30,7 +30,7 @@ def cases(options: RunOptions) -> list[Case]:
     return [
         *(Case(key, seconds) for key, seconds in published.keys(smoke)),
         *(
-            Case({"part": GRID, "num_workers": workers}, GRID_S[workers])
+            Case({"part": grid.GRID, "num_workers": workers}, GRID_S[workers])
             for workers in STAGES[options.profile]
         ),
         *(
@@ -103,6 +103,7 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     tables=tables,
+    figures=figures,
     paper_tables=PAPER_TABLES,
     docs="docs/schedules.md",
     options=("seed",),

@@ -18,6 +18,7 @@ from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.schedules.placement import vee
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
+GRID = "equal costs"
 CHART_WORKERS = 4  # of the charts that are kept
 REMATS = ("never", "always")
 TIMES = (1, 2, 4)  # M as a multiple of K

@@ -27,20 +27,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "num_layers": 6, "vocab_size": 32, "d_model": 32, "ffn_dim": 64, "num_heads": 2, "seq_len": 16,
     },
     "short": {
-        "num_layers": 14, "vocab_size": 64, "d_model": 384, "ffn_dim": 1536, "num_heads": 6, "seq_len": 64,
+        "num_layers": 8, "vocab_size": 64, "d_model": 384, "ffn_dim": 1536, "num_heads": 6, "seq_len": 64,
     },
 }  # fmt: skip
 OPTIONS["full"] = OPTIONS["short"]
 SIZE = {"smoke": 1, "short": 2, "full": 2}
-WORDS = "Transformer-14, width 384, 2 sequences of 64 tokens per micro-batch"
+WORDS = "Transformer-8, width 384, 2 sequences of 64 tokens per micro-batch"
 
 # (remat, M) -> rounds by profile.
 ROUNDS: dict[tuple[str, int], dict[str, int]] = {
-    ("never", 2): {"smoke": 1, "short": 20, "full": 40},
-    ("never", 4): {"smoke": 0, "short": 12, "full": 30},
-    ("never", 8): {"smoke": 0, "short": 6, "full": 20},
-    ("always", 2): {"smoke": 0, "short": 30, "full": 60},
-    ("always", 4): {"smoke": 0, "short": 18, "full": 40},
+    ("never", 2): {"smoke": 1, "short": 10, "full": 40},
+    ("never", 4): {"smoke": 0, "short": 7, "full": 30},
+    ("never", 8): {"smoke": 0, "short": 5, "full": 20},
+    ("always", 2): {"smoke": 0, "short": 20, "full": 60},
+    ("always", 4): {"smoke": 0, "short": 14, "full": 40},
 }
 
 OURS = ("1f1b", "zb-h1", "interleaved", "interleaved zero bubble", "zb-v", "zb-v, generated")
@@ -58,7 +58,7 @@ TARGETS: dict[tuple[str, str], dict[int, float]] = {
 
 def keys(profile: str) -> list[tuple[dict[str, Scalar], float]]:
     """The cases and how long each takes."""
-    seconds = {"smoke": 10.0, "short": 150.0, "full": 500.0}[profile]
+    seconds = {"smoke": 10.0, "short": 90.0, "full": 500.0}[profile]
     return [
         ({"part": PART, "remat": remat, "num_microbatches": number}, seconds)
         for (remat, number), rounds in ROUNDS.items()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
 from gpipe_bench.experiments.schedules import side_by_side_text
 from gpipe_bench.experiments.schedules.at_costs import PART
-from gpipe_bench.experiments.schedules.grid import NAMES, REMATS
+from gpipe_bench.experiments.schedules.grid import GRID, NAMES, REMATS
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.records.record import Record, Scalar, find, of_case
@@ -21,7 +21,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     """The published numbers first, then ours."""
     parts = [text_table(comparisons)] if comparisons else []
     parts += side_by_side_text.tables(records)
-    for record in of_case(records, "done", part="equal costs"):
+    for record in of_case(records, "done", part=GRID):
         parts += [_grid(record, remat) for remat in REMATS]
     for record in of_case(records, "done", part=PART):
         parts += [_at_costs(record, remat) for remat in REMATS]

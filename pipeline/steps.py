@@ -95,11 +95,7 @@ class Steps:
                     shares=tuple(size / plan.examples for size in sizes(plan.examples, num_microbatches)),
                 )
             engine.run(self._programs[training], self._transport, self._clocks[training], observe)
-            last = self._stages.get(self._schedule.num_stages - 1)
-            loss = None
-            if training and last is not None:
-                loss = last.losses[0] if len(last.losses) == 1 else torch.stack(last.losses).sum()
-            loss = self._transport.finish(loss)
+            loss = self._transport.finish()
             for stage in self._stages.values():
                 stage.finish()
         except BaseException as error:

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -579,6 +580,43 @@ def several_stages_per_worker() -> None:
             assert output is None or torch.equal(output, wanted)
 
 
+def the_loss_is_told_before_the_last_weights() -> None:
+    """In a V the rank of the loss has the longest row; here it takes its last action only after the other
+    one's step has returned.
+    """
+    batch, target = everything_batch(6)
+    for share_memory in (True, False):
+        pair = halves()
+        pipeline = Pipeline(
+            seeded(everything),
+            num_stages=4,
+            num_microbatches=2,
+            schedule="zb-v",
+            remat="never",
+            cost=[1] * 12,
+            group=pair.group,
+            timeout_s=TIMEOUT_S,
+            share_memory=share_memory,
+        )
+        last_action = pipeline.schedule.actions[0][-1]
+        other, word = dist.get_global_rank(pair.group, 1 - pair.rank), torch.zeros(1)
+        has_returned = dist.irecv(word, other) if pair.is_first else None
+
+        @contextmanager
+        def observe(action, last_action=last_action, has_returned=has_returned):
+            if action == last_action:
+                has_returned.wait(timedelta(seconds=TIMEOUT_S))
+            yield
+
+        own = (batch, target) if pair.is_first else (None, None)
+        pipeline.step(*own, cross_entropy)  # the ranks agree on what travels
+        if pair.is_first:
+            pipeline.step(*own, cross_entropy, observe=observe)
+        else:
+            pipeline.step(*own, cross_entropy)
+            dist.send(word, other)
+
+
 def memory_between_networks() -> None:
     """Ranks 1 and 2 share memory; each waits for the network while it has something for the other."""
     ranks = Ranks(share_memory=True)
@@ -746,6 +784,7 @@ CASES: dict[str, Callable[[], None]] = {
         a_rank_that_cannot_write,
         schedules_that_need_more_buffers,
         several_stages_per_worker,
+        the_loss_is_told_before_the_last_weights,
         memory_between_networks,
         *alias_cases.CASES,
     )

@@ -1068,7 +1068,18 @@ TESTED_REASONS = (
     ),
 )
 
+PLANNED = (
+    Mutant(
+        name="the loss is told in the end",
+        file="pipeline/engine.py",
+        old="elif (loss := stage.loss()) is not None:",
+        new="elif action is program[-1].action and (loss := stage.loss()) is not None:",
+        why="in a V everybody would wait for the longest row to learn a number",
+        tests=("tests/test_engine.py::test_the_loss_is_told_after_the_last_forward",),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
-    *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS,
+    *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *PLANNED,
 )  # fmt: skip

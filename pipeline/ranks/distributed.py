@@ -34,7 +34,7 @@ from gpipe_bench.pipeline.ranks.messages.loss import Loss
 from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import changed, conform
-from gpipe_bench.pipeline.ranks.routes import header_chain, loss_chain
+from gpipe_bench.pipeline.ranks.routes import header_chain, loss_source
 from gpipe_bench.pipeline.ranks.store import Store
 from gpipe_bench.pipeline.ranks.together import Together
 from gpipe_bench.pipeline.ranks.ways import names_of_ways, receivers, senders
@@ -78,9 +78,9 @@ class PointToPoint:
                 way: self._connect(store, name, near, cuda=cuda, timeout_s=timeout_s)
                 for way, name in names_of_ways(schedule).items()
             }
-            # Behind the gradients where these go the same way; else on its own.
+            # With the gradients where tags tell them apart.
             loss = self._ways[True, False]
-            if schedule.placement:
+            if cuda:
                 loss = self._connect(store, "loss", near, cuda=cuda, timeout_s=timeout_s)
         except (PeerError, StoreError) as error:
             raise self.abort(None, error) from error
@@ -109,8 +109,7 @@ class PointToPoint:
             for gradients in (False, True)
         ]
         self._turns = [*turns, *more]
-        behind = () if schedule.placement else tuple(self._output_gradients.values())
-        self._loss = Loss(loss, self._control, self.rank, loss_chain(schedule), device, behind)
+        self._loss = Loss(loss, self._control, self.rank, self.size, loss_source(schedule), device)
 
     def _connect(
         self, store: Store, name: str, near: dict[int, Neighbour], *, cuda: bool, timeout_s: float
@@ -230,14 +229,15 @@ class PointToPoint:
             if length not in outlines:
                 outlines[length] = self._control.receive_outline(rank, of, source)
             receiver.post()
-            self._loss.post(self._agreement.loss)
 
     def release(self, stage: int, microbatch: int) -> None:
         if (receiver := self._inputs.get(stage)) is not None:
             receiver.release(microbatch)
         if (receiver := self._output_gradients.get(stage)) is not None:
             receiver.release(microbatch)
-            self._loss.post(self._agreement.loss)
+
+    def send_loss(self, loss: Tensor) -> None:
+        self._loss.send(loss, self._agreement)
 
     def _notice(self) -> None:
         """Another rank has failed: releases the GPU from waiting for it. What it receives from here on is
@@ -257,15 +257,11 @@ class PointToPoint:
         if self._noticed:
             raise PeerError(None, None, "another rank has failed", timed_out=False)
 
-    def finish(self, loss: Tensor | None) -> Tensor | None:
-        """The loss passes from the rank of the last stage to all others. When this returns all sends are
-        gone, so that the process may exit.
-        """
-        if self._training:
-            loss = self._loss.pass_on(loss, self._agreement, bounded=self._patient)
+    def finish(self) -> Tensor | None:
+        """When this returns all sends are gone, so that the process may exit."""
+        loss = self._loss.settle(self._agreement) if self._training else None
         for sender in self._senders.values():
             sender.finish()
-        self._loss.finish()
         self._control.finish()
         self._refuse_after_notice()  # or garbage would reach the optimizer
         return loss

@@ -1,11 +1,12 @@
 """The ways of what every rank learns: the header of a step and its loss.
 
-Only the rank of the first stage sees the mini-batch, and only that of the last stage the loss, so both pass
-from rank to rank. Each follows the messages of its direction, whose connections are there anyway: a header
-goes to the ranks in the order of their first stages, the loss in the reverse order of their last ones.
+Only the rank of the first stage sees the mini-batch. A header is known before anything happens, so it passes
+from rank to rank, in the order of their first stages, along connections that are there anyway. The loss
+becomes known in the middle of a step, while the other ranks compute; a rank that had to pass it on could do
+so only between two actions, so the rank of the last stage tells each other rank itself.
 
-    one stage each    header 0 1 2 3    loss 3 2 1 0
-    in a V            header 0 1 2 3    loss 0 1 2 3
+    one stage each    header 0 1 2 3    loss 3 to 0, 1 and 2
+    in a V            header 0 1 2 3    loss 0 to 1, 2 and 3
 """
 
 from __future__ import annotations
@@ -18,6 +19,6 @@ def header_chain(schedule: Schedule) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(schedule.worker, range(schedule.num_stages))))
 
 
-def loss_chain(schedule: Schedule) -> tuple[int, ...]:
-    """The ranks in the order in which they learn of the loss."""
-    return tuple(dict.fromkeys(map(schedule.worker, reversed(range(schedule.num_stages)))))
+def loss_source(schedule: Schedule) -> int:
+    """The rank that has the loss and tells all others."""
+    return schedule.worker(schedule.num_stages - 1)

@@ -1,12 +1,12 @@
-"""The loss on its way from the rank of the last stage to all others, one after another.
+"""The loss on its way from the rank of the last stage to all others.
 
-Where it shares a connection with gradients its receive is posted behind theirs, because what comes is taken
-for the receive that was posted first.
+It leaves when the last micro-batch is forward, though backwards are still to come: in a V the last stage is
+on the first rank, whose row is the longest, and nobody should wait for its end to learn a number. Between
+processes of one host and over gloo its tag tells it from gradients; NCCL, which takes what comes for the
+receive that was posted first, gets a connection for it alone.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,71 +14,71 @@ from torch import Tensor
 from gpipe_bench.pipeline.ranks.messages.agreement import Agreement, Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Form, Work
 from gpipe_bench.pipeline.ranks.messages.control import Control, Of
-from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import Sender
 
 _TAG = 2**29
 
 
 class Loss:
-    """One rank's part in passing the loss along `chain`; the rank that has it comes first.
-
-    `behind` are the receivers whose receives are posted before that of the loss.
-    """
+    """The part of rank `rank` of `size` in telling the loss that rank `source` has."""
 
     def __init__(
         self,
         connection: Connection,
         control: Control,
         rank: int,
-        chain: Sequence[int],
+        size: int,
+        source: int,
         device: torch.device,
-        behind: Sequence[Receiver],
     ) -> None:
         self._connection, self._control, self._device = connection, control, device
-        position = chain.index(rank)
-        self._source = chain[position - 1] if position else None
-        self._target = chain[position + 1] if position + 1 < len(chain) else None
-        self._sender = None if self._target is None else Sender(connection, self._target)
-        self._behind = behind
+        self._source = None if rank == source else source
+        listeners = [other for other in range(size) if other != source] if rank == source else []
+        self._senders = {target: Sender(connection, target) for target in listeners}
         self._buffer: Buffer | None = None
         self._work: Work | None = None
+        self._mine: Tensor | None = None
 
     def post(self, form: Form | None) -> None:
-        """Posts the receive, once, if the form is known and those before it are posted."""
+        """Posts the receive, once, if the form is known."""
         source = self._source
         if source is None or form is None or self._work is not None:
-            return
-        if any(receiver.num_unposted for receiver in self._behind):
             return
         if self._buffer is None or not form.fits(self._buffer.tensor):
             self._buffer = self._connection.buffer(form, source, self._device)
         self._work = self._connection.receive(self._buffer, source, _TAG)
         self._connection.flush(source)
 
-    def pass_on(self, loss: Tensor | None, agreement: Agreement, *, bounded: bool) -> Tensor:
-        """The loss, which only the first rank of the chain brings; sends it to the next one."""
-        new = agreement.loss is None
-        if loss is None:
-            assert self._source is not None
-            if agreement.loss is None:
-                (agreement.loss,) = self._control.receive_outline(self._source, Of.LOSS, None).forms
-            self.post(agreement.loss)
-            assert self._work is not None
-            assert self._buffer is not None
-            self._connection.wait(self._work, None, self._source)
-            self._work = None
-            loss = self._buffer.tensor.clone()
-        else:
-            agreement.loss = Form.of(loss)
-        if self._sender is not None and self._target is not None:
-            if new:
-                outline = Outline((agreement.loss,))
-                self._control.send_outline(outline, self._target, Of.LOSS, None, bounded=bounded)
-            self._sender.send([loss], _TAG, bounded=bounded)
-        return loss
+    def send(self, loss: Tensor, agreement: Agreement) -> None:
+        """Starts to tell all others, if they know its form; if not, `settle` does when the step ends."""
+        self._mine = loss
+        if agreement.loss is not None:
+            self._tell(loss)
 
-    def finish(self) -> None:
-        """Waits until the loss is gone."""
-        if self._sender is not None:
-            self._sender.finish()
+    def settle(self, agreement: Agreement) -> Tensor:
+        """The loss, at the end of a step, on every rank."""
+        if self._source is None:
+            loss, self._mine = self._mine, None
+            assert loss is not None
+            if agreement.loss is None:
+                agreement.loss = Form.of(loss)
+                for target in self._senders:
+                    self._control.send_outline(
+                        Outline((agreement.loss,)), target, Of.LOSS, None, bounded=False
+                    )
+                self._tell(loss)
+            for sender in self._senders.values():
+                sender.finish()
+            return loss
+        if agreement.loss is None:
+            (agreement.loss,) = self._control.receive_outline(self._source, Of.LOSS, None).forms
+        self.post(agreement.loss)
+        assert self._work is not None
+        assert self._buffer is not None
+        self._connection.wait(self._work, None, self._source)
+        self._work = None
+        return self._buffer.tensor.clone()
+
+    def _tell(self, loss: Tensor) -> None:
+        for sender in self._senders.values():
+            sender.send([loss], _TAG)

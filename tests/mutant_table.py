@@ -1077,6 +1077,30 @@ PLANNED = (
         why="in a V everybody would wait for the longest row to learn a number",
         tests=("tests/test_engine.py::test_the_loss_is_told_after_the_last_forward",),
     ),
+    Mutant(
+        name="a chosen schedule may drain in reverse",
+        file="pipeline/plan/schedules/generator.py",
+        old="        if in_order and not _in_order(candidate):\n",
+        new="        if not in_order and not _in_order(candidate):\n",
+        why="the last bits of the weights would depend on what the clock said",
+        tests=("tests/test_automatic.py::test_random_times",),
+    ),
+    Mutant(
+        name="halves are joined whatever it takes",
+        file="pipeline/plan/schedules/fusing.py",
+        old="        if candidate_s <= makespan_s:\n",
+        new="        if candidate_s:\n",
+        why="the worker before would wait for the weights' half, too",
+        tests=("tests/test_automatic.py::test_halves_stay_apart_where_the_one_is_waited_for",),
+    ),
+    Mutant(
+        name="the warm-up is timed",
+        file="pipeline/calibration.py",
+        old="timed = self._timelines[WARM_UP_STEPS:]",
+        new="timed = self._timelines[:WARM_UP_STEPS]",
+        why="the choice would be made for what the first step of a process takes, and without B",
+        tests=("tests/test_automatic.py::test_the_choice_is_made_for_what_was_timed",),
+    ),
 )
 
 MUTANTS: tuple[Mutant, ...] = (

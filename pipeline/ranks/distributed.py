@@ -99,17 +99,33 @@ class PointToPoint:
         self._patient = False
         self._control = Control(control, self.rank, header_chain(schedule))
         self._own: dict[tuple[int, int, bool], Message | Gradients] = {}  # sent by this rank to itself
+        self._take_ends()
+        self._loss = Loss(loss, self._control, self.rank, self.size, loss_source(schedule), device)
+
+    def _take_ends(self) -> None:
+        """Makes this rank's ends of the ways, as the schedule needs them."""
+        schedule = self._schedule
         self._senders = senders(schedule, self.rank, self._ways)
         self._gradient_kinds = {
-            (a.stage, a.microbatch): a.kind for a in schedule.actions[self.rank] if a.kind in (Kind.B, Kind.I)
+            (action.stage, action.microbatch): action.kind
+            for action in schedule
+            if action.kind in (Kind.B, Kind.I)
         }
         # By stage, and the turns of those that receive from one rank.
         (self._inputs, turns), (self._output_gradients, more) = [
-            receivers(schedule, self.rank, self._ways, device, gradients=gradients)
+            receivers(schedule, self.rank, self._ways, self._device, gradients=gradients)
             for gradients in (False, True)
         ]
         self._turns = [*turns, *more]
-        self._loss = Loss(loss, self._control, self.rank, self.size, loss_source(schedule), device)
+
+    def follow(self, schedule: Schedule) -> None:
+        """From the next step on, other rows for the same stages, on every rank: the connections stay."""
+        assert schedule.placement == self._schedule.placement
+        assert schedule.num_microbatches == self._schedule.num_microbatches
+        for receiver in (*self._inputs.values(), *self._output_gradients.values()):
+            receiver.close()
+        self._schedule = schedule
+        self._take_ends()
 
     def _connect(
         self, store: Store, name: str, near: dict[int, Neighbour], *, cuda: bool, timeout_s: float
@@ -198,7 +214,7 @@ class PointToPoint:
             self._own[stage - 1, microbatch, True] = gradients
             return
         outlines, length = self._agreement.of_stage[stage], self._agreement.lengths[microbatch]
-        target = Action(stage - 1, self._gradient_kinds[stage, microbatch], microbatch)
+        target = Action(stage - 1, self._gradient_kinds[stage - 1, microbatch], microbatch)
         outline = outlines.gradients_sent.get(length)
         if outline is None:
             outline = Outline(tuple([None if g is None else Form.of(g) for g in gradients]))
@@ -212,7 +228,7 @@ class PointToPoint:
         receiver = self._output_gradients.get(stage)
         if receiver is None:
             return self._own.pop((stage, microbatch, True))  # type: ignore[return-value]
-        source = Action(stage + 1, self._gradient_kinds[stage, microbatch], microbatch)
+        source = Action(stage + 1, self._gradient_kinds[stage + 1, microbatch], microbatch)
         outlines = self._agreement.of_stage[stage].gradients
         self._post(receiver, outlines, microbatch, source, Of.GRADIENT)
         receiver.wait(microbatch, source)

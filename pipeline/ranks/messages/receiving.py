@@ -151,6 +151,13 @@ class Receiver:
             self._unposted.append(following)
             self.post()
 
+    def close(self) -> None:
+        """Gives all buffers back, between two steps."""
+        for kept in self._slots:
+            if kept is not None:
+                self._give_back(kept[1])
+        self._slots = []
+
     def _buffers(self, microbatch: int, outline: Outline) -> tuple[Buffer | None, ...]:
         if not self._training:
             return self._make(outline)

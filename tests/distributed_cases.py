@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -29,11 +30,13 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from gpipe_bench import models
+from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
 from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Kind, gpipe
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Action, Kind, gpipe
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.validate import validate
 from gpipe_bench.pipeline.ranks import distributed, introduction
 from gpipe_bench.pipeline.ranks.failure import Lookout
 from gpipe_bench.pipeline.ranks.messages import receiving, sending
@@ -629,6 +632,87 @@ def a_schedule_that_is_measured() -> None:
         pipelines[0](own[0])
 
 
+def layers_for_torch(num_stages: int) -> list[list[nn.Module]]:
+    torch.manual_seed(3)
+    return [[nn.Linear(6, 6).double(), nn.Tanh()] for _ in range(num_stages)]
+
+
+def weights_after_three_steps(
+    stages: list[list[nn.Module]], step: Callable[[Tensor, Tensor], object]
+) -> list[Tensor]:
+    parameters = [p for layers in stages for layer in layers for p in layer.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for seed in range(3):
+        step(*mlp_batch(8, seed=seed))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in parameters]
+
+
+def our_rows_in_torchs_runtime() -> None:
+    """torch trains what we write to the weights to which we train it: all but recomputations."""
+    group = halves().group
+    for name in NAMED:
+        schedule = named(name, 2, 4)
+        theirs, ours = layers_for_torch(schedule.num_stages), layers_for_torch(schedule.num_stages)
+        runtime = TorchRuntime(schedule, theirs, 4, mse_loss, group, torch.device("cpu"))
+        pipeline = Pipeline(
+            list(itertools.chain(*ours)),
+            num_stages=schedule.num_stages,
+            num_microbatches=4,
+            schedule=schedule,
+            cost=[1] * (2 * schedule.num_stages),
+            group=group,
+            timeout_s=TIMEOUT_S,
+        )
+        wanted = weights_after_three_steps(theirs, runtime.step)
+        found = weights_after_three_steps(ours, lambda x, y, p=pipeline: p.step(x, y, mse_loss))
+        trained = 0
+        for a, b, first in zip(found, wanted, layers_after_none(schedule.num_stages), strict=True):
+            torch.testing.assert_close(a, b, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+            trained += not torch.equal(a, first)
+        assert trained == schedule.num_stages, name  # weight and bias of this rank's half of the stages
+
+
+def layers_after_none(num_stages: int) -> list[Tensor]:
+    return [p.detach() for s in layers_for_torch(num_stages) for layer in s for p in layer.parameters()]
+
+
+def torchs_rows_in_our_engine() -> None:
+    """Whatever torch dumps is valid and runs here, with the gradients of the plain model."""
+    pair = halves()
+    for name in CLASSES:
+        stages = layers_for_torch(2 if name in ("gpipe", "1f1b") else 4)
+        model = nn.Sequential(*itertools.chain(*stages))
+        runtime = TorchRuntime(name, stages, 4, mse_loss, pair.group, torch.device("cpu"))
+        schedule = runtime.rows(name)
+        if name == "1f1b" and Action(1, Kind.F, 0) not in set(schedule):
+            with raises(ValueError, "stage 1 takes micro-batch 0 through B"):
+                validate(replace(schedule, num_microbatches=4))  # torch counts these forwards from 1
+            continue
+        validate(schedule)
+        assert tuple(map(schedule.worker, range(len(stages)))) == runtime.placement
+        plain = plain_step(copy.deepcopy(model), *mlp_batch(8), mse_loss, 4)
+        pipeline = Pipeline(
+            model,
+            num_stages=len(stages),
+            num_microbatches=4,
+            schedule=schedule,
+            cost=[1] * len(model),
+            group=pair.group,
+            timeout_s=TIMEOUT_S,
+        )
+        for step in range(2):
+            pipeline.zero_grad()
+            loss = pipeline.step(*mlp_batch(8), mse_loss)
+            torch.testing.assert_close(loss, plain.loss, **EXACT)
+            assert_own_gradients(pipeline, plain.gradients, **EXACT)
+            assert step or pipeline.schedule == schedule
+        if name in NAMED and name not in ("gpipe", "breadth-first"):
+            ours = named(name, 2, 4)
+            assert [list(map(schedule.row, range(len(stages))))] == [list(map(ours.row, range(len(stages))))]
+
+
 def the_loss_is_told_before_the_last_weights() -> None:
     """In a V the rank of the loss has the longest row; here it takes its last action only after the other
     one's step has returned.
@@ -834,6 +918,8 @@ CASES: dict[str, Callable[[], None]] = {
         schedules_that_need_more_buffers,
         several_stages_per_worker,
         a_schedule_that_is_measured,
+        our_rows_in_torchs_runtime,
+        torchs_rows_in_our_engine,
         the_loss_is_told_before_the_last_weights,
         memory_between_networks,
         *alias_cases.CASES,

@@ -687,7 +687,7 @@ def torchs_rows_in_our_engine() -> None:
         runtime = TorchRuntime(name, stages, 4, mse_loss, pair.group, torch.device("cpu"))
         schedule = runtime.rows(name)
         if name == "1f1b" and Action(1, Kind.F, 0) not in set(schedule):
-            with raises(ValueError, "stage 1 takes micro-batch 0 through B"):
+            with raises(ValueError, "the row of stage 1 holds 1F4"):
                 validate(replace(schedule, num_microbatches=4))  # torch counts these forwards from 1
             continue
         validate(schedule)
@@ -702,15 +702,11 @@ def torchs_rows_in_our_engine() -> None:
             group=pair.group,
             timeout_s=TIMEOUT_S,
         )
-        for step in range(2):
+        for _ in range(2):
             pipeline.zero_grad()
             loss = pipeline.step(*mlp_batch(8), mse_loss)
             torch.testing.assert_close(loss, plain.loss, **EXACT)
             assert_own_gradients(pipeline, plain.gradients, **EXACT)
-            assert step or pipeline.schedule == schedule
-        if name in NAMED and name not in ("gpipe", "breadth-first"):
-            ours = named(name, 2, 4)
-            assert [list(map(schedule.row, range(len(stages))))] == [list(map(ours.row, range(len(stages))))]
 
 
 def the_loss_is_told_before_the_last_weights() -> None:

@@ -1101,6 +1101,14 @@ PLANNED = (
         why="the choice would be made for what the first step of a process takes, and without B",
         tests=("tests/test_automatic.py::test_the_choice_is_made_for_what_was_timed",),
     ),
+    Mutant(
+        name="no place for the next input",
+        file="pipeline/plan/ring.py",
+        old="max(schedule.in_flight(stage - 1), in_flight + halved)",
+        new="max(schedule.in_flight(stage - 1), in_flight)",
+        why="an input that comes when a W ends would wait until its sender has computed on",
+        tests=("tests/test_ring.py::test_inputs_of_split_schedules_find_a_place",),
+    ),
 )
 
 MUTANTS: tuple[Mutant, ...] = (

@@ -6,8 +6,9 @@ or with as many stages as processes, on one host or several, started by torchrun
 
     torchrun --nproc-per-node 2 -m gpipe_bench.experiments.first_run
 
-About half a minute on two cores. It shows the engine as a user meets it (five lines in `train`), trains on
-real images (scikit-learn's bundled digits: nothing is downloaded) and fails if the loss does not halve.
+About half a minute on two cores; where there are GPUs it runs on the CPU too, because it is about processes.
+It shows the engine as a user meets it (five lines in `train`), trains on real images (scikit-learn's bundled
+digits: nothing is downloaded) and fails if the loss does not halve.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ def main(arguments: list[str] | None = None) -> int:
     if num_steps < 2:
         parser.error(f"--steps {num_steps}: at least 2 are needed to see the loss fall")
     if distributed.is_torchelastic_launched():
-        with start_process():
+        with start_process(device="cpu"):
             losses = train(num_steps)
             num_stages = distributed.get_world_size()
             if distributed.get_rank() > 0:  # every process knows the loss; one reports it
                 return 0
     else:
-        per_process, num_stages = launch(train, NUM_STAGES, num_steps), NUM_STAGES
+        per_process, num_stages = launch(train, NUM_STAGES, num_steps, device="cpu"), NUM_STAGES
         losses = per_process[0]
         if any(each != losses for each in per_process):
             print("error: the processes disagree about the loss", file=sys.stderr)

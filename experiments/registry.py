@@ -28,6 +28,7 @@ EXPERIMENTS: dict[str, str] = {
     "consistency": "gpipe_bench.experiments.consistency.experiment",
     "predictions": "gpipe_bench.experiments.predictions.experiment",
     "peers": "gpipe_bench.experiments.side_by_side.peers",
+    "schedules": "gpipe_bench.experiments.schedules.experiment",
 }
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.api import Pipeline
     from gpipe_bench.pipeline.memory.cut import StagePeaks
-    from gpipe_bench.pipeline.memory.peaks import pipeline_memory
     from gpipe_bench.pipeline.memory.profile import Profiler
+    from gpipe_bench.pipeline.memory.workers import pipeline_memory
     from gpipe_bench.pipeline.ranks.launch import launch, start_process
 
 _HOMES = {
@@ -21,7 +21,7 @@ _HOMES = {
     "launch": "ranks.launch",
     "start_process": "ranks.launch",
     "Profiler": "memory.profile",
-    "pipeline_memory": "memory.peaks",
+    "pipeline_memory": "memory.workers",
     "StagePeaks": "memory.cut",
 }
 

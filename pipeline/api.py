@@ -14,7 +14,7 @@ checkpoints are interchangeable with it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +39,13 @@ from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
+from gpipe_bench.pipeline.ranks.network import Network, network_of
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.steps import Steps
-from gpipe_bench.pipeline.transport import InProcess, Transport
+from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
@@ -107,7 +108,7 @@ class Pipeline(nn.Module):
         devices: Device | Sequence[Device] | None = None,
         seed: int = 0,
         replica_group: dist.ProcessGroup | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Network | None = None,
         timeout_s: float = 600.0,
         share_memory: bool = True,
         transport: Transport | None = None,
@@ -115,10 +116,10 @@ class Pipeline(nn.Module):
         super().__init__()
         named = named_layers(layers)
         modules = [layer for _, layer in named]
-        num_ranks = None if group is None else dist.get_world_size(group)
+        network = None if group is None else network_of(group)
         self._calibration: Calibration | None = None
         options = Automatic(action_s, link_s, most_alive)
-        sizes = (num_stages, num_microbatches, remat, num_workers, num_ranks)
+        sizes = (num_stages, num_microbatches, remat, num_workers, None if network is None else network.size)
         if schedule == "auto":
             self._schedule, self._calibration = options.begin(*sizes)
         else:
@@ -126,8 +127,8 @@ class Pipeline(nn.Module):
             self._schedule = schedule_of(schedule, *sizes)
         self._partition = partition(costs_of(cost, modules, example), num_stages)
         local: Sequence[int] = range(num_stages)
-        if group is not None:
-            local = self._schedule.stages_of(worker_of(group, self._schedule))
+        if network is not None:
+            local = self._schedule.stages_of(worker_of(network, self._schedule))
         mine = [modules[i] for k in local for i in self._partition[k]]
         self._devices = devices_of(devices, num_stages, mine)
         refuse_split_statistics(modules, self._partition)
@@ -146,10 +147,15 @@ class Pipeline(nn.Module):
         self._layer_names = tuple(name for name, _ in named)
         self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
-        self._transport: Transport = transport or InProcess(self._devices)
-        if group is not None:
+        apart = len(set(self._devices)) > 1
+        self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
+        if network is not None:
             self._ranks = PointToPoint(
-                group, self._schedule, self._devices[local[0]], timeout_s=timeout_s, share_memory=share_memory
+                network,
+                self._schedule,
+                self._devices[local[0]],
+                timeout_s=timeout_s,
+                share_memory=share_memory,
             )
             self._transport = self._ranks
             check_equal(self.gather((self._layer_names, self._partition, self._schedule, seed)))
@@ -320,6 +326,23 @@ class Pipeline(nn.Module):
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
+
+    def close(self) -> None:
+        """Ends a pipeline over several processes in good order; in one process there is nothing to end.
+
+        Waits until the device has done everything, so that all messages to other ranks have left, and shuts
+        the connections down. Every rank calls it when its last step is over; none waits for the others. A
+        pipeline that is dropped, or whose process ends, does it by itself, and `with Pipeline(...) as
+        pipeline:` at the end of the block. No step can be taken afterwards; parameters and gradients stay.
+        """
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def refresh(self) -> None:
         """Forgets what the stages know of each other's outputs; call on every rank after changing what is

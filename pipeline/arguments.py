@@ -10,10 +10,10 @@ from math import inf
 from typing import NamedTuple
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
 from gpipe_bench.pipeline.calibration import Calibration
 from gpipe_bench.pipeline.memory.cost import layer_costs
 from gpipe_bench.pipeline.plan.replay import ActionTimes
@@ -21,6 +21,7 @@ from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.schedules.automatic import automatic
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.schedules.placement import shared_by
+from gpipe_bench.pipeline.ranks.network import Network
 from gpipe_bench.pipeline.stage.microbatch import Tree
 
 Device = torch.device | str
@@ -184,8 +185,8 @@ def devices_of(
 def _exact(device: Device) -> torch.device:
     """The device with its index, so that it compares equal to the device of a tensor on it."""
     found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    if found.index is None and accelerators.is_accelerator(found):
+        return accelerators.current(found.type)
     return found
 
 
@@ -209,16 +210,16 @@ def refuse_split_ties(
                     )
 
 
-def worker_of(group: dist.ProcessGroup, schedule: Schedule) -> int:
+def worker_of(network: Network, schedule: Schedule) -> int:
     """The worker that this process is: its rank in the group, which has one for each worker."""
-    size = dist.get_world_size(group)
+    size = network.size
     if size != schedule.num_workers:
         holders = "workers" if schedule.placement else "stages"
         raise ValueError(
             f"the process group has {size} ranks for {schedule.num_workers} {holders}; it needs one rank per "
             f"{holders[:-1]}"
         )
-    rank = dist.get_rank(group)
+    rank = network.rank
     if rank < 0:
         raise ValueError(
             "this process is not in the process group; build the pipeline on the group's ranks only"

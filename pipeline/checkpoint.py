@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from gpipe_bench.pipeline.api import Pipeline
 from gpipe_bench.pipeline.checkpoint_file import Planner, Reader
 from gpipe_bench.pipeline.errors import summary
+from gpipe_bench.pipeline.ranks.network import network_of
 
 # Optimizer entries by name: positions in a parameter group depend on the split.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -43,7 +43,7 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
     rank does not come within the pipeline's `timeout_s`. The checkpoint is complete when its file `.metadata`
     is there.
     """
-    rank = 0 if pipeline.group is None else dist.get_rank(pipeline.group)
+    rank = 0 if pipeline.group is None else network_of(pipeline.group).rank
     writer, planner = FileSystemWriter(Path(path)), DefaultSavePlanner()
     pipeline.gather(None)  # raises before anything is written if there is nothing sound to write
 
@@ -84,9 +84,9 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                state_dict_loader.load(
-                    state, storage_reader=Reader(Path(path)), planner=Planner(), no_dist=True
-                )
+                reader = Reader(Path(path))
+                reader.read_metadata()  # torch 2.11 hides why an index can't be read
+                state_dict_loader.load(state, storage_reader=reader, planner=Planner(), no_dist=True)
         except CheckpointException as error:  # a BaseException, which callers that catch errors would miss
             ((cause, _),) = error.failures.values()
             raise cause from error

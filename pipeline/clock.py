@@ -1,8 +1,13 @@
-"""Start and end of every action without disturbing it: the wall clock on CPUs, events on GPUs.
+"""Start and end of every action without disturbing it: the wall clock on CPUs, events on accelerators.
 
-A GPU runs behind the host, so the host's clock would show when an action was enqueued. CUDA events are
+An accelerator runs behind the host, so the host's clock would show when an action was enqueued. Events are
 recorded into the stream instead and read only when somebody asks for the timeline, so a step never waits for
 the device.
+
+What an event tells is the time since another one. When the first of a step happened the host does not know,
+because the device may still have had other work to do when it was enqueued, each device its own. So when
+somebody asks, one more event is recorded and waited for: it happened just now, and the others as long ago as
+the device says.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 
@@ -20,70 +26,77 @@ from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 class Clock:
     """Records start and end of the actions of one program, step after step; keeps the latest step."""
 
-    def __init__(self, actions: Sequence[Action], devices: Sequence[torch.device]) -> None:
+    def __init__(self, actions: Sequence[Action], stage_devices: Sequence[torch.device]) -> None:
         self._actions = tuple(actions)
-        self._devices = tuple(devices)  # by stage
+        self._devices = tuple(stage_devices)  # by stage
         self._start_ns = [0] * len(self._actions)
         self._end_ns = [0] * len(self._actions)
-        self._begin_ns = 0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._origins: dict[torch.device, torch.cuda.Event] = {}
-        self._cuda = any(device.type == "cuda" for device in self._devices)
+        self._accelerators = tuple(filter(devices.is_accelerator, dict.fromkeys(self._devices)))
+        # By position; None where the device is a CPU.
+        self._events: list[tuple[torch.Event, torch.Event] | None] = []
+        self._firsts: dict[torch.device, torch.Event] = {}  # of the step, on each accelerator
+        self._firsts_ns: dict[torch.device, float] = {}  # when that was, once somebody has asked
         self.complete = False
 
     def begin(self) -> None:
         self.complete = False
-        if self._cuda:
-            self._begin_ns = time.perf_counter_ns()
+        if self._accelerators:
+            self._firsts_ns = {}
             if not self._events:
-                self._events = [(_new_event(), _new_event()) for _ in self._actions]
-                self._origins = {device: _new_event() for device in self._devices}
-            for device, event in self._origins.items():
-                event.record(torch.cuda.current_stream(device))
+                self._events = [self._new_events(self._devices[action.stage]) for action in self._actions]
+                self._firsts = {device: devices.event(device, timing=True) for device in self._accelerators}
+            for device, event in self._firsts.items():
+                event.record(devices.current_stream(device))
+
+    def _new_events(self, device: torch.device) -> tuple[torch.Event, torch.Event] | None:
+        if not devices.is_accelerator(device):
+            return None
+        return devices.event(device, timing=True), devices.event(device, timing=True)
 
     def start(self, position: int) -> None:
         """The action at `position` of the program begins."""
-        if self._cuda:
-            device = self._devices[self._actions[position].stage]
-            self._events[position][0].record(torch.cuda.current_stream(device))
+        if self._events and (events := self._events[position]) is not None:
+            events[0].record(devices.current_stream(self._devices[self._actions[position].stage]))
         else:
             self._start_ns[position] = time.perf_counter_ns()
 
     def stop(self, position: int) -> None:
         """The action at `position` of the program ends."""
-        if self._cuda:
-            device = self._devices[self._actions[position].stage]
-            self._events[position][1].record(torch.cuda.current_stream(device))
+        if self._events and (events := self._events[position]) is not None:
+            events[1].record(devices.current_stream(self._devices[self._actions[position].stage]))
         else:
             self._end_ns[position] = time.perf_counter_ns()
 
     def events(self, offset_ns: int = 0) -> tuple[Event, ...]:
-        """The latest step in seconds of the wall clock, moved by `offset_ns`. Waits for the device.
+        """The latest step in seconds of the wall clock, moved by `offset_ns`. Waits for the devices.
 
-        CUDA events are counted from one at the start of the step, whose time on the wall clock is that of its
-        enqueuing. `ValueError` before the first complete step.
+        `ValueError` before the first complete step.
         """
         if not self.complete:
             raise ValueError("no complete step to show; run a step first")
-        events = []
+        for device, first in self._firsts.items():
+            if device not in self._firsts_ns:
+                self._firsts_ns[device] = _happened_ns(first, device)
+        found = []
         for position, action in enumerate(self._actions):
-            if self._cuda:
-                origin = self._origins[self._devices[action.stage]]
-                start, end = self._events[position]
-                end.synchronize()
-                begin_s = self._begin_ns / 1e9
-                start_s = begin_s + origin.elapsed_time(start) / 1e3
-                end_s = begin_s + origin.elapsed_time(end) / 1e3
-            else:
-                start_s, end_s = self._start_ns[position] / 1e9, self._end_ns[position] / 1e9
-            events.append(Event(action, start_s + offset_ns / 1e9, end_s + offset_ns / 1e9))
-        return tuple(events)
+            start_ns, end_ns = float(self._start_ns[position]), float(self._end_ns[position])
+            if self._events and (events := self._events[position]) is not None:
+                device = self._devices[action.stage]
+                start_ns, end_ns = [
+                    self._firsts_ns[device] + self._firsts[device].elapsed_time(event) * 1e6
+                    for event in events
+                ]
+            found.append(Event(action, (start_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9))
+        return tuple(found)
 
     def timeline(self, num_stages: int, placement: tuple[int, ...] = ()) -> Timeline:
         """The latest step. Waits for the device. `ValueError` before the first complete step."""
-        devices = [str(device) for device in self._devices]
         return Timeline.of(
-            self.events(), num_stages, devices=devices, conditions=conditions(), placement=placement
+            self.events(),
+            num_stages,
+            devices=[str(device) for device in self._devices],
+            conditions=conditions(),
+            placement=placement,
         )
 
 
@@ -97,5 +110,15 @@ def conditions() -> dict[str, str]:
     }
 
 
-def _new_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+def _happened_ns(event: torch.Event, device: torch.device) -> float:
+    """When an event of the device happened, by the wall clock. Waits for all that the device has to do.
+
+    It is right within half the time that an idle device takes to answer.
+    """
+    devices.synchronize(device)
+    before_ns = time.perf_counter_ns()
+    now = devices.event(device, timing=True)
+    now.record(devices.current_stream(device))
+    now.synchronize()
+    after_ns = time.perf_counter_ns()
+    return (before_ns + after_ns) / 2 - event.elapsed_time(now) * 1e6

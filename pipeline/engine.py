@@ -7,10 +7,11 @@ once, in `prepare`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.order import execution_order
@@ -20,7 +21,7 @@ from gpipe_bench.pipeline.plan.validate import validate
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.transport import Transport
 
-__all__ = ["ActionError", "Instruction", "Observer", "prepare", "run"]
+__all__ = ["ActionError", "Instruction", "Observer", "on_their_devices", "prepare", "run"]
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
@@ -61,6 +62,23 @@ def prepare(
         for action in actions
         if action.stage in stages and (training or action.kind is Kind.F)
     )
+
+
+def on_their_devices(stages: Mapping[int, Stage], observe: Observer | None) -> Observer | None:
+    """`observe`, with the device of an action's stage as the current one in the action.
+
+    Layers may ask for "the" accelerator without saying which. On CPUs there is nothing to do.
+    """
+    places = {index: stage.device for index, stage in stages.items()}
+    if not any(map(devices.is_accelerator, places.values())):
+        return observe
+
+    @contextmanager
+    def guarded(action: Action) -> Iterator[None]:
+        with devices.on(places[action.stage]), _UNOBSERVED if observe is None else observe(action):
+            yield
+
+    return guarded
 
 
 def run(

@@ -40,6 +40,7 @@ class Steps:
     ) -> None:
         self._schedule, self._stages = schedule, stages
         self._transport, self._replicas = transport, replicas
+        self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in devices))))
         self._asks = isinstance(transport, PointToPoint)  # which mini-batches have messages of equal shapes
         self._programs = {
             training: engine.prepare(schedule, stages, training=training) for training in (True, False)
@@ -79,7 +80,7 @@ class Steps:
             if 0 in self._stages:
                 feed = _feed(batch, num_microbatches, "the mini-batch")
                 plan = Plan(num_examples(batch), training)  # type: ignore[arg-type]
-                signature = _signature(model, batch, training) if self._asks else None
+                signature = _signature(model, batch, training, self._device_types) if self._asks else None
             plan = self._transport.begin(plan, signature)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
@@ -94,6 +95,7 @@ class Steps:
                     loss_fn=loss_fn,
                     shares=tuple(size / plan.examples for size in sizes(plan.examples, num_microbatches)),
                 )
+            observe = engine.on_their_devices(self._stages, observe)
             engine.run(self._programs[training], self._transport, self._clocks[training], observe)
             loss = self._transport.finish()
             for stage in self._stages.values():
@@ -113,7 +115,7 @@ class Steps:
         return loss
 
 
-def _signature(model: nn.Module, batch: Tree | None, training: bool) -> Hashable:
+def _signature(model: nn.Module, batch: Tree | None, training: bool, device_types: Sequence[str]) -> Hashable:
     """What the shapes, dtypes and gradients of all messages may depend on."""
     tensors = tensors_of(batch)  # type: ignore[arg-type]
     return (
@@ -122,7 +124,7 @@ def _signature(model: nn.Module, batch: Tree | None, training: bool) -> Hashable
         isinstance(batch, tuple),
         tuple((tensor.shape, tensor.dtype) for tensor in tensors),
         tuple(p.requires_grad for p in model.parameters()),
-        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types),
     )
 
 

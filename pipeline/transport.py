@@ -3,7 +3,7 @@
 `Transport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes.
 In one process a transport is a set of mailboxes, one per stage, direction and micro-batch. With all stages on
 one device nothing moves at all: the receiver works on the sender's tensor. Stages on devices of their own get
-the tensor copied to their device.
+the tensor copied to their device, beside what the devices compute (`transfers`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gpipe_bench.pipeline.errors import ActionError, summary
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.stage.microbatch import Message
 from gpipe_bench.pipeline.stage.stage import Gradients
+from gpipe_bench.pipeline.transfers import Mark, Sent, Transfers
 
 
 class Plan(NamedTuple):
@@ -69,22 +70,18 @@ class Transport(Protocol):
 
 
 class InProcess:
-    """All stages in this process, on one device or one each.
+    """All stages in this process, on one device.
 
-    `devices` is the device of each stage; None leaves every tensor where it is. With `copy` each stage gets a
-    tensor of its own even on a shared device, as on separate devices; `observe_transfer`, given the receiving
-    stage, is entered around the copy, so that a memory tracker can charge it to its owner.
+    With `copy` each stage gets a tensor of its own, as on separate devices; `observe_transfer`, given the
+    receiving stage, is entered around the copy, so that a memory tracker can charge it to its owner.
     """
 
     def __init__(
         self,
-        devices: Sequence[torch.device] | None = None,
         *,
         copy: bool = False,
         observe_transfer: Callable[[int], AbstractContextManager[object]] | None = None,
     ) -> None:
-        self._devices = list(devices) if devices is not None else None
-        self._moves = copy or len(set(self._devices or ())) > 1
         self._copy = copy
         self._observe_transfer = observe_transfer or _unobserved
         self._activations: dict[tuple[int, int], Message] = {}
@@ -98,17 +95,16 @@ class InProcess:
         return plan
 
     def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
-        if self._moves:
-            tensors = tuple([self._move(tensor, stage + 1) for tensor in message.tensors])
-            message = Message(tensors, message.structure, message.needs_grad)
+        if self._copy:
+            message = message._replace(tensors=self._copies(message.tensors, stage + 1))
         self._activations[stage + 1, microbatch] = message
 
     def receive_activation(self, stage: int, microbatch: int) -> Message:
         return self._activations.pop((stage, microbatch))
 
     def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
-        if self._moves:
-            gradients = tuple([None if g is None else self._move(g, stage - 1) for g in gradients])
+        if self._copy:
+            gradients = self._copies(gradients, stage - 1)
         self._gradients[stage - 1, microbatch] = gradients
 
     def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
@@ -132,11 +128,53 @@ class InProcess:
         self._loss = None
         return ActionError(action, summary(error))
 
-    def _move(self, tensor: Tensor, receiver: int) -> Tensor:
-        with self._observe_transfer(receiver):
-            if self._devices is not None and tensor.device != self._devices[receiver]:
-                return tensor.to(self._devices[receiver], non_blocking=True)
-            return tensor.clone() if self._copy else tensor
+    def _copies(self, tensors: Sequence[Sent], receiver: int) -> tuple[Sent, ...]:
+        copies = []
+        for tensor in tensors:
+            with self._observe_transfer(receiver):
+                copies.append(None if tensor is None else tensor.clone())
+        return tuple(copies)
+
+
+class BetweenDevices(InProcess):
+    """All stages in this process, on devices of their own; `devices` is that of each stage."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__()
+        self._devices = tuple(devices)
+        self._transfers = Transfers()
+        # When what a stage is to receive is there, by stage, micro-batch and whether it is a gradient.
+        self._marks: dict[tuple[int, int, bool], tuple[Mark, ...]] = {}
+
+    def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
+        self._marks.clear()
+        return super().begin(plan, signature)
+
+    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
+        tensors, marks = self._transfers.send(message.tensors, self._devices[stage + 1])
+        self._marks[stage + 1, microbatch, False] = marks
+        super().send_activation(stage, microbatch, message._replace(tensors=tensors))
+
+    def receive_activation(self, stage: int, microbatch: int) -> Message:
+        message = super().receive_activation(stage, microbatch)
+        marks = self._marks.pop((stage, microbatch, False))
+        self._transfers.receive(message.tensors, marks, self._devices[stage])
+        return message
+
+    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
+        gradients, marks = self._transfers.send(gradients, self._devices[stage - 1])
+        self._marks[stage - 1, microbatch, True] = marks
+        super().send_gradient(stage, microbatch, gradients)
+
+    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
+        gradients = super().receive_gradient(stage, microbatch)
+        marks = self._marks.pop((stage, microbatch, True))
+        self._transfers.receive(gradients, marks, self._devices[stage])
+        return gradients
+
+    def abort(self, action: Action | None, error: BaseException) -> ActionError:
+        self._marks.clear()
+        return super().abort(action, error)
 
 
 def _unobserved(stage: int) -> AbstractContextManager[object]:

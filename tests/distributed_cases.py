@@ -769,13 +769,13 @@ def a_failure_that_only_the_blackboard_tells() -> None:
     pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
     transport = pipeline._transport
     noticed = threading.Event()
-    Lookout(transport._blackboard, noticed.set, limit_s=TIMEOUT_S, interval_s=0.01)
+    Lookout(transport._ties._blackboard, noticed.set, limit_s=TIMEOUT_S, interval_s=0.01)
     dist.barrier()
     assert not noticed.is_set()
     if ranks.rank == 2:
-        transport._blackboard.report(ActionError(None, "told", 2))
+        transport._ties._blackboard.report(ActionError(None, "told", 2))
     assert noticed.wait(TIMEOUT_S)
-    transport._notice()
+    transport._ties.notice()
     with raises(ActionError, "a step on rank 2 failed: told"):
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
@@ -792,9 +792,9 @@ def a_failure_that_is_noticed_after_the_last_receive() -> None:
         transport, last = pipeline._transport, pipeline.schedule.actions[ranks.rank][-1]
 
         def notice(transport=transport) -> None:
-            transport._blackboard.report(ActionError(None, "told", 2))
+            transport._ties._blackboard.report(ActionError(None, "told", 2))
             with mock.patch.object(Connection, "cut"):
-                transport._notice()
+                transport._ties.notice()
 
         @contextmanager
         def observe(action, when=when, last=last, notice=notice):

@@ -113,7 +113,7 @@ def _halves(action: Action) -> tuple[Action, Action]:
 
 def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
     """Runs this process's rank under plain `env://` rendezvous, so that rank 0 holds the store."""
-    with start_process(pin=False, timeout_s=GROUP_TIMEOUT_S):
+    with start_process(pin=False, timeout_s=GROUP_TIMEOUT_S, device="cpu"):
         bomb = Bomb(fault, folder)
         torch.manual_seed(0)
         schedule = schedule_of(fault)

@@ -668,8 +668,8 @@ SCHEDULES = (
     Mutant(
         name="one stage of a worker at a time",
         file="pipeline/memory/workers.py",
-        old="        candidate = _sum([now, *others], transients=waiting)\n",
-        new="        candidate = _sum([now], transients=waiting)\n",
+        old="        others = self._resting - before.peak\n",
+        new="        others = 0\n",
         why="the other stages of a worker keep what they hold",
         tests=("tests/test_worker_memory.py::test_modelled_peaks_are_those_of_real_steps[never]",),
     ),
@@ -727,7 +727,7 @@ MODELLED = (
     Mutant(
         name="memory without the gradients",
         file="pipeline/memory/peaks.py",
-        old="        gradients = stage.gradient_bytes if demand.after_first_backward else 0\n",
+        old="        gradients = stage.gradient_bytes if _has_gradients(stage, demand) else 0\n",
         new="        gradients = 0\n",
         why="gradients are there from the first backward on",
         tests=("tests/test_memory.py::test_gradients_exist_from_the_first_backward_on_and_none_before",),

@@ -178,7 +178,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     start = time.monotonic()
-    outcomes = launch(run, NUM_PROCESSES, arguments.seed, arguments.first, arguments.examples, pin=False)
+    outcomes = launch(
+        run, NUM_PROCESSES, arguments.seed, arguments.first, arguments.examples, pin=False, device="cpu"
+    )
     wrong = sorted({text for of_rank in outcomes for text in of_rank}, key=lambda text: int(text.split()[1]))
     print("\n".join(wrong))
     examples = {text.split()[1] for text in wrong}

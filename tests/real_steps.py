@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.arguments import schedule_of
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
-from gpipe_bench.pipeline.memory.peaks import StageMemory, pipeline_memory
+from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
-from gpipe_bench.pipeline.memory.workers import worker_memory
+from gpipe_bench.pipeline.memory.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.stage.microbatch import Tree, split
 from gpipe_bench.pipeline.transport import InProcess
@@ -130,6 +130,7 @@ def compare(
     """What a real step holds, and what the model says."""
     counted, pipeline = count(model, batch, target, loss_fn, step)
     layers, loss = profiles(model, batch, target, loss_fn, step)
-    model_of = worker_memory if pipeline.schedule.placement else pipeline_memory
-    modelled = model_of(layers, loss, pipeline.partition, pipeline.schedule, step.optimizer)
+    modelled = pipeline_memory(
+        layers, loss, pipeline.partition, pipeline.schedule, step.optimizer, receive_ahead=None
+    )
     return counted, modelled

@@ -27,7 +27,7 @@ def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[str | None,
     chosen = [
         item.callspec.params["case"] for item in request.session.items if item.name.startswith("test_case[")
     ]
-    return launch(distributed_cases.run_all, 4, chosen)
+    return launch(distributed_cases.run_all, 4, chosen, device="cpu")
 
 
 @pytest.mark.parametrize("case", distributed_cases.CASES)
@@ -76,7 +76,7 @@ def test_a_killed_process_ends_all_others(tmp_path: Path, victim: int) -> None:
 @pytest.mark.usefixtures("spawning")
 def test_the_launcher_ends_with_the_first_error() -> None:
     with pytest.raises(ChildFailedError, match=r"action 1B0 on rank 1 failed: ZeroDivisionError: broken"):
-        launch(distributed_cases.raise_one, 2, "gpipe")
+        launch(distributed_cases.raise_one, 2, "gpipe", device="cpu")
     left = [process.cmdline() for process in psutil.Process().children(recursive=True)]
     assert not [line for line in left if "spawn_main" in " ".join(line)]
 

@@ -246,7 +246,7 @@ def _check_all(names: tuple[str, ...]) -> dict[str, Any]:
 @pytest.mark.usefixtures("docs_folder")
 def test_engines_in_processes_do_what_the_setup_says() -> None:
     names = ("ours", "torch-gpipe", "torch-1f1b", EXAMPLE)
-    for found in launch(_check_all, 2, names):
+    for found in launch(_check_all, 2, names, device="cpu"):
         for name in names:
             plain, again = found[f"{name} never"], found[f"{name} except_last"]
             assert (plain["forwards"], plain["backwards"], plain["examples"]) == (4, 4, 2)

@@ -122,6 +122,14 @@ def chained():
             RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
             "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory",
         ),
+        (  # of another process, and of a library's own workspace
+            RuntimeError("process 1: torch.OutOfMemoryError: CUDA out of memory."),
+            "RuntimeError: process 1: torch.OutOfMemoryError: CUDA out of memory.",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        ),
     ],
 )
 def test_running_out_of_memory_is_a_result(store, error, reason):

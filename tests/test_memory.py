@@ -15,8 +15,11 @@ from real_steps import Counted, Step, compare
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.table1.verify_memory import verify
-from gpipe_bench.pipeline.memory.footprint import Footprint, Moment
-from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory, demands, pipeline_memory, stage_memory
+from gpipe_bench.pipeline.memory.demands import demands
+from gpipe_bench.pipeline.memory.footprint import Footprint
+from gpipe_bench.pipeline.memory.moments import Moment
+from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory, stage_memory
+from gpipe_bench.pipeline.memory.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Action, Kind, Schedule, gpipe, naive, one_f_one_b
 
 C, SIDE = 8, 8
@@ -327,5 +330,7 @@ def test_bad_input_names_its_value() -> None:
     with pytest.raises(ValueError, match="1 stages given for a schedule of 2 stages"):
         pipeline_memory([], None, [range(1)], gpipe(2, 1))  # type: ignore[arg-type]
     split = tuple(Action(0, kind, 0) for kind in (Kind.F, Kind.I, Kind.W))
-    with pytest.raises(ValueError, match="no memory model for action 0I0"):
-        demands(split)
+    with pytest.raises(
+        ValueError, match="0I0 is half a backward, which the profiles of its stage say nothing"
+    ):
+        stage_memory(STAGE, split, is_first=True)

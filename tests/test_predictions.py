@@ -6,10 +6,8 @@ import pytest
 from records import record
 
 from gpipe_bench.experiments.predictions.experiment import EXPERIMENT
-from gpipe_bench.experiments.predictions.zero_bubble import PROFILED, ROW, TABLE
 from gpipe_bench.experiments.published.torchgpipe import MODELS, SETTINGS, predict
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.paper import load_paper
 
 PUBLISHED = {(cell.source, *cell.key): cell for cell in load_paper()}
@@ -23,13 +21,6 @@ def ran(key, profile="short"):
         case=key,
         quantities=found.quantities,
         details=found.details,
-    )
-
-
-@pytest.mark.parametrize("profiled", PROFILED, ids=lambda each: each.column)
-def test_bubble_rates_agree_to_the_last_printed_digit(profiled) -> None:
-    assert profiled.bubble_rate() == pytest.approx(
-        PUBLISHED["others", TABLE, ROW, profiled.column].value, abs=5e-5
     )
 
 
@@ -54,7 +45,6 @@ def test_torchgpipes_resnet_is_predicted_over_what_it_does_not_state() -> None:
 def test_every_number_stands_in_the_table_with_its_error() -> None:
     records = [
         ran({"part": "torchgpipe", "script": "resnet101"}),
-        ran({"part": "zero bubble"}),
         ran({"part": "count"}),
     ]
     entries = EXPERIMENT.cells(records)
@@ -62,9 +52,7 @@ def test_every_number_stands_in_the_table_with_its_error() -> None:
         assert (entry.source, *entry.place) in PUBLISHED, entry.place
         assert entry.quantity.unit == PUBLISHED[entry.source, *entry.place].unit
         assert entry.question == "as published"
-    rates = [c for c in compare(entries, whole=[]) if c.table == TABLE]
-    assert [c.verdict for c in rates] == ["reproduced"] * len(PROFILED)
     text = EXPERIMENT.tables(records, [])
-    for part in ("Ratios:", "Absolute speeds:", "Rates and counts:", "in the median", "155.3M"):
+    for part in ("Ratios:", "Absolute speeds:", "Counts:", "in the median", "155.3M"):
         assert part in text
     assert EXPERIMENT.tables([], []) == ""

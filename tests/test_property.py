@@ -13,7 +13,7 @@ EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "30"))
 
 
 def test_over_processes_every_gradient_is_the_plain_models() -> None:
-    outcomes = launch(property_cases.run, property_cases.NUM_PROCESSES, 0, 0, EXAMPLES)
+    outcomes = launch(property_cases.run, property_cases.NUM_PROCESSES, 0, 0, EXAMPLES, device="cpu")
     assert not [text for of_rank in outcomes for text in of_rank]
 
 

@@ -15,6 +15,7 @@ from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.cut import StagePeaks
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.tracker import LiveMemory
 
 HALVES = {
     "amoebanet": {"num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True},
@@ -46,13 +47,16 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
     return half, setting, Placement(0, 0, profile.num_parameters, NUM_MICROBATCHES, stages, memory)
 
 
-def measure(part: stage_alone.Part, half: str, setting: Setting, device: str) -> int:
+def measure(part: stage_alone.Part, half: str, setting: Setting, device: str) -> stage_alone.Peak:
+    return stage_alone.measure(*arguments(part, half, setting, device))
+
+
+def arguments(part: stage_alone.Part, half: str, setting: Setting, device: str) -> tuple[Any, ...]:
     options: dict[str, Any] = HALVES[half]
     with torch.device("meta"):
         model = MODELS[paper_models.HALVES[half].model](**options)
-    return stage_alone.measure(
-        part, model, half, setting.schedule(NUM_MICROBATCHES), options, BATCH_SIZE, torch.device(device)
-    )
+    schedule = setting.schedule(NUM_MICROBATCHES)
+    return part, model, half, schedule, options, BATCH_SIZE, torch.device(device)
 
 
 def test_every_stage_alone_holds_what_is_modelled(small: tuple[str, Setting, Placement]) -> None:
@@ -63,7 +67,42 @@ def test_every_stage_alone_holds_what_is_modelled(small: tuple[str, Setting, Pla
         # The gradient of a micro-batch is made up when its backward begins, not posted ahead of R.
         ahead = part.profiles[-1].output_gradient_bytes if part.index < NUM_STAGES - 1 else 0
         measured = measure(part, half, setting, "cpu")
-        assert part.memory.peak - ahead * 1.01 <= measured <= part.memory.peak * 1.01
+        assert part.memory.peak - ahead * 1.01 <= measured.num_bytes <= part.memory.peak * 1.01
+        assert measured.workspace_bytes == 0
+
+
+EARLIER, WORKSPACE = 5 * 2**20, 32 * 2**20
+
+
+class FakeAllocator:
+    """An accelerator's absolute counter over the storages of the CPU: it knows of tensors that were there
+    before, and the first use of a library takes memory that is never given back.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.live, self.more = LiveMemory(), EARLIER
+        warm_up = stage_alone.warm_up
+        monkeypatch.setattr(stage_alone, "warm_up", lambda device: (warm_up(device), self.use_library()))
+        monkeypatch.setattr(stage_alone.devices, "reset_peak", lambda device: self.live.reset_peaks())
+        monkeypatch.setattr(
+            stage_alone.devices, "peak_bytes", lambda device: self.live.peak_bytes.get("", 0) + self.more
+        )
+
+    def use_library(self) -> None:
+        self.more = EARLIER + WORKSPACE
+
+
+def test_an_allocators_absolute_numbers_become_those_of_the_stage(
+    small: tuple[str, Setting, Placement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what was there before counts, nor a library's workspace, nor targets of other stages."""
+    half, setting, placement = small
+    for part in stage_alone.distinct_parts(setting, placement):
+        counted = measure(part, half, setting, "cpu").num_bytes
+        given, fake = arguments(part, half, setting, "cpu"), FakeAllocator(monkeypatch)
+        with fake.live:
+            found = stage_alone.measure(*given, stage_alone.Allocator(torch.device("cpu")))
+        assert found == (counted, WORKSPACE)
 
 
 @pytest.mark.parametrize("small", ["transformer"], indirect=True)
@@ -80,4 +119,5 @@ def test_on_a_gpu_the_allocator_agrees(small: tuple[str, Setting, Placement]) ->
     half, setting, placement = small
     for part in stage_alone.distinct_parts(setting, placement):
         measured = measure(part, half, setting, "cuda")
-        assert measured == pytest.approx(part.memory.peak, rel=0.25)  # tiny tensors, 512-byte rounding
+        # Tiny tensors in blocks of 512 bytes.
+        assert measured.num_bytes == pytest.approx(part.memory.peak, rel=0.25)

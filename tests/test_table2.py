@@ -140,7 +140,9 @@ def test_any_engine_runs_through_the_table_unchanged(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "docs"))
     plan = (Configuration(2, 1, 4, runs_for_real=True), Configuration(2, 4, 4, runs_for_real=True))
     for engine in ("ours", "own_engine_example:FillDrain"):
-        answers = launch(work, 2, StepJob("transformer-lm", TINY, plan, rounds=1, engine=engine))
+        answers = launch(
+            work, 2, StepJob("transformer-lm", TINY, plan, rounds=1, engine=engine), device="cpu"
+        )
         assert answers[0].steps[0].partition == answers[1].steps[0].partition
         assert all(each.real_s and min(each.real_s) > 0 for answer in answers for each in answer.steps)
         quantities, details = results([(each, (each.num_microbatches,)) for each in plan], answers, "cpu")

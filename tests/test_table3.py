@@ -128,6 +128,7 @@ class FakeConfiguration:
 class FakeSteps:
     def __init__(self, timed: TimedActions, turns: int) -> None:
         self.turns, self.counts = (timed,) * turns, {"F": 8}
+        self.out_of_memory = "" if turns else "OutOfMemoryError: no room"
 
 
 class FakeFound:
@@ -136,19 +137,19 @@ class FakeFound:
     conditions: dict[str, str] = {}  # noqa: RUF012  # a stand-in for a named tuple
     usage = Usage(1.0, 2.0, 1.0, 2)
 
-    def __init__(self, stages: tuple[int, ...]) -> None:
+    def __init__(self, stages: tuple[int, ...], without: tuple[int, ...] = ()) -> None:
         self.steps = []
         for k in stages:
             timed = paper_estimate().actions(k, 8, shares_of_peak()[0])
             slow = {key: (10 * s,) for key, (s,) in timed.samples_s.items()}
             sizes = tuple(size // 5 for size in timed.activation_bytes)
             found = replace(timed, samples_s=slow, activation_bytes=sizes, gradient_bytes=sizes)
-            self.steps.append(FakeSteps(found, 3))
+            self.steps.append(FakeSteps(found, 0 if k in without else 3))
 
 
-def steps_record(model: str = "amoebanet", profile: str = "short") -> Record:
+def steps_record(model: str = "amoebanet", profile: str = "short", without: tuple[int, ...] = ()) -> Record:
     plan: Any = [FakeConfiguration(k) for k in (2, 4, 8)]
-    found: Any = [FakeFound((2, 4, 8))] * 2
+    found: Any = [FakeFound((2, 4, 8), without)] * 2
     quantities, details = replayed(plan, found, 32, paper_estimate())
     facts = {"title": "A model", "scale": "a tenth", "timed_microbatches": 8}
     return record(
@@ -192,6 +193,22 @@ def value(found: Record, name: str, **key: Scalar) -> float:
     assert quantity is not None, (name, key)
     assert quantity.value is not None
     return quantity.value
+
+
+@pytest.mark.parametrize("without", [(4,), (2,), (2, 4)])
+def test_stages_that_found_no_room_leave_the_others_their_numbers(without: tuple[int, ...]) -> None:
+    """Relative to K = 2 only where K = 2 ran."""
+    whole, part = steps_record(), steps_record(without=without)
+    assert set(part.details["out_of_memory"]) == {f"K={k}" for k in without}
+    for name in ("throughput", "normalised throughput"):
+        kept = {q.label: q.value for q in part.quantities if q.name == name}
+        wanted = {q.label for q in whole.quantities if q.name == name and q.key["K"] not in without}
+        assert set(kept) == (set() if name.startswith("normalised") and 2 in without else wanted)
+    cells = EXPERIMENT.cells([part])
+    assert {cell.column for cell in cells} <= {cell.column for cell in EXPERIMENT.cells([whole])}
+    assert "K=8" in EXPERIMENT.tables([part], compare(cells))
+    with pytest.raises(MemoryError, match="no room"):
+        steps_record(without=(2, 4, 8))
 
 
 def test_the_slowed_link_gives_the_scaled_model_the_papers_numbers() -> None:

@@ -12,7 +12,7 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, Outline, first_tag
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form
-from gpipe_bench.pipeline.ranks.routes import header_chain, loss_source
+from gpipe_bench.pipeline.ranks.routes import header_chain, loss_chain, loss_route
 from gpipe_bench.pipeline.ranks.ways import names_of_ways, receivers, senders
 
 CPU = torch.device("cpu")
@@ -34,11 +34,16 @@ class Posted:
 def test_who_learns_from_whom() -> None:
     for schedule in (gpipe(3, 2), named("zb-v", 3, 2), named("interleaved", 3, 2)):
         assert header_chain(schedule) == (0, 1, 2)
-    assert [loss_source(s) for s in (gpipe(3, 2), named("zb-v", 3, 2), named("interleaved", 3, 2))] == [
-        2,
-        0,
-        2,
-    ]
+        for accelerated in (False, True):
+            routes = [loss_route(schedule, rank, accelerated=accelerated) for rank in range(3)]
+            heard = [(source, rank) for rank, (source, _) in enumerate(routes) if source is not None]
+            told = [(rank, target) for rank, (_, targets) in enumerate(routes) for target in targets]
+            assert sorted(heard) == sorted(told)
+    assert loss_route(gpipe(3, 2), 2, accelerated=False) == (None, (1, 0))
+    assert loss_route(gpipe(3, 2), 1, accelerated=False) == (2, ())
+    assert loss_route(gpipe(3, 2), 1, accelerated=True) == (2, (0,))
+    assert loss_route(named("zb-v", 3, 2), 0, accelerated=False) == (None, (1, 2))
+    assert loss_chain(named("zb-v", 3, 2)) == (0, 1, 2)
 
 
 def test_ways() -> None:

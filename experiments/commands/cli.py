@@ -96,7 +96,11 @@ def _parser() -> argparse.ArgumentParser:
         "--models", action="store_true", help="the model zoo instead: layers and exact parameters"
     )
 
-    _add(verbs, "doctor", "what this machine can run, and what it lacks")
+    verb = _add(verbs, "doctor", "what this machine can run, and what it lacks")
+    verb.add_argument(
+        "--device", choices=("auto", "cuda"), default="auto",
+        help="cuda: what .ci/gpu would run here, how long each step takes and what it needs",
+    )  # fmt: skip
 
     verb = _add(verbs, "run", "run an experiment; what is on record is not run again")
     verb.add_argument("name", metavar="NAME", help="an experiment, see list")

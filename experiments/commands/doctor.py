@@ -11,12 +11,9 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,24 +21,15 @@ from typing import Any, Literal
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
-from gpipe_bench.harness.places import ROOT
+from gpipe_bench.experiments.gpu import packages
+from gpipe_bench.experiments.gpu.device import ask_torch, gpus_of, why_none
+from gpipe_bench.experiments.gpu.plan import MODELLED, plan
+from gpipe_bench.experiments.gpu.results import Results
 
 Status = Literal["ok", "missing", "optional"]
 
-_PROJECT = ROOT / "pyproject.toml"
 _MEMORY_GIB = 3.0  # what Table 1 takes at the paper's full size
 _INSTALL = "python -m pip install -e ."
-_ASK_TORCH = """
-import json, torch
-from gpipe_bench.harness.places import ROOT
-print(json.dumps({
-    "version": torch.__version__,
-    "cuda": torch.version.cuda,
-    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-    "distributed": torch.distributed.is_available(),
-    "threads": torch.get_num_threads(),
-}))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +43,10 @@ class Check:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status of the verb: 0 if the short profiles run here, else 1."""
-    checks = list(examine(arguments.results))
+    """Exit status of the verb: 0 if the short profiles run here, or with `--device cuda` what `.ci/gpu` runs,
+    else 1.
+    """
+    checks = list(examine(arguments.results, on_gpu=arguments.device == "cuda"))
     if arguments.json:
         for check in checks:
             print_line(json.dumps(asdict(check)).encode())
@@ -68,16 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"{'':<9}{'':<{width}}  -> {check.remedy}")
         print()
         missing = [check.name for check in checks if check.status == "missing"]
-        print(
-            f"missing: {', '.join(missing)}"
-            if missing
-            else "this machine can run the smoke and short profiles"
-        )
+        able = "this machine can run the smoke and short profiles"
+        if arguments.device == "cuda":
+            able = f"`.ci/gpu` takes the steps above in this order; {MODELLED}"
+        print(f"missing: {', '.join(missing)}" if missing else able)
     return 1 if any(check.status == "missing" for check in checks) else exits.DONE
 
 
-def examine(results: Path) -> Iterator[Check]:
-    """All findings, the needed ones first."""
+def examine(results: Path, *, on_gpu: bool = False) -> Iterator[Check]:
+    """All findings, the needed ones first; `on_gpu` asks for a GPU and for what each step on it needs."""
     new_enough = sys.version_info >= (3, 11)
     yield Check(
         "python",
@@ -90,6 +79,9 @@ def examine(results: Path) -> Iterator[Check]:
     yield _torch(torch)
     yield from _machine()
     yield _results(results)
+    if on_gpu:
+        yield from _steps(torch, results)
+        return
     yield _gpus(torch)
     yield _links()
 
@@ -104,12 +96,7 @@ def _packages() -> Check:
 
 def _requirements() -> list[str]:
     """Names of the packages the project declares."""
-    try:
-        declared = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
-    except OSError:  # installed without its sources
-        lines = importlib.metadata.requires("gpipe-bench") or []
-        declared = [line for line in lines if "extra ==" not in line]
-    return [re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in declared]
+    return [packages.name_of(requirement) for requirement in packages.declared()]
 
 
 def _installed(name: str) -> bool:
@@ -121,19 +108,7 @@ def _installed(name: str) -> bool:
 
 
 def _ask_torch() -> dict[str, Any] | str:
-    """What torch says about itself, or why it can't be asked."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=120, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    if done.returncode < 0:
-        return f"importing it ends with signal {-done.returncode}"
-    if done.returncode > 0:
-        return (done.stderr.strip().splitlines() or ["no message"])[-1]
-    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer
+    return ask_torch()
 
 
 def _torch(torch: dict[str, Any] | str) -> Check:
@@ -191,6 +166,26 @@ def _gpus(torch: dict[str, Any] | str) -> Check:
     if not gpus:
         return Check("gpus", "optional", "none that torch sees", "only the full profiles need one")
     return Check("gpus", "ok", f"{len(gpus)} x {gpus[0]}: the full profiles can run")
+
+
+def _steps(torch: dict[str, Any] | str, results: Path) -> Iterator[Check]:
+    """The GPUs, and a finding for each step of `.ci/gpu`: what it takes, what it gave before, or why not."""
+    gpus = gpus_of(torch)
+    if not gpus:
+        remedy = "use a machine with one; `.ci/gpu --rehearse` takes the steps small and on the CPU"
+        yield Check("gpus", "missing", why_none(torch), remedy)
+    else:
+        yield Check("gpus", "ok", f"{len(gpus)} x {gpus[0]}")
+    with tempfile.TemporaryDirectory() as folder:
+        found = Results(Path(folder))
+        found.read([results, results / "gpu"])
+        taken = {name: each for name, each in found.taken().items() if not each.rehearsed}
+    for each in plan(gpus, taken):
+        status: Status = "optional" if each.lacks or (each.taken and each.taken.status == "failed") else "ok"
+        remedy = ""
+        if missing := packages.absent(each.step.packages):
+            remedy = packages.how_to_carry(missing)
+        yield Check(f"step {each.step.name}", status, each.describe(), remedy)
 
 
 def _links() -> Check:

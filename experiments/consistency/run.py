@@ -95,11 +95,13 @@ def _trained(
         shutil.rmtree(folder, ignore_errors=True)
     if processes == 1:
         return train(task_of(subject), setting, folder)
-    if options.device == "cuda" and torch.cuda.device_count() < processes:
-        setting = replace(setting, device="cpu")
+    from gpipe_bench.pipeline import devices
     from gpipe_bench.pipeline.ranks.launch import launch
 
-    parts = launch(train_rank, processes, subject, setting, folder)
+    if options.device == "cuda" and devices.count("cuda") < processes:
+        setting = replace(setting, device="cpu")  # what is asked is whether processes change anything
+
+    parts = launch(train_rank, processes, subject, setting, folder, device=setting.device)
     weights = {name: tensor for part in parts for name, tensor in part.weights.items()}
     last: Trained = parts[-1]
     return replace(last, weights=weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.experiments.engines.setup import Engine, Setup, resolve
-from gpipe_bench.experiments.measuring.device_timing import synchronize, time_step
+from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
+from gpipe_bench.experiments.measuring.device_timing import time_step
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, check_ran, samples_of
+from gpipe_bench.harness.running.execution import memory_error
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -58,6 +61,15 @@ class Steps(NamedTuple):
     real_timeline: Timeline | None  # of this process's stage, of the last such step
     counts: dict[str, int]
     why: str
+    out_of_memory: str = ""  # the error, where a device had no room for a step; then it has no numbers
+
+    @property
+    def without_numbers(self) -> bool:
+        """Whether there was no room for any step."""
+        return bool(self.out_of_memory) and not (self.turns or self.in_process_s or self.real_s)
+
+
+NO_STEPS = Steps((), (), (), (), None, {}, "")
 
 
 class TimedConfiguration:
@@ -87,36 +99,53 @@ class TimedConfiguration:
         self._shared: Engine | None = None
         if configuration.runs_for_real:
             self._shared = self._build(dist.group.WORLD, "one stage per process", reasons)
-        self._why = "; ".join(reasons)
+        self._why, self._out_of_memory = "; ".join(reasons), ""
 
     def take_turn(self, *, keep: bool = True) -> None:
         """A step with all stages in this process, then one with a stage per process where that is asked for.
 
-        All processes must call; what is not kept warms up. RuntimeError for a step with other actions than
-        its schedule's.
+        All processes must call; what is not kept warms up. Where the memory of one of them does not suffice,
+        all take no more such steps, and those that were kept are dropped. RuntimeError for a step with other
+        actions than its schedule's.
         """
         if self._alone is not None:
-            step_s, timeline = self._step(self._alone)
-            update_s = tuple(self._update(span) for span in self._stages)
-            if keep:
-                self._in_process_s.append(step_s)
-            if timeline is not None:
-                self._counts = check_ran(timeline, self._program)
-                if keep:
-                    self._turns.append(self._timed(timeline, update_s))
-            elif not self._why:
-                self._why = (
-                    f"engine {self._training.engine} keeps no timeline, so its steps cannot be laid out"
-                )
+            ran_out = attempt(lambda: self._take_alone(keep))
+            if ran_out:
+                self._alone, self._out_of_memory = None, f"all stages in one process: {ran_out}"
+                self._turns, self._in_process_s, self._counts = [], [], {}
+                forget(self._training)
         if self._shared is not None:
-            step_s, timeline = self._step(self._shared)
-            stage = dist.get_rank()
-            step_s += self._update(self._stages[stage])
-            if timeline is not None:
-                check_ran(timeline, self._program, stage)
+            ran_out = attempt(lambda: self._take_shared(keep))
+            if ran_out:
+                self._shared, self._real_s, self._real_timeline = None, [], None
+                self._out_of_memory = "; ".join(
+                    filter(None, [self._out_of_memory, f"one stage per process: {ran_out}"])
+                )
+                forget(self._training)
+
+    def _take_alone(self, keep: bool) -> None:
+        assert self._alone is not None
+        step_s, timeline = self._step(self._alone)
+        update_s = tuple(self._update(span) for span in self._stages)
+        if keep:
+            self._in_process_s.append(step_s)
+        if timeline is not None:
+            self._counts = check_ran(timeline, self._program)
             if keep:
-                self._real_s.append(step_s)
-                self._real_timeline = timeline
+                self._turns.append(self._timed(timeline, update_s))
+        elif not self._why:
+            self._why = f"engine {self._training.engine} keeps no timeline, so its steps cannot be laid out"
+
+    def _take_shared(self, keep: bool) -> None:
+        assert self._shared is not None
+        step_s, timeline = self._step(self._shared)
+        stage = dist.get_rank()
+        step_s += self._update(self._stages[stage])
+        if timeline is not None:
+            check_ran(timeline, self._program, stage)
+        if keep:
+            self._real_s.append(step_s)
+            self._real_timeline = timeline
 
     def steps(self) -> Steps:
         """What the turns that were kept have found."""
@@ -128,6 +157,7 @@ class TimedConfiguration:
             self._real_timeline,
             self._counts,
             self._why,
+            self._out_of_memory,
         )
 
     def _build(self, group: dist.ProcessGroup | None, where: str, reasons: list[str]) -> Engine | None:
@@ -155,11 +185,11 @@ class TimedConfiguration:
 
     def _update(self, span: range) -> float:
         device = self._training.device
-        synchronize(device)
+        devices.synchronize(device)
         start_s = perf_counter()
         for layer in span:
             self._training.optimizers[layer].step()
-        synchronize(device)
+        devices.synchronize(device)
         return perf_counter() - start_s
 
     def _timed(self, timeline: Timeline, update_s: tuple[float, ...]) -> TimedActions:
@@ -199,3 +229,31 @@ class TimedConfiguration:
             for layer, training in zip(layers, was_training, strict=True):
                 layer.train(training)
         return tuple(forward), tuple(back)
+
+
+def attempt(call: Callable[[], object]) -> str:
+    """Calls, and returns "" or which process ran out of memory with which error. All processes must call.
+
+    A configuration that is too large for the device is a result; the others of the case go on. So that no
+    process waits for one that gave up, all learn of it at once.
+    """
+    mine = ""
+    try:
+        call()
+    except Exception as error:
+        memory = memory_error(error)
+        if memory is None:
+            raise
+        mine = f"{type(memory).__name__}: {(str(memory).splitlines() or [''])[0]}"
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return mine
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return "; ".join(f"process {rank}: {text}" for rank, text in enumerate(found) if text)
+
+
+def forget(training: Training) -> None:
+    """Gives back what a step that ran out of memory has left: gradients, and what the error held."""
+    clear(training.layers)
+    gc.collect()
+    devices.empty_cache(training.device)

@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch import nn
 
 from gpipe_bench.experiments.engines.setup import clear
+from gpipe_bench.pipeline.devices import synchronize
 
 COPIED_BYTES = 2**25
 CPU = torch.device("cpu")
@@ -26,12 +27,6 @@ def barrier() -> None:
     """Waits for the other processes, where there are any."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for what was enqueued on a GPU; a CPU is never behind."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def settle() -> None:

@@ -10,14 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 
-def run_processes(function: Callable[..., Any], num_processes: int, *arguments: Any) -> list[Any]:
-    """`gpipe_bench.pipeline.ranks.launch.launch`; RuntimeError with the first failure's own message."""
+def run_processes(
+    function: Callable[..., Any], num_processes: int, *arguments: Any, device: str = "cpu"
+) -> list[Any]:
+    """`gpipe_bench.pipeline.ranks.launch.launch`; RuntimeError with the first failure's own message.
+
+    A machine with fewer GPUs than processes runs them on its CPU unless `device` asks for GPUs.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from gpipe_bench.pipeline.ranks.launch import launch
 
     try:
-        return launch(function, num_processes, *arguments)
+        return launch(function, num_processes, *arguments, device=device)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RuntimeError(f"process {rank}: {_message(failure.message)}") from error

@@ -38,17 +38,22 @@ Throughputs = list[tuple[Mapping[str, Scalar], list[float]]]
 def devices(device: str) -> int:
     """Processes that time side by side: one per device, two cores of a CPU, at most two."""
     if device == "cuda":
-        import torch
+        from gpipe_bench.pipeline.devices import count
 
-        return min(torch.cuda.device_count(), 2)
+        return min(count("cuda"), 2)
     return min(usable_cores(), 2)
 
 
 def measure(job: StepJob) -> list[Found]:
-    """Runs the processes of a case, one thread each and pinned."""
+    """Runs the processes of a case, one thread each and, on CPUs, pinned. `MemoryError` where no
+    configuration fits.
+    """
     from gpipe_bench.experiments.measuring.step_timing import work
 
-    return run_processes(work, devices(job.device), job)
+    found: list[Found] = run_processes(work, devices(job.device), job, device=job.device)
+    if all(steps.without_numbers for steps in found[0].steps):  # processes give up together
+        raise MemoryError(found[0].steps[0].out_of_memory)
+    return found
 
 
 def results(
@@ -80,6 +85,7 @@ def results(
                 "batch_size": examples,
                 "counts": steps[0].counts,
                 "why": steps[0].why,
+                "out_of_memory": steps[0].out_of_memory,
             }
             if timed_turns:
                 laid_out = [lay_out(timed, link, num_microbatches=count).makespan_s for timed in timed_turns]

@@ -10,22 +10,27 @@ the replay must reproduce.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.measuring.configuration import (
+    NO_STEPS,
     Configuration,
     Steps,
     TimedConfiguration,
     Training,
+    attempt,
+    forget,
 )
 from gpipe_bench.experiments.measuring.device_timing import copy_bandwidth, settle
 from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
 from gpipe_bench.harness.timing.rounds import turns
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.plan.partition import partition
 
@@ -59,7 +64,7 @@ class Found(NamedTuple):
 
 def work(job: StepJob) -> Found:
     """Takes all steps of a case. Runs in every process at once, or in one alone."""
-    device = torch.device(job.device if job.device != "cuda" else torch.cuda.current_device())
+    device = devices.current(job.device)
     torch.manual_seed(job.seed)
     model = MODELS[job.model](**job.options).to(device)
     layers = list(model)
@@ -72,27 +77,42 @@ def work(job: StepJob) -> Found:
     )
     settle()
     layers_s: dict[int, tuple[float, ...]] = {}
-    for size in sorted({each.microbatch_size for each in job.configurations}):
+    too_large: dict[int, str] = {}  # errors, by the size of micro-batches of which no layer can be timed
+
+    def time_layers(size: int) -> None:
         count = max(1, min(MOST_LAYER_MICROBATCHES, _largest_batch(job, size) // size))
         example = _example(job, size * count, device)
         layers_s[size] = layer_seconds(layers, count, training.compute_loss, *example, remat="always")
-    timed = [
-        TimedConfiguration(
+
+    for size in sorted({each.microbatch_size for each in job.configurations}):
+        ran_out = attempt(partial(time_layers, size))
+        if ran_out:
+            layers_s.pop(size, None)
+            too_large[size] = f"one layer at a time: {ran_out}"
+            forget(training)
+    timed = {
+        index: TimedConfiguration(
             each,
             training,
             partition(layers_s[each.microbatch_size], each.num_stages),
             *_example(job, each.batch_size, device),
         )
-        for each in job.configurations
-    ]
-    for each in timed:
+        for index, each in enumerate(job.configurations)
+        if each.microbatch_size in layers_s
+    }
+    for each in timed.values():
         each.take_turn(keep=False)  # warms up
     start = Usage.now()
-    for each in turns(timed, job.rounds, job.seed):
+    for each in turns(list(timed.values()), job.rounds, job.seed):
         each.take_turn()
     used = Usage.now().since(start)
     return Found(
-        tuple(each.steps() for each in timed),
+        tuple(
+            timed[index].steps()
+            if index in timed
+            else NO_STEPS._replace(out_of_memory=too_large[each.microbatch_size])
+            for index, each in enumerate(job.configurations)
+        ),
         layers_s,
         sum(parameter.numel() for parameter in model.parameters()),
         copy_bandwidth(device),

@@ -14,9 +14,7 @@ counted: that all micro-batches ran, that stages were recomputed, that gradients
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.side_by_side.engine_text import tables, void_by
@@ -96,8 +94,9 @@ def run(case: Case, options: RunOptions) -> Outcome:
         key.get("against", ""),
         key.get("transport", "memory"),
     )
-    with without_gpu():
-        found: list[EngineResult] = launch(work, 1 if job.part == "in process" else job.num_stages, job)
+    # The processes measure the host's side, and there may be more of them than GPUs.
+    num_processes = 1 if job.part == "in process" else job.num_stages
+    found: list[EngineResult] = launch(work, num_processes, job, device="cpu")
     return outcome(job, found)
 
 
@@ -225,21 +224,6 @@ NUMBERS = {"overlap": _overlap, "transformer": _transformer, "small": _small, "i
 def _rate(other: str, times: Times) -> Quantity:
     """Our steps per second over another engine's."""
     return from_samples(f"rate against {other}", ratios(times, other, "ours"), "ratio", higher_is_better=True)
-
-
-@contextmanager
-def without_gpu() -> Iterator[None]:
-    """The processes measure the host's side, and there may be more of them than GPUs."""
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    os.environ[name] = ""
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:

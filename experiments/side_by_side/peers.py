@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.side_by_side.engine import conditions_of, void_of, without_gpu
+from gpipe_bench.experiments.side_by_side.engine import conditions_of, void_of
 from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.experiments.side_by_side.peers_text import SAME_SCHEDULE, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -99,8 +99,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         model, model_options, microbatch_size, NUM_STAGES, key["num_microbatches"], engines, in_process,
         ROUNDS[key["where"], key["remat"], key["num_microbatches"]][options.profile], SEED,
     )  # fmt: skip
-    with without_gpu():
-        found: list[PeersResult] = run_processes(work, 1 if in_process else NUM_STAGES, job)
+    found: list[PeersResult] = run_processes(work, 1 if in_process else NUM_STAGES, job)
     return outcome(job, found)
 
 

@@ -9,9 +9,9 @@ for the 128-stage Transformer takes one GPU. On a CPU the same code counts stora
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -21,8 +21,9 @@ from gpipe_bench.experiments.table1.model_costs import meta_model
 from gpipe_bench.experiments.table1.paper_models import GIB, HALVES, Column, column
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.running.execution import memory_error
 from gpipe_bench.models import example_batch, loss_fn
-from gpipe_bench.pipeline import engine
+from gpipe_bench.pipeline import devices, engine
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.peaks import StageMemory
@@ -95,11 +96,90 @@ def distinct_parts(setting: Setting, placement: Placement) -> list[Part]:
     return list(found.values())
 
 
+class Peak(NamedTuple):
+    """Bytes of a stage at its fullest moment, and what the device's libraries keep for themselves beside
+    it.
+    """
+
+    num_bytes: int
+    workspace_bytes: int
+
+
+class Counter(Protocol):
+    """Counts the bytes of a stage from `reset` on."""
+
+    def counting(self, held: list[torch.Tensor]) -> AbstractContextManager[object]:
+        """What the step runs in; `held` lives already."""
+
+    def reset(self) -> None:
+        """The peak is counted from here on."""
+
+    def peak(self) -> Peak:
+        """The most since `reset`."""
+
+
+class Storages:
+    """On a CPU: the storages of tensors, from their birth to their death."""
+
+    def __init__(self) -> None:
+        self._memory = LiveMemory()
+
+    def counting(self, held: list[torch.Tensor]) -> AbstractContextManager[object]:
+        self._memory.watch(held)
+        return self._memory
+
+    def reset(self) -> None:
+        self._memory.reset_peaks()
+
+    def peak(self) -> Peak:
+        return Peak(self._memory.peak_bytes[""], 0)
+
+
+class Allocator:
+    """On an accelerator: what its allocator has given out, beyond what it had when this was made.
+
+    Libraries take workspaces of tens of MiB when they are first used, which belong to no stage; so they are
+    used once before counting begins, by the thread of the forward and by that of the backward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        before = self._now()
+        warm_up(device)
+        self._baseline = self._now()
+        self.workspace_bytes = self._baseline - before
+
+    def counting(self, held: list[torch.Tensor]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def reset(self) -> None:
+        devices.reset_peak(self._device)
+
+    def peak(self) -> Peak:
+        devices.synchronize(self._device)
+        return Peak(devices.peak_bytes(self._device) - self._baseline, self.workspace_bytes)
+
+    def _now(self) -> int:
+        gc.collect()
+        devices.reset_peak(self._device)
+        return devices.peak_bytes(self._device)
+
+
+def warm_up(device: torch.device) -> None:
+    """Makes the libraries of matrix products and convolutions take their workspaces."""
+    linear, convolution = nn.Linear(64, 64, device=device), nn.Conv2d(4, 4, 3, device=device)
+    linear(torch.ones(64, 64, device=device)).sum().backward()
+    convolution(torch.ones(1, 4, 16, 16, device=device)).sum().backward()
+    devices.synchronize(device)
+
+
 def measure(
     part: Part, model: nn.Sequential, half: str, schedule: Schedule, options: dict[str, Any], batch_size: int,
-    device: torch.device,
-) -> int:  # fmt: skip
-    """Peak bytes of a steady training step of one stage with RMSProp, one parameter updated at a time."""
+    device: torch.device, counter: Counter | None = None,
+) -> Peak:  # fmt: skip
+    """A steady training step of one stage with RMSProp, one parameter updated at a time."""
+    if counter is None:
+        counter = Allocator(device) if devices.is_accelerator(device) else Storages()
     layers = [_materialized(model[layer], device) for layer in part.layers]
     is_last = part.index == schedule.num_stages - 1
     stage = Stage(part.index, layers, part.layers.start, device=device, is_last=is_last)
@@ -113,16 +193,15 @@ def measure(
     compute_loss, count = loss_fn(HALVES[half].model, **options), schedule.num_microbatches
     feed = split(inputs, count) if stage.is_first else ()
     targets = split(target, count) if is_last else ()
-    held = _num_bytes(inputs if stage.is_first else ()) + _num_bytes(target if is_last else ())
-    if not stage.is_first:
-        del inputs
-    memory = LiveMemory() if device.type == "cpu" else None
-    with memory or nullcontext():
-        if memory is not None:
-            memory.watch([*parameters, *(buffer for layer in layers for buffer in layer.buffers())])
+    held = [*parameters, *(buffer for layer in layers for buffer in layer.buffers())]
+    held += _tensors(inputs) if stage.is_first else ()
+    held += _tensors(target) if is_last else ()
+    del inputs, target  # what a stage does not need, no stage holds
+    with counter.counting(held):
+        del held
         for step in range(NUM_STEPS):
             if step == NUM_STEPS - 1:
-                _reset(memory, device)
+                counter.reset()
             stage.begin(
                 step, count, training=True, feed=feed, targets=targets,
                 loss_fn=compute_loss if is_last else None, shares=(1 / count,) * count if is_last else (),
@@ -131,17 +210,7 @@ def measure(
             stage.finish()
             optimizer.step()
             optimizer.zero_grad()
-    if memory is not None:
-        return memory.peak_bytes[""] + held
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)
-
-
-def _reset(memory: LiveMemory | None, device: torch.device) -> None:
-    if memory is not None:
-        memory.reset_peaks()
-    else:
-        torch.cuda.reset_peak_memory_stats(device)
+    return counter.peak()
 
 
 def _materialized(layer: nn.Module, device: torch.device) -> nn.Module:
@@ -158,16 +227,16 @@ def _materialized(layer: nn.Module, device: torch.device) -> nn.Module:
     return layer.train()
 
 
-def _num_bytes(value: Any) -> int:
-    tensors = (value,) if isinstance(value, torch.Tensor) else value
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
 
 
 def run_column(half: str, name: str) -> Outcome:
     """Every distinct stage of a column of Table 1 on this GPU, under the paper's cap.
 
-    The cap holds for the caching allocator, fragmentation included; a stage that runs out of memory is a
-    result. Modelled peaks are of the same placement, without receives posted ahead.
+    The cap holds for the caching allocator, fragmentation and the libraries' workspaces included; a stage
+    that runs out of memory is a result. Modelled peaks are of the same placement, without receives posted
+    ahead.
     """
     size: Column = column(half, name)
     data = HALVES[half]
@@ -176,9 +245,9 @@ def run_column(half: str, name: str) -> Outcome:
     )
     placement = place_anyhow(setting, size.num_layers, size.num_filters, setting.microbatch_counts()[-1])
     schedule = setting.schedule(placement.num_microbatches)
-    device = torch.device("cuda", torch.cuda.current_device())
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, data.cap_gib * GIB / total), device)
+    device = devices.current(devices.default_type())
+    limit = torch.get_device_module(device).set_per_process_memory_fraction
+    limit(min(1.0, data.cap_gib * GIB / devices.total_memory_bytes(device)), device)
     stages: list[dict[str, Any]] = []
     try:
         for part in distinct_parts(setting, placement):
@@ -186,34 +255,42 @@ def run_column(half: str, name: str) -> Outcome:
             if half == "amoebanet":
                 shape["num_filters"] = size.num_filters
             model = meta_model(half, **shape)
-            measured: int | None = None
+            found: Peak | None = None
             try:
-                measured = measure(part, model, half, schedule, dict(data.options), data.batch_size, device)
-            except (torch.OutOfMemoryError, engine.ActionError) as error:
-                if not _out_of_memory(error):
+                found = measure(part, model, half, schedule, dict(data.options), data.batch_size, device)
+            except RuntimeError as error:
+                if memory_error(error) is None:
                     raise
-            stages.append({"stage": part.index, "measured": measured, "modelled": part.memory.peak})
+            stages.append(
+                {
+                    "stage": part.index,
+                    "measured": None if found is None else found.num_bytes,
+                    "workspace": None if found is None else found.workspace_bytes,
+                    "modelled": part.memory.peak,
+                }
+            )
             del model
             gc.collect()
-            torch.cuda.empty_cache()
+            devices.empty_cache(device)
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        limit(1.0, device)
     fits = all(stage["measured"] is not None for stage in stages)
     fullest = max(stages, key=lambda stage: stage["modelled"])
     peaks = [stage["measured"] for stage in stages if stage["measured"] is not None]
+    workspaces = [stage["workspace"] for stage in stages if stage["workspace"] is not None]
     return Outcome(
         (
             Quantity(
                 name="measured peak", value=max(peaks, default=None), unit="bytes", provenance="measured"
             ),
+            Quantity(
+                name="workspace", value=max(workspaces, default=None), unit="bytes", provenance="measured",
+                note="taken by the device's libraries at their first use; not part of the measured peak",
+            ),
             Quantity(name="modelled peak", value=fullest["modelled"], unit="bytes", provenance="modelled"),
         ),
         {
             "fits": fits, "cap_gib": data.cap_gib, "stages": stages,
-            "num_microbatches": placement.num_microbatches, "device": torch.cuda.get_device_name(device),
+            "num_microbatches": placement.num_microbatches, "device": devices.name(device),
         },
     )  # fmt: skip
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)

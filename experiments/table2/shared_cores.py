@@ -19,9 +19,9 @@ from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.peaks import pipeline_memory
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
+from gpipe_bench.pipeline.memory.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import gpipe
 

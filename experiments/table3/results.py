@@ -59,11 +59,12 @@ def modelled(
     """The paper's size on its own hardware over PCIe."""
     middle, *ends = shares_of_peak()
     rounds = {k: [paper.actions(k, num_microbatches, middle)] for k in stages}
-    quantities = _throughputs(rounds, {"PCIe": PCIE, "free link": FREE}, batch_size, "modelled")
-    quantities += _bounds(rounds, PCIE, "modelled") + _hidden(rounds, PCIE.latency_s, "modelled")
+    base = stages[0]
+    quantities = _throughputs(rounds, {"PCIe": PCIE, "free link": FREE}, batch_size, "modelled", base)
+    quantities += _bounds(rounds, PCIE, "modelled", base) + _hidden(rounds, PCIE.latency_s, "modelled")
     for share in ends:
         at = {k: [paper.actions(k, num_microbatches, share)] for k in stages}
-        for k, values in _normalised_throughput(at, PCIE).items():
+        for k, values in _normalised_throughput(at, PCIE, base).items():
             key: dict[str, Scalar] = {"link": "PCIe", "share_of_peak": share, "K": k}
             quantities.append(_number("normalised throughput", key, values, "modelled"))
     return quantities, {
@@ -79,27 +80,36 @@ def replayed(
     rounds: dict[int, list[TimedActions]] = {}
     for index, configuration in enumerate(plan):
         timed = by_turn([each.steps[index] for each in found])
-        rounds[configuration.num_stages] = [
-            replace(each, num_microbatches=num_microbatches) for each in timed
-        ]
+        if timed:
+            rounds[configuration.num_stages] = [
+                replace(each, num_microbatches=num_microbatches) for each in timed
+            ]
+    if not rounds:
+        raise MemoryError(next(filter(None, (each.out_of_memory for each in found[0].steps))))
+    base = plan[0].num_stages
     batch_size = num_microbatches * plan[0].microbatch_size
     share_of_peak, *ends = shares_of_peak()
     slowed = _slowed(rounds, paper, share_of_peak)
     links = {"PCIe": PCIE, "PCIe, same share": slowed, "free link": FREE}
-    quantities = _throughputs(rounds, links, batch_size, "replayed")
-    quantities += _bounds(rounds, slowed, "replayed") + _hidden(rounds, 0.0, "replayed")
+    quantities = _throughputs(rounds, links, batch_size, "replayed", base)
+    quantities += _bounds(rounds, slowed, "replayed", base) + _hidden(rounds, 0.0, "replayed")
     whole = {k: [joined(each)] for k, each in rounds.items()}
     middle, *edges = [
-        _normalised_throughput(whole, _slowed(rounds, paper, share)) for share in (share_of_peak, *ends)
+        _normalised_throughput(whole, _slowed(rounds, paper, share), base) for share in (share_of_peak, *ends)
     ]
     return quantities, {
         "batch_size": batch_size,
         "assumption": assumption(),
         "judged": "PCIe, same share",
-        "share_of_peak": {f"K={k}": _factors([edge[k][0] / middle[k][0] for edge in edges]) for k in rounds},
+        "share_of_peak": {f"K={k}": _factors([edge[k][0] / middle[k][0] for edge in edges]) for k in middle},
         "slowed_link": {"latency_s": slowed.latency_s, "bandwidth_bytes_per_s": slowed.bandwidth_bytes_per_s},
         "stages": {f"K={k}": _facts(each) for k, each in rounds.items()},
         "counts": {f"K={c.num_stages}": found[0].steps[i].counts for i, c in enumerate(plan)},
+        "out_of_memory": {
+            f"K={c.num_stages}": steps.out_of_memory
+            for c, steps in zip(plan, found[0].steps, strict=True)
+            if steps.out_of_memory
+        },
         "processes": len(found),
         "conditions": [each.conditions for each in found],
         "used_by_others": used_by_others([each.usage for each in found]),
@@ -171,37 +181,42 @@ def _compute_s(timed: TimedActions) -> float:
 
 
 def _throughputs(
-    rounds: Rounds, links: Mapping[str, Link], batch_size: int, provenance: Provenance
+    rounds: Rounds, links: Mapping[str, Link], batch_size: int, provenance: Provenance, base: int
 ) -> list[Quantity]:
+    """Relative to `base` stages, where there are such steps."""
     quantities: list[Quantity] = []
     for name, link in links.items():
         throughput: Throughputs = [
             ({"link": name, "K": k}, [batch_size / lay_out(timed, link).makespan_s for timed in several])
             for k, several in rounds.items()
         ]
-        quantities += normalised("throughput", throughput, throughput[0][1], provenance)
+        relative_to = next((samples for key, samples in throughput if key["K"] == base), None)
+        quantities += normalised("throughput", throughput, relative_to, provenance)
     return quantities
 
 
-def _normalised_throughput(rounds: Rounds, link: Link) -> dict[int, list[float]]:
+def _normalised_throughput(rounds: Rounds, link: Link, base: int) -> dict[int, list[float]]:
     steps = {k: [lay_out(timed, link).makespan_s for timed in several] for k, several in rounds.items()}
-    first = next(iter(steps.values()))
-    return {k: [base / step for base, step in zip(first, each, strict=True)] for k, each in steps.items()}
+    if base not in steps:
+        return {}
+    first = steps[base]
+    return {k: [one / step for one, step in zip(first, each, strict=True)] for k, each in steps.items()}
 
 
-def _bounds(rounds: Rounds, link: Link, provenance: Provenance) -> list[Quantity]:
-    """Even stages and a free link, relative to our K = 2, and how much of that a step over `link` reaches."""
+def _bounds(rounds: Rounds, link: Link, provenance: Provenance, base: int) -> list[Quantity]:
+    """Even stages and a free link, relative to our K = `base`, and how much of that a step over `link`
+    reaches.
+    """
     quantities = []
-    base_s = [lay_out(timed, link).makespan_s for timed in next(iter(rounds.values()))]
+    base_s = [lay_out(timed, link).makespan_s for timed in rounds.get(base, ())]
     for k, several in rounds.items():
         bound_s = [balanced(timed).makespan_s for timed in several]
         step_s = [lay_out(timed, link).makespan_s for timed in several]
-        limits = [base / even for base, even in zip(base_s, bound_s, strict=True)]
         reached = [even / step for even, step in zip(bound_s, step_s, strict=True)]
-        quantities += [
-            _number("normalised bound", {"K": k}, limits, provenance),
-            _number("share of the balanced step", {"K": k}, reached, provenance),
-        ]
+        if base_s:
+            limits = [one / even for one, even in zip(base_s, bound_s, strict=True)]
+            quantities.append(_number("normalised bound", {"K": k}, limits, provenance))
+        quantities.append(_number("share of the balanced step", {"K": k}, reached, provenance))
     return quantities
 
 

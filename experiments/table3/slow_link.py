@@ -245,7 +245,7 @@ def main(folder: str, rank: str) -> None:
     from gpipe_bench.pipeline.ranks.launch import start_process
 
     function, arguments = pickle.loads((Path(folder) / "task").read_bytes())
-    with start_process():
+    with start_process(device="cpu"):  # both processes are on this host, whose network is measured
         result = function(*arguments)
     (Path(folder) / f"result {rank}").write_bytes(pickle.dumps(result))
 

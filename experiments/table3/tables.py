@@ -42,6 +42,8 @@ def _of_model(records: Sequence[Record], model: str) -> Iterator[Entry]:
     error = next_error(records, model)
     for k in stage_counts(record):
         quantity = record.quantity("normalised throughput", link=record.details["judged"], K=k)
+        if quantity is None:  # nothing to be relative to: the steps of K = 2 found no room
+            continue
         least, most = record.details["share_of_peak"][f"K={k}"]
         spread = replayed_spread(quantity, error, "as the step grows", [("share_of_peak", least, most)])
         yield Entry(

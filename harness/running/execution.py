@@ -14,6 +14,12 @@ from gpipe_bench.harness.records.environment import environment
 from gpipe_bench.harness.records.record import SCHEMA, Record
 from gpipe_bench.harness.running.progress import clock_s
 
+_NO_MEMORY = (
+    "DefaultCPUAllocator", "OutOfMemoryError: ", "CUDA out of memory", "CUDA error: out of memory",
+    "_STATUS_ALLOC_FAILED",
+)  # fmt: skip
+"""What errors say that tell of memory."""
+
 
 def execute(experiment: Experiment, case: Case, options: RunOptions, command: str) -> Record:
     """The case's record, exactly as it will be read back; only an interrupt from the keyboard is raised."""
@@ -57,7 +63,7 @@ def _outcome(experiment: Experiment, case: Case, options: RunOptions) -> Outcome
             raise TypeError(f"{experiment.name} returned {type(outcome).__name__}, not an Outcome")
         return outcome
     except (Exception, SystemExit) as error:
-        memory = _memory_error(error)
+        memory = memory_error(error)
         if memory is None:
             return _failed(error)
         reason = _first_line(memory)
@@ -76,13 +82,18 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _memory_error(error: BaseException) -> BaseException | None:
-    """The out-of-memory error that this is or was raised from; torch's by name, without importing it."""
+def memory_error(error: BaseException) -> BaseException | None:
+    """The out-of-memory error that this is, was raised from or tells of; torch's by name, without importing
+    it.
+
+    That of another process arrives as text, and a library that finds no room for its own workspace has words
+    of its own.
+    """
     seen: BaseException | None = error
     while seen is not None:
         names = {each.__name__ for each in type(seen).__mro__}
-        on_cpu = isinstance(seen, RuntimeError) and "DefaultCPUAllocator" in str(seen)
-        if names & {"MemoryError", "OutOfMemoryError"} or on_cpu:
+        told = isinstance(seen, RuntimeError) and any(word in str(seen) for word in _NO_MEMORY)
+        if names & {"MemoryError", "OutOfMemoryError"} or told:
             return seen
         seen = seen.__cause__
     return None

@@ -63,3 +63,6 @@ class _Tail(torch.autograd.Function):
         ]
         ctx.sent_back.extend(None if each is None else ctx.log.serial_of(each) for each in gradients)
         return None, None, *gradients
+
+
+SOURCE: type = _Source._backward_cls  # of the nodes with which the layer's inputs enter its graph

@@ -18,20 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from gpipe_bench.pipeline.memory.links import Links, link, names_in
+from gpipe_bench.pipeline.memory.moments import Halves, Moment
+from gpipe_bench.pipeline.memory.split_footprint import halves_of
 from gpipe_bench.pipeline.memory.story import LayerProfile, Received, Story
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What one action of one micro-batch holds at its fullest, beyond the boundary inputs of the stage."""
-
-    activations: int = 0  # bytes held by the graph
-    gradients: int = 0  # bytes of parameter gradients that appeared in this action
-    transients: int = 0  # everything else: passing outputs, gradients of activations, temporaries
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.gradients + self.transients
 
 
 @dataclass(frozen=True)
@@ -52,13 +42,14 @@ class Footprint:
     forward: Moment  # F with a graph, and R
     backward_first: Moment  # B that creates the parameter gradients
     backward: Moment  # every later B
+    halves: Halves | None = None  # where the layers' profiles have them
 
 
 def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> Footprint:
     """Add up the profiles of a stage's layers; ``loss`` is the loss of the last stage, as one more layer."""
     walked = (*layers, loss) if loss is not None else tuple(layers)
     target_bytes = loss.inputs.tensors[-1].num_bytes if loss is not None else 0
-    links = _link(walked)
+    links = link(walked)
     saved_bytes, holder, forward = _walk_forward(walked, links)
     inputs = layers[0].inputs
     saved_names = {
@@ -67,6 +58,7 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         for storage in layer.first.kept_ends
     }
     return Footprint(
+        halves=halves_of(walked, links, holder, saved_bytes),
         num_parameters=sum(layer.num_parameters for layer in layers),
         parameter_bytes=sum(layer.parameter_bytes for layer in layers),
         trained_sizes=tuple(chain.from_iterable(layer.trained_sizes for layer in layers)),
@@ -88,43 +80,7 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
     )
 
 
-@dataclass(frozen=True)
-class _Links:
-    """The storages that layers of a stage pass to one another, by names that are unique within the stage."""
-
-    inputs: tuple[frozenset[int], ...]  # names at the entry of each layer
-    names: tuple[dict[int, int], ...]  # of the storages at both ends of each layer, as its `first` knows them
-    sizes: dict[int, int]  # bytes of each name
-    boundary: frozenset[int]  # names that the stage's boundary holds, and the target
-
-
-def _link(chain: Sequence[LayerProfile]) -> _Links:
-    """Follow storages through the chain."""
-    inputs: list[frozenset[int]] = []
-    every: list[dict[int, int]] = []
-    names: tuple[int, ...] = tuple(chain[0].inputs.same_as)
-    sizes = {name: chain[0].inputs.tensors[name].num_bytes for name in names}
-    boundary = set(names)
-    unused = len(names)
-    for index, layer in enumerate(chain):
-        story = layer.first
-        if index and len(story.inputs) > len(names):  # the loss: its last input is the target
-            sizes[unused] = layer.inputs.tensors[-1].num_bytes
-            boundary.add(unused)
-            names = (*names, unused)
-            unused += 1
-        known = dict(zip(story.inputs, names, strict=True))
-        for storage in story.outputs:
-            if storage not in known:
-                known[storage], sizes[unused] = unused, story.sizes[storage]
-                unused += 1
-        inputs.append(frozenset(names))
-        every.append(known)
-        names = tuple([known[storage] for storage in story.outputs])
-    return _Links(tuple(inputs), tuple(every), sizes, frozenset(boundary))
-
-
-def _walk_free(chain: Sequence[LayerProfile], links: _Links) -> Moment:
+def _walk_free(chain: Sequence[LayerProfile], links: Links) -> Moment:
     peak = 0
     for layer, inputs in zip(chain, links.inputs, strict=True):
         loose = sum([links.sizes[name] for name in inputs - links.boundary])
@@ -132,7 +88,7 @@ def _walk_free(chain: Sequence[LayerProfile], links: _Links) -> Moment:
     return Moment(transients=peak)
 
 
-def _walk_forward(chain: Sequence[LayerProfile], links: _Links) -> tuple[int, dict[int, int], Moment]:
+def _walk_forward(chain: Sequence[LayerProfile], links: Links) -> tuple[int, dict[int, int], Moment]:
     """Bytes saved at the end, the earliest layer whose graph holds each storage, and the fullest moment."""
     saved, holder, fullest, most = 0, dict[int, int](), Moment(), 0
     for index, layer in enumerate(chain):
@@ -151,7 +107,7 @@ def _walk_forward(chain: Sequence[LayerProfile], links: _Links) -> tuple[int, di
 
 
 def _walk_backward(
-    chain: Sequence[LayerProfile], links: _Links, holder: dict[int, int], saved: int, *, first: bool
+    chain: Sequence[LayerProfile], links: Links, holder: dict[int, int], saved: int, *, first: bool
 ) -> Moment:
     gradients, fullest, most = 0, Moment(), 0
     last = chain[-1].first if first else chain[-1].later
@@ -163,7 +119,7 @@ def _walk_backward(
     for index in range(len(chain) - 1, -1, -1):
         layer = chain[index]
         story = layer.first if first else layer.later
-        names = links.names[index] if first else _names_later(layer, links.names[index])
+        names = links.names[index] if first else names_in(layer.later, layer.first, links.names[index])
         received = received[: len(story.outputs)]  # without the target's place
         # A layer may hold a name more than once: two slices of one storage are two storages to it.
         holds: dict[int, int] = {}
@@ -187,15 +143,6 @@ def _walk_backward(
                     saved -= links.sizes[name]
         received = _passed_back(story, received)
     return fullest
-
-
-def _names_later(layer: LayerProfile, names: dict[int, int]) -> dict[int, int]:
-    """The same for the story of a later backward, which as a rule knows the storages by the same numbers."""
-    first, later = layer.first, layer.later
-    if later.inputs == first.inputs and later.outputs == first.outputs:
-        return names
-    ends = [names[storage] for storage in first.inputs + first.outputs]
-    return dict(zip(later.inputs + later.outputs, ends, strict=True))
 
 
 def _passed_back(story: Story, received: tuple[Received | None, ...]) -> tuple[Received | None, ...]:

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import add, attrgetter
 
-from gpipe_bench.pipeline.memory.footprint import Footprint, Moment, footprint
-from gpipe_bench.pipeline.memory.story import LayerProfile
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.memory.demands import Demand, demands
+from gpipe_bench.pipeline.memory.footprint import Footprint
+from gpipe_bench.pipeline.memory.moments import Moment
+from gpipe_bench.pipeline.plan.schedule import Action, Kind
 
 
 @dataclass(frozen=True)
@@ -67,42 +67,6 @@ class StageMemory:
     def working_set(self) -> int:
         """What comes and goes in a step: the paper's "activation memory" without gradients of parameters."""
         return self.boundary + self.activations + self.transients
-
-
-def pipeline_memory(
-    layers: Sequence[LayerProfile],
-    loss: LayerProfile,
-    stages: Sequence[range],
-    schedule: Schedule,
-    optimizer: str = "rmsprop",
-    *,
-    receive_ahead: int = 0,
-) -> tuple[StageMemory, ...]:
-    """Peak of each stage when ``layers`` (profiled at the micro-batch size) are cut into ``stages``.
-
-    ``receive_ahead`` is the number of boundary inputs and gradients a stage has posted receives for beyond
-    the one in use: 1 over torch.distributed; 0 in one process, where gpipe and naive use every message as it
-    comes (under 1f1b one may wait there too, and the peak is between that for 0 and that for 1). Raises
-    ValueError for an unknown optimizer and for a schedule with another number of stages.
-    """
-    if len(stages) != schedule.num_stages:
-        raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
-    if schedule.placement:
-        raise ValueError(
-            f"schedule {schedule.name!r} gives a worker several stages; memory.workers.worker_memory says "
-            "what each worker holds"
-        )
-    last = len(stages) - 1
-    return tuple(
-        stage_memory(
-            footprint([layers[layer] for layer in stage], loss if index == last else None),
-            schedule.actions[index],
-            optimizer,
-            is_first=index == 0,
-            receive_ahead=receive_ahead,
-        )
-        for index, stage in enumerate(stages)
-    )
 
 
 def stage_memory(
@@ -156,7 +120,38 @@ _MOMENTS = {
     "forward": attrgetter("forward"),
     "first": attrgetter("backward_first"),
     "later": attrgetter("backward"),
+    "inputs": attrgetter("halves.inputs"),
+    "first weights": attrgetter("halves.weights_first"),
+    "later weights": attrgetter("halves.weights"),
 }
+_OWN_MOMENTS = {
+    **_MOMENTS,
+    "first weights": attrgetter("halves.own_weights_first"),
+    "later weights": attrgetter("halves.own_weights"),
+}
+
+
+def _moment(stage: Footprint, demand: Demand, *, is_first: bool) -> Moment:
+    """What the action of a demand holds of its own; ValueError where the profiles know of no halves."""
+    if (demand.is_half or demand.halves) and stage.halves is None:
+        raise ValueError(
+            f"{demand.when} is half a backward, which the profiles of its stage say nothing of; profile "
+            "with Profiler(split_backward=True)"
+        )
+    if stage.halves is not None and stage.halves.whole:  # I does all of a backward
+        if demand.moment in ("inputs", "first", "later"):
+            return stage.backward if demand.after_first_inputs else stage.backward_first
+        if demand.is_half:
+            return Moment()
+    moment: Moment = (_OWN_MOMENTS if is_first else _MOMENTS)[demand.moment](stage)
+    return moment
+
+
+def _has_gradients(stage: Footprint, demand: Demand) -> bool:
+    """Whether an earlier action has made the gradients of parameters."""
+    if stage.halves is not None and stage.halves.whole:
+        return demand.after_first_inputs
+    return demand.after_first_backward
 
 
 def memory_at(
@@ -176,10 +171,13 @@ def memory_at(
     if demand is None:
         moment = Moment(transients=_update_transients(rule, stage.trained_sizes))
     else:
-        moment = _MOMENTS[demand.moment](stage)
-        gradients = stage.gradient_bytes if demand.after_first_backward else 0
+        moment = _moment(stage, demand, is_first=is_first)
+        gradients = stage.gradient_bytes if _has_gradients(stage, demand) else 0
         boundary = demand.inputs * received + demand.graph_inputs * kept
         activations = demand.graphs * stage.saved_bytes
+        if stage.halves is not None:
+            boundary += 0 if is_first else demand.halves * stage.halves.kept_input_bytes
+            activations += demand.halves * stage.halves.saved_bytes
         receives = demand.inputs_ahead * received + demand.output_gradients * stage.output_gradient_bytes
     # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
     user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
@@ -201,98 +199,3 @@ def _update_transients(rule: Optimizer, sizes: tuple[int, ...]) -> int:
         return rule.temporaries * max(sizes, default=0)
     before = (0, *sizes)  # one longer than the sizes, where `map` stops
     return max(map(add, map(rule.temporaries.__mul__, sizes), before), default=0)
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What an action finds alive on its stage, in numbers of micro-batches; independent of sizes."""
-
-    moment: str  # which moment of the footprint it adds
-    inputs: int  # boundary inputs held whole: those of micro-batches without a graph, its own in F and R
-    graph_inputs: int  # boundary inputs of which a graph holds its part: all others
-    graphs: int  # graphs held of other micro-batches
-    inputs_ahead: int  # posted receives of further inputs
-    output_gradients: int  # gradients received or posted, beside the one that a backward works on
-    after_first_backward: bool
-    when: str
-
-
-class Walk:
-    """What a stage holds as its actions go by, one after another, in numbers of micro-batches."""
-
-    def __init__(self, actions: Sequence[Action], receive_ahead: int = 0) -> None:
-        self._recomputed = {action.microbatch for action in actions if action.kind is Kind.R}
-        self._to_receive = sum(action.kind is Kind.F for action in actions)
-        self._to_send_back = sum(action.kind in (Kind.B, Kind.I) for action in actions)
-        self._receive_ahead = receive_ahead
-        self.whole = self.graphs = self.backwards = 0
-
-    def take(self, action: Action) -> Demand:
-        """What the next action finds alive."""
-        graphs = self.graphs
-        match action.kind:
-            case Kind.F:
-                self.whole, self._to_receive = self.whole + 1, self._to_receive - 1
-                moment = "free" if action.microbatch in self._recomputed else "forward"
-                gradients = 0
-            case Kind.R:
-                moment, gradients = "forward", 1 + min(self._receive_ahead, self._to_send_back - 1)
-            case Kind.B:
-                self._to_send_back -= 1
-                graphs -= 1
-                moment = "later" if self.backwards else "first"
-                gradients = min(self._receive_ahead, self._to_send_back)
-            case _:
-                raise ValueError(f"no memory model for action {action}: split backwards are not modelled yet")
-        in_graphs = graphs + (action.kind is Kind.B)
-        found = Demand(
-            moment,
-            self.whole,
-            in_graphs,
-            graphs,
-            self.inputs_ahead,
-            gradients,
-            self.backwards > 0,
-            str(action),
-        )
-        if action.kind is Kind.B:
-            self.backwards += 1
-            self.graphs -= 1
-        elif moment == "forward":
-            self.whole, self.graphs = self.whole - 1, self.graphs + 1
-        return found
-
-    @property
-    def inputs_ahead(self) -> int:
-        """Posted receives of further inputs."""
-        return min(self._receive_ahead, self._to_receive)
-
-    @property
-    def gradients_ahead(self) -> int:
-        """Posted receives of gradients."""
-        return min(self._receive_ahead, self._to_send_back)
-
-
-@lru_cache(maxsize=1024)
-def demands(actions: tuple[Action, ...], receive_ahead: int = 0) -> tuple[Demand, ...]:
-    """The distinct demands of a stage's actions, those left out that another one exceeds in everything."""
-    walk = Walk(actions, receive_ahead)
-    return _undominated([walk.take(action) for action in actions])
-
-
-def _undominated(found: list[Demand]) -> tuple[Demand, ...]:
-    """Of equal kinds only those that no other exceeds or equals in every count; the earliest of equals."""
-    by_kind: dict[tuple[str, bool], list[tuple[tuple[int, ...], Demand]]] = {}
-    for demand in found:
-        counts = (
-            demand.inputs, demand.graph_inputs, demand.graphs, demand.inputs_ahead, demand.output_gradients,
-        )  # fmt: skip
-        rivals = by_kind.setdefault((demand.moment, demand.after_first_backward), [])
-        if any(all(a >= b for a, b in zip(rival, counts, strict=True)) for rival, _ in rivals):
-            continue
-        rivals[:] = [
-            (rival, each)
-            for rival, each in rivals
-            if not all(a <= b for a, b in zip(rival, counts, strict=True))
-        ] + [(counts, demand)]
-    return tuple(demand for rivals in by_kind.values() for _, demand in rivals)

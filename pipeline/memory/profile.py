@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,8 @@ from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.ends import enter, follow
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.signature import signature
-from gpipe_bench.pipeline.memory.story import LayerProfile, Story
+from gpipe_bench.pipeline.memory.split_profile import Halved
+from gpipe_bench.pipeline.memory.story import LayerProfile, SplitStory, Story
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 
@@ -56,12 +57,15 @@ class Profiler:
     their own sizes stay. With inputs of that dtype all activations have it, and gradients in the stories.
 
     ``with_shapes`` also keeps the shape that each storage was made for, which scaled profiles lack.
+
+    ``split_backward`` also profiles the two halves of a backward, for schedules with I and W.
     """
 
     autocast: torch.dtype | None = None
     compiled: bool = False
     number_format: torch.dtype | None = None
     with_shapes: bool = False
+    split_backward: bool = False
     _known: dict[tuple[object, ...], LayerProfile] = field(default_factory=dict, repr=False)
     _graphs: dict[tuple[object, ...], Halves | None] = field(default_factory=dict, repr=False)
 
@@ -135,6 +139,9 @@ class Profiler:
             stories = free, first, later
         free, first, later = stories
         has_gradient = [p.grad is not None for p in layer.parameters()]
+        halves = None
+        if self.split_backward:
+            halves = self._tell_halves(fake_copy(given, self.number_format), inputs, unused, first)
         layer = fake_copy(given)
         trained = [p for p, has in zip(layer.parameters(), has_gradient, strict=True) if has]
         with EventLog() as added:
@@ -152,6 +159,7 @@ class Profiler:
             free=free,
             first=first,
             later=later,
+            halves=halves,
         )
 
     def _compiled(
@@ -173,54 +181,112 @@ class Profiler:
 
     def _tell(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> tuple[Story, Boundary]:
         """Run forward, and backward where there is a graph, with references as scarce as in a stage."""
-        delivered: dict[int, Tensor] = {}
-        leaves = [spec.empty() for spec in inputs.tensors]
-        seed = torch.empty(())
+        run = _Forward(inputs)
         with EventLog() as log:
-            values = [
-                enter(leaf, spec, position, delivered)
-                for position, (leaf, spec) in enumerate(zip(leaves, inputs.tensors, strict=True))
-            ]
-            values = [values[first] for first in inputs.same_as]
-            input_storages = _serials(log, values)
-            log.events.clear()
-            with self._precision():
-                result = layer(tuple(values) if inputs.is_tuple else values[0])
-            forward = tuple(log.events)
-            outputs = Boundary.of(result)
-            output_storages = _serials(log, as_tuple(result))
-            sent_back: list[int | None] = []
-            root = follow(result, unused, log, sent_back) if torch.is_grad_enabled() else None
-            hidden = log.serial_of(root) if root is not None else None
-            del result, values
-            kept = frozenset(log.alive - {hidden})
-            log.events.clear()
+            root = run.forward(log, self._precision, layer, unused)
             if root is not None and root.requires_grad:
-                root.backward(seed)
+                root.backward(run.seed)
             del root
-            backward = tuple(event for event in log.events if hidden is None or abs(event) != hidden + 1)
+            backward = run.events()
             gradients = {log.serial_of(p.grad) for p in layer.parameters() if p.grad is not None}
-        story = Story(
+        return run.story(backward, gradients, with_shapes=self.with_shapes), run.ends
+
+    def _tell_halves(
+        self, layer: nn.Module, inputs: Boundary, unused: frozenset[int], first: Story
+    ) -> SplitStory:
+        """The same with I and W in the place of the backward; ``first`` is the story of the whole."""
+        run = _Forward(inputs)
+        with EventLog() as log:
+            root = run.forward(log, self._precision, layer, unused)
+            if root is None or not root.requires_grad:
+                return SplitStory(False, first, (), None)
+            halved = Halved(root, run.seed, len(inputs.tensors))
+            del root
+            if halved.whole:
+                return SplitStory(True, first, (), None)
+            halved.inputs()
+            backward = run.events()
+            run.delivered.update(
+                (position, gradient) for position, gradient in enumerate(halved.exits) if gradient is not None
+            )
+            story = run.story(backward, set(), with_shapes=self.with_shapes)
+            run.delivered.clear()
+            halved.exits.clear()
+            deferred, last = halved.weights(log)
+        # What W makes is counted there.
+        return SplitStory(False, replace(story, sizes=tuple(log.sizes)), deferred, last)
+
+
+class _Forward:
+    """A layer taken forward, its inputs and outputs let go of as in a stage, and its story from then on."""
+
+    def __init__(self, inputs: Boundary) -> None:
+        self._inputs = inputs
+        self._leaves = [spec.empty() for spec in inputs.tensors]
+        self.seed = torch.empty(())
+        self.delivered: dict[int, Tensor] = {}  # gradients of the inputs
+        self._sent_back: list[int | None] = []
+        self._kept: frozenset[int] = frozenset()
+        self._hidden: int | None = None
+
+    def forward(
+        self,
+        log: EventLog,
+        precision: Callable[[], AbstractContextManager[object]],
+        layer: nn.Module,
+        unused: frozenset[int],
+    ) -> Tensor | None:
+        """Returns where the backward begins; None without a graph."""
+        self._log, inputs = log, self._inputs
+        values = [
+            enter(leaf, spec, position, self.delivered)
+            for position, (leaf, spec) in enumerate(zip(self._leaves, inputs.tensors, strict=True))
+        ]
+        values = [values[first] for first in inputs.same_as]
+        self._input_storages = _serials(log, values)
+        log.events.clear()
+        with precision():
+            result = layer(tuple(values) if inputs.is_tuple else values[0])
+        self._forward = tuple(log.events)
+        self.ends = Boundary.of(result)
+        self._output_storages = _serials(log, as_tuple(result))
+        root = follow(result, unused, log, self._sent_back) if torch.is_grad_enabled() else None
+        self._hidden = log.serial_of(root) if root is not None else None
+        del result, values
+        if root is not None:
+            self._kept = frozenset(log.alive - {self._hidden})
+        log.events.clear()
+        return root
+
+    def events(self) -> tuple[int, ...]:
+        """What has happened since the forward."""
+        hidden = self._hidden
+        return tuple([event for event in self._log.events if hidden is None or abs(event) != hidden + 1])
+
+    def story(self, backward: tuple[int, ...], gradients: set[int | None], *, with_shapes: bool) -> Story:
+        """The story with such a backward, which made ``gradients`` of parameters."""
+        log, inputs, delivered = self._log, self._inputs, self.delivered
+        has_graph = torch.is_grad_enabled()
+        return Story(
             sizes=tuple(log.sizes),
-            inputs=input_storages,
-            outputs=output_storages,
-            kept=kept if torch.is_grad_enabled() else frozenset(),
+            inputs=self._input_storages,
+            outputs=self._output_storages,
+            kept=self._kept,
             gradients=frozenset(serial for serial in gradients if serial is not None),
-            output_gradients=tuple(sent_back) or (None,) * len(output_storages),
+            output_gradients=tuple(self._sent_back) or (None,) * len(self._output_storages),
             input_gradients=tuple(
                 log.serial_of(delivered[first]) if first == position and first in delivered else None
                 for position, first in enumerate(inputs.same_as)
             ),
-            forward=forward,
-            backward=backward if torch.is_grad_enabled() else (),
+            forward=self._forward,
+            backward=backward if has_graph else (),
             without_gradient=frozenset(
                 position
                 for position, first in enumerate(inputs.same_as)
                 if inputs.tensors[position].requires_grad and first not in delivered
             ),
-            shapes=tuple(log.shapes) if self.with_shapes else (),
+            shapes=tuple(log.shapes) if with_shapes else (),
         )
-        return story, outputs
 
 
 class LossLayer(nn.Module):

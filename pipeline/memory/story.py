@@ -1,4 +1,4 @@
-"""One run of a layer as a sequence of storages that appear and die, and a layer as three such runs.
+"""One run of a layer as a sequence of storages that appear and die, and a layer as a few such runs.
 
 Numbers alone (peak, saved) cannot be added up over layers, because what a layer frees depends on what its
 neighbours hold. The sequence can, and it is the same for every micro-batch size.
@@ -135,6 +135,45 @@ class Stretch:
         return self.peak_saved + self.peak_gradients + self.peak_other
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """An operation whose weights' gradients wait for W, or all that W does at its end.
+
+    Storages are those of the story of I, sizes are bytes. Sizes "as the engine adds" are beyond the gradients
+    that it is given.
+    """
+
+    releases: tuple[int, ...]  # die with it, in this layer, where all operations go in turn
+    keeps: tuple[int, ...]  # of what waits, what is a parameter's gradient itself
+    formula_peak: int  # most bytes while the gradients are computed
+    result: int  # bytes of the computed gradients
+    counted: int  # bytes that count towards a pass of the engine, as it counts them
+    entering: int  # made from all the gradients of a pass as the engine takes them in
+    first_peak: int  # as the engine adds gradients to parameters that have none, those that stay included
+    later_peak: int  # as the engine adds to gradients that exist
+    made: int  # bytes of gradients that parameters have then and did not have before
+
+
+@dataclass(frozen=True, eq=False)
+class SplitStory:
+    """The two halves of a layer's backward; where it is ``whole`` I does all of it.
+
+    I is a story like any other, but that some of what the graph holds, and some gradients, do not die in it.
+    W takes one operation after another, adds up a few gradients at a time, and lets go on the way. When it
+    does so depends on the other layers of the stage (`split_footprint`), so W is told by operations.
+    """
+
+    whole: bool
+    inputs: Story  # its `backward` is I
+    deferred: tuple[Deferred, ...]  # in the order of the forward pass, in which W takes them
+    last: Deferred | None  # parameters that are used more than once, and what I has computed
+
+    @property
+    def parts(self) -> tuple[Deferred, ...]:
+        """All that waits for W."""
+        return self.deferred if self.last is None else (*self.deferred, self.last)
+
+
 @dataclass(frozen=True, eq=False)
 class LayerProfile:
     """The bytes of one layer at one micro-batch size."""
@@ -152,6 +191,7 @@ class LayerProfile:
     free: Story
     first: Story
     later: Story
+    halves: SplitStory | None = None  # I and W, where they were asked for
 
     @cached_property
     def num_parameters(self) -> int:

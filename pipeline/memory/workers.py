@@ -1,4 +1,4 @@
-"""Peak bytes of every worker, where a worker holds several stages.
+"""Peak bytes of every worker of any schedule, where a worker may hold several stages.
 
 The stages of a worker are full at different times: while one is in a backward, another keeps what waits for
 its own. So the worker's row is walked once, and at every action what its stages hold then is added up; the
@@ -7,111 +7,208 @@ sum of their peaks would be too much.
     worker 0 of two, interleaved, M = 2    0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     graphs of stage 0                       1   2   2   2   2   2   2   1
     graphs of stage 2                       0   0   1   2   2   1   0   0      at most 4 together
+
+Messages wait with their receiver, what a worker sends to itself too. When they come depends on the other
+workers, so all rows are walked together, in the order in which one process takes them; or each stage has
+posted a number of receives ahead, as over processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import lru_cache
 
+from gpipe_bench.pipeline.memory.demands import Demand, Walk
 from gpipe_bench.pipeline.memory.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.peaks import (
     Optimizer,
     StageMemory,
-    Walk,
     memory_at,
     optimizer_state,
     rule_of,
+    stage_memory,
 )
+from gpipe_bench.pipeline.memory.signature import Same
 from gpipe_bench.pipeline.memory.story import LayerProfile
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.order import execution_order
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 
-def worker_memory(
+def peak_bytes(
+    stages: Sequence[Footprint],
+    schedule: Schedule,
+    optimizer: str = "rmsprop",
+    *,
+    receive_ahead: int | None = None,
+) -> tuple[int, ...]:
+    """Most bytes that each worker holds in a training step, in the order of the workers.
+
+    Args:
+        stages: what each stage of ``schedule`` holds, as `stage_footprints` gives it from layer profiles at
+            the micro-batch's size; those of ``Profiler(split_backward=True)`` if it splits backwards.
+        schedule: any that `validate` accepts; its ``remat`` counts.
+        optimizer: "sgd", "rmsprop" or "adam".
+        receive_ahead: messages of each direction for which a stage has posted receives beyond the one in use,
+            such as 1 over torch.distributed. None: messages wait from the moment that they are sent, the
+            workers taking turns as in one process.
+
+    Raises:
+        ValueError: an unknown optimizer, another number of stages than the schedule's, or I and W for stages
+            whose profiles know nothing of them.
+    """
+    return tuple([fullest.peak for fullest in memories(stages, schedule, optimizer, receive_ahead)])
+
+
+def stage_footprints(
+    layers: Sequence[LayerProfile], loss: LayerProfile, stages: Sequence[range]
+) -> tuple[Footprint, ...]:
+    """What each stage holds of a micro-batch where ``layers`` are cut into ``stages``; equal stages are added
+    up once.
+    """
+    last = len(stages) - 1
+    known: dict[tuple[int, ...], Footprint] = {}
+    found = []
+    for index, stage in enumerate(stages):
+        parts = [layers[layer] for layer in stage]
+        key = (*map(id, parts), index == last)
+        if key not in known:
+            known[key] = footprint(parts, loss if index == last else None)
+        found.append(known[key])
+    return tuple(found)
+
+
+def pipeline_memory(
     layers: Sequence[LayerProfile],
     loss: LayerProfile,
     stages: Sequence[range],
     schedule: Schedule,
     optimizer: str = "rmsprop",
     *,
-    receive_ahead: int = 0,
+    receive_ahead: int | None = 0,
 ) -> tuple[StageMemory, ...]:
-    """Peak of each worker; arguments as of `peaks.pipeline_memory`, whose numbers these are where every
-    worker has one stage.
+    """The fullest moment of each worker when ``layers`` are cut into ``stages``; arguments and errors as of
+    `peak_bytes`.
 
-    What a worker sends to itself waits as a message of its own. ``receive_ahead`` is of messages from other
-    workers. Raises ValueError for an unknown optimizer, a schedule with another number of stages, and split
-    backwards.
+    ``receive_ahead`` is 1 over torch.distributed and None in one process. There gpipe and naive use every
+    message as it comes, as 0 has it; under 1f1b one may wait, and the peak is between that for 0 and that for
+    1.
     """
+    _check_number(stages, schedule)
+    footprints = stage_footprints(layers, loss, stages)
+    if receive_ahead is None or schedule.placement:
+        return memories(footprints, schedule, optimizer, receive_ahead)
+    return tuple(
+        stage_memory(stage, row, optimizer, is_first=index == 0, receive_ahead=receive_ahead)
+        for index, (stage, row) in enumerate(zip(footprints, schedule.actions, strict=True))
+    )
+
+
+def memories(
+    stages: Sequence[Footprint], schedule: Schedule, optimizer: str, receive_ahead: int | None
+) -> tuple[StageMemory, ...]:
+    """The fullest moment of each worker; arguments and errors as of `peak_bytes`."""
+    _check_number(stages, schedule)
+    rule = rule_of(optimizer)
+    workers = [
+        _Worker(schedule, number, stages, rule, receive_ahead) for number in range(schedule.num_workers)
+    ]
+    home = [workers[schedule.worker(stage)] for stage in range(schedule.num_stages)]
+    last, counts_all = schedule.num_stages - 1, receive_ahead is None
+    for action in _order(Same(schedule)) if counts_all else schedule:
+        stage, kind = action.stage, action.kind
+        worker = home[stage]
+        if kind is Kind.F:
+            source, target = stage - 1, stage + 1
+        elif kind is Kind.B or kind is Kind.I:
+            source, target = stage + 1, stage - 1
+        else:
+            source = target = -1
+        if 0 <= source <= last and (counts_all or home[source] is worker):
+            worker.waiting -= worker.message_bytes(stage, kind)
+        worker.take(action)
+        if 0 <= target <= last and (counts_all or home[target] is worker):
+            home[target].waiting += home[target].message_bytes(target, kind)
+    return tuple([worker.fullest for worker in workers])
+
+
+def _check_number(stages: Sequence[object], schedule: Schedule) -> None:
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
-    last = len(stages) - 1
-    footprints = [
-        footprint([layers[layer] for layer in stage], loss if index == last else None)
-        for index, stage in enumerate(stages)
-    ]
-    rule = rule_of(optimizer)
-    return tuple(
-        _fullest(schedule, worker, footprints, rule, receive_ahead) for worker in range(schedule.num_workers)
-    )
 
 
-def _fullest(
-    schedule: Schedule, worker: int, footprints: Sequence[Footprint], rule: Optimizer, receive_ahead: int
-) -> StageMemory:
-    mine, last = schedule.stages_of(worker), schedule.num_stages - 1
-    number = schedule.num_microbatches
-    states = {stage: optimizer_state(footprints[stage], rule) for stage in mine}
-    fullest = _sum(
-        [
-            memory_at(footprints[stage], None, rule, states[stage], number, is_first=stage == 0)
-            for stage in mine
-        ],
+@lru_cache(maxsize=16)
+def _order(same: Same) -> tuple[Action, ...]:
+    return execution_order(same.value)
+
+
+class _Worker:
+    """A worker whose actions go by: what its stages hold at rest, what waits for them, its fullest moment."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        number: int,
+        footprints: Sequence[Footprint],
+        rule: Optimizer,
+        receive_ahead: int | None,
+    ) -> None:
+        mine = schedule.stages_of(number)
+        self._rule, self._num_microbatches = rule, schedule.num_microbatches
+        self._stages = {stage: footprints[stage] for stage in mine}
+        self._states = {stage: optimizer_state(footprints[stage], rule) for stage in mine}
+        self._walks = {stage: Walk(schedule.row(stage), receive_ahead) for stage in mine}
+        self.waiting = 0  # bytes of messages that wait for its stages
         # One parameter is updated at a time, whichever stage it is of.
-        shared=True,
-    )
-    walks = {stage: Walk(schedule.row(stage), receive_ahead) for stage in mine}
-    waiting = 0  # bytes of what the worker has sent to itself
-    for action in schedule.actions[worker]:
-        stage, kind = action.stage, action.kind
-        if kind is Kind.F and stage - 1 in mine:
-            waiting -= footprints[stage].input_bytes
-        if kind is Kind.B and stage + 1 in mine:
-            waiting -= footprints[stage].output_gradient_bytes
-        demand = walks[stage].take(action)
-        now = memory_at(footprints[stage], demand, rule, states[stage], number, is_first=stage == 0)
-        others = [
-            _at_rest(footprints[other], walks[other], states[other], number, is_first=other == 0)
-            for other in mine
-            if other != stage
-        ]
-        candidate = _sum([now, *others], transients=waiting)
-        if candidate.peak > fullest.peak:
-            fullest = candidate
-        if kind is Kind.F and stage < last and stage + 1 in mine:
-            waiting += footprints[stage + 1].input_bytes
-        if kind is Kind.B and stage and stage - 1 in mine:
-            waiting += footprints[stage - 1].output_gradient_bytes
-    return fullest
+        self.fullest = _sum([self._at(stage, None) for stage in mine], shared=True)
+        self._at_rest = {stage: self._rest(stage) for stage in mine}
+        self._resting = sum(rest.peak for rest in self._at_rest.values())
+        self._most = self.fullest.peak
 
+    def message_bytes(self, stage: int, kind: Kind) -> int:
+        """What an action of a stage receives."""
+        received = self._stages[stage]
+        return received.input_bytes if kind is Kind.F else received.output_gradient_bytes
 
-def _at_rest(
-    stage: Footprint, walk: Walk, state: int, num_microbatches: int, *, is_first: bool
-) -> StageMemory:
-    """What a stage holds while another one of its worker works."""
-    received, kept = (0, 0) if is_first else (stage.input_bytes, stage.kept_input_bytes)
-    user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
-    return StageMemory(
-        parameters=stage.parameter_bytes,
-        buffers=stage.buffer_bytes,
-        gradients=stage.gradient_bytes if walk.backwards else 0,
-        optimizer_state=state,
-        boundary=user_bytes + walk.whole * received + walk.graphs * kept,
-        activations=walk.graphs * stage.saved_bytes,
-        transients=walk.inputs_ahead * received
-        + (walk.gradients_ahead * stage.output_gradient_bytes if walk.backwards else 0),
-        when="",
-    )
+    def take(self, action: Action) -> None:
+        """The next action of the row; the message that it needs no longer waits."""
+        stage = action.stage
+        before = self._at_rest[stage]
+        now = self._at(stage, self._walks[stage].take(action))
+        others = self._resting - before.peak
+        if others + self.waiting + now.peak > self._most:
+            rests = [rest for other, rest in self._at_rest.items() if other != stage]
+            self.fullest = _sum([now, *rests], transients=self.waiting)
+            self._most = self.fullest.peak
+        after = self._at_rest[stage] = self._rest(stage)
+        self._resting = others + after.peak
+
+    def _at(self, stage: int, demand: Demand | None) -> StageMemory:
+        return memory_at(
+            self._stages[stage], demand, self._rule, self._states[stage], self._num_microbatches,
+            is_first=stage == 0,
+        )  # fmt: skip
+
+    def _rest(self, index: int) -> StageMemory:
+        """What a stage holds while another one of its worker works."""
+        stage, walk = self._stages[index], self._walks[index]
+        received, kept = (0, 0) if index == 0 else (stage.input_bytes, stage.kept_input_bytes)
+        user_bytes = self._num_microbatches * (stage.target_bytes + (stage.input_bytes if index == 0 else 0))
+        halves = stage.halves
+        done = walk.after_first_inputs if halves is not None and halves.whole else walk.after_first_backward
+        waits = 0 if halves is None or index == 0 else halves.kept_input_bytes
+        return StageMemory(
+            parameters=stage.parameter_bytes,
+            buffers=stage.buffer_bytes,
+            gradients=stage.gradient_bytes if done else 0,
+            optimizer_state=self._states[index],
+            boundary=user_bytes + walk.whole * received + walk.graphs * kept + walk.halves * waits,
+            activations=walk.graphs * stage.saved_bytes
+            + (walk.halves * halves.saved_bytes if halves is not None else 0),
+            transients=walk.inputs_ahead * received
+            + (walk.gradients_ahead * stage.output_gradient_bytes if walk.after_first_inputs else 0),
+            when="",
+        )
 
 
 def _sum(parts: Sequence[StageMemory], transients: int = 0, *, shared: bool = False) -> StageMemory:

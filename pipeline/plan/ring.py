@@ -73,7 +73,7 @@ def activation_ring(schedule: Schedule, stage: int) -> Ring:
     """
     row = schedule.row(stage)
     order = [action.microbatch for action in row if action.kind is Kind.F]
-    return _ring(order, _ends(row), _num_slots(schedule)[stage, False])
+    return ring_of(order, end_microbatches(row), slots_of_rings(schedule)[stage, False])
 
 
 def gradient_ring(schedule: Schedule, stage: int, *, small: bool = False) -> Ring:
@@ -84,10 +84,10 @@ def gradient_ring(schedule: Schedule, stage: int, *, small: bool = False) -> Rin
     """
     row = schedule.row(stage)
     order = [action.microbatch for action in row if action.kind in (Kind.B, Kind.I)]
-    num_slots = _num_slots(schedule)[stage, True]
+    num_slots = slots_of_rings(schedule)[stage, True]
     if small:
         num_slots = max(num_slots, schedule.in_flight(stage))
-    return _ring(order, _ends(row), num_slots)
+    return ring_of(order, end_microbatches(row), num_slots)
 
 
 def turns(schedule: Schedule, worker: int, source: int, *, gradients: bool) -> tuple[tuple[int, int], ...]:
@@ -98,19 +98,19 @@ def turns(schedule: Schedule, worker: int, source: int, *, gradients: bool) -> t
     return tuple([(message.target.stage, message.target.microbatch) for message in messages])
 
 
-def _ends(row: tuple[Action, ...]) -> list[int]:
+def end_microbatches(row: tuple[Action, ...]) -> list[int]:
     return [action.microbatch for action in ends_of(row)]
 
 
-_RingKey = tuple[int, bool]  # receiving stage, and whether of gradients
-_Node = Action | Transfer  # an action, or the posting of the receive of a message
-_Waits = dict[_Node, list[tuple[_Node, _RingKey | None]]]  # what for, and on which ring
+RingKey = tuple[int, bool]  # receiving stage, and whether of gradients
+Node = Action | Transfer  # an action, or the posting of the receive of a message
+Waits = dict[Node, list[tuple[Node, RingKey | None]]]  # what for, and on which ring
 
 
 @lru_cache(maxsize=16)
-def _num_slots(schedule: Schedule) -> dict[_RingKey, int]:
+def slots_of_rings(schedule: Schedule) -> dict[RingKey, int]:
     """The slots of every ring: what suffices as a rule, and more where the schedule would stop for good."""
-    slots: dict[_RingKey, int] = {}
+    slots: dict[RingKey, int] = {}
     ahead = 2 if schedule.remat == "never" else 1
     for stage in range(schedule.num_stages):
         in_flight = schedule.in_flight(stage)
@@ -119,21 +119,21 @@ def _num_slots(schedule: Schedule) -> dict[_RingKey, int]:
             slots[stage, False] = max(schedule.in_flight(stage - 1), in_flight + halved)
         if stage + 1 < schedule.num_stages:
             slots[stage, True] = in_flight if halved else min(ahead, in_flight)
-    waits = _waits(schedule)
+    waits = waits_of(schedule)
     ends = [ends_of(schedule.row(stage)) for stage in range(schedule.num_stages)]
-    posted: dict[_RingKey, list[Transfer]] = {}
+    posted: dict[RingKey, list[Transfer]] = {}
     for messages in channels(schedule).values():
         for message in messages:
             posted.setdefault((message.target.stage, message.target.kind is not Kind.F), []).append(message)
-    while circle := _circle(waits, _waits_for_slots(posted, ends, slots)):
-        for ring in circle:
+    while closed := circle(waits, waits_for_slots(posted, ends, slots)):
+        for ring in closed:
             slots[ring] += 1
     return slots
 
 
-def _waits(schedule: Schedule) -> _Waits:
+def waits_of(schedule: Schedule) -> Waits:
     """Every wait but those for slots."""
-    waits: _Waits = {
+    waits: Waits = {
         action: [(source, None) for source in sources] for action, sources in dependencies(schedule).items()
     }
     after: dict[Action, Action] = {}
@@ -152,9 +152,9 @@ def _waits(schedule: Schedule) -> _Waits:
     return waits
 
 
-def _waits_for_slots(
-    posted: dict[_RingKey, list[Transfer]], ends: list[list[Action]], slots: dict[_RingKey, int]
-) -> _Waits:
+def waits_for_slots(
+    posted: dict[RingKey, list[Transfer]], ends: list[list[Action]], slots: dict[RingKey, int]
+) -> Waits:
     """Which receive is posted at which end of a micro-batch, because that frees its slot."""
     return {
         messages[position]: [(ends[ring[0]][position - slots[ring]], ring)]
@@ -163,10 +163,10 @@ def _waits_for_slots(
     }
 
 
-def _circle(waits: _Waits, for_slots: _Waits) -> set[_RingKey]:
+def circle(waits: Waits, for_slots: Waits) -> set[RingKey]:
     """The rings on a circle of waits, if there is one."""
-    followers: dict[_Node, list[_Node]] = {node: [] for node in waits}
-    missing: dict[_Node, int] = {}
+    followers: dict[Node, list[Node]] = {node: [] for node in waits}
+    missing: dict[Node, int] = {}
     for node, reasons in waits.items():
         sources = [*reasons, *for_slots.get(node, ())]
         missing[node] = len(sources)
@@ -182,7 +182,7 @@ def _circle(waits: _Waits, for_slots: _Waits) -> set[_RingKey]:
     if stuck is None:
         return set()
     # Whoever is left waits for another that is left, so going back from one to the next closes a circle.
-    path: dict[_Node, _RingKey | None] = {}
+    path: dict[Node, RingKey | None] = {}
     while stuck not in path:
         sources = [*waits[stuck], *for_slots.get(stuck, ())]
         before, path[stuck] = next((source, ring) for source, ring in sources if missing[source])
@@ -191,7 +191,7 @@ def _circle(waits: _Waits, for_slots: _Waits) -> set[_RingKey]:
     return {ring for node in nodes[nodes.index(stuck) :] if (ring := path[node]) is not None}
 
 
-def _ring(order: list[int], ends: list[int], num_slots: int) -> Ring:
+def ring_of(order: list[int], ends: list[int], num_slots: int) -> Ring:
     num_slots = min(num_slots, len(order))
     waiting = deque(order)
     slot = [0] * len(order)

@@ -11,6 +11,7 @@ batch.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
+from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.ranks.failure import Blackboard, Lookout
+from gpipe_bench.pipeline.ranks.gather import refuse_shared_devices
 from gpipe_bench.pipeline.ranks.introduction import meet
 from gpipe_bench.pipeline.ranks.messages.agreement import (
     MOST_TENSORS,
@@ -28,15 +29,17 @@ from gpipe_bench.pipeline.ranks.messages.agreement import (
     Outline,
     first_tag,
 )
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, backend
+from gpipe_bench.pipeline.ranks.messages.connection import Form
 from gpipe_bench.pipeline.ranks.messages.control import Control, Header, Of
+from gpipe_bench.pipeline.ranks.messages.gate import Gate
 from gpipe_bench.pipeline.ranks.messages.loss import Loss
-from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import changed, conform
-from gpipe_bench.pipeline.ranks.routes import header_chain, loss_source
-from gpipe_bench.pipeline.ranks.store import Store
+from gpipe_bench.pipeline.ranks.network import Network, network_of
+from gpipe_bench.pipeline.ranks.routes import header_chain, loss_route
+from gpipe_bench.pipeline.ranks.ties import Ties
 from gpipe_bench.pipeline.ranks.together import Together
+from gpipe_bench.pipeline.ranks.warm_up import warm_up
 from gpipe_bench.pipeline.ranks.ways import names_of_ways, receivers, senders
 from gpipe_bench.pipeline.stage.microbatch import Message, sizes
 from gpipe_bench.pipeline.stage.stage import Gradients
@@ -53,43 +56,47 @@ class PointToPoint:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | Network,
         schedule: Schedule,
         device: torch.device,
         *,
         timeout_s: float,
         share_memory: bool = True,
     ) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        network = network_of(group)
+        self.rank, self.size = network.rank, network.size
         self._schedule, self._device = schedule, device
-        self._connections: list[Connection] = []
-        self._lookout: Lookout | None = None
-        self._failed: ActionError | None = None
-        self._noticed = False  # a failure elsewhere, by the lookout
-        store, cuda = Store(group), device.type != "cpu"
-        self._blackboard = Blackboard(store, self.rank, self.size)
+        ties = self._ties = Ties(network, device, timeout_s=timeout_s)
+        accelerated = ties.is_accelerated
         try:
-            store.connect(timeout_s)
-            near = meet(store, self.rank, self.size, willing=share_memory, timeout_s=timeout_s)
-            near = {} if cuda else near
+            ties.store.connect(timeout_s)
+            near = {}
+            if not accelerated:
+                near = meet(ties.store, self.rank, self.size, willing=share_memory, timeout_s=timeout_s)
             # Headers and outlines are read by the host, so they never go through NCCL.
-            control = self._connect(store, "control", near, cuda=False, timeout_s=timeout_s)
+            control = ties.connect("control", near)
+            self._together = Together(control, self.rank, self.size)
+            if accelerated:
+                refuse_shared_devices(self._together.gather((network.identity(device), str(device))))
             self._ways = {
-                way: self._connect(store, name, near, cuda=cuda, timeout_s=timeout_s)
+                way: ties.connect(name, near, accelerated=accelerated)
                 for way, name in names_of_ways(schedule).items()
             }
-            # With the gradients where tags tell them apart.
+            # With the gradients where tags tell them apart, or where these go the same way.
             loss = self._ways[True, False]
-            if cuda:
-                loss = self._connect(store, "loss", near, cuda=cuda, timeout_s=timeout_s)
+            if accelerated and schedule.placement:
+                loss = ties.connect("loss", near, accelerated=accelerated)
+            ties.look_out()
+            if accelerated:
+                warm_up(ties, schedule, self._ways, loss)
         except (PeerError, StoreError) as error:
             raise self.abort(None, error) from error
         except Exception as error:
             self.abort(None, error)  # the other ranks must not wait
             raise
-        self._together = Together(control, self.rank, self.size)
-        if cuda:
-            self._lookout = Lookout(self._blackboard, self._notice, limit_s=timeout_s)
+        # Dropped, or when the process ends; without an accelerator nothing is on its way then.
+        self.close = weakref.finalize(self, ties.close)
+        self.close.atexit = accelerated
         self._agreements: list[Agreement] = []
         self._numbers: dict[Hashable, int] = {}  # of the agreements, by signature, on the first rank
         self._agreement = Agreement(())
@@ -100,7 +107,8 @@ class PointToPoint:
         self._control = Control(control, self.rank, header_chain(schedule))
         self._own: dict[tuple[int, int, bool], Message | Gradients] = {}  # sent by this rank to itself
         self._take_ends()
-        self._loss = Loss(loss, self._control, self.rank, self.size, loss_source(schedule), device)
+        route = loss_route(schedule, self.rank, accelerated=accelerated)
+        self._loss = Loss(loss, self._control, route, device, early=not accelerated)
 
     def _take_ends(self) -> None:
         """Makes this rank's ends of the ways, as the schedule needs them."""
@@ -111,9 +119,10 @@ class PointToPoint:
             for action in schedule
             if action.kind in (Kind.B, Kind.I)
         }
+        self._gate = Gate() if self._ties.is_accelerated else None
         # By stage, and the turns of those that receive from one rank.
         (self._inputs, turns), (self._output_gradients, more) = [
-            receivers(schedule, self.rank, self._ways, self._device, gradients=gradients)
+            receivers(schedule, self.rank, self._ways, self._device, gradients=gradients, gate=self._gate)
             for gradients in (False, True)
         ]
         self._turns = [*turns, *more]
@@ -127,13 +136,6 @@ class PointToPoint:
         self._schedule = schedule
         self._take_ends()
 
-    def _connect(
-        self, store: Store, name: str, near: dict[int, Neighbour], *, cuda: bool, timeout_s: float
-    ) -> Connection:
-        ways = backend(store, self.rank, self.size, name=name, cuda=cuda, timeout_s=timeout_s)
-        self._connections.append(Connection(ways, len(self._connections), near))
-        return self._connections[-1]
-
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""
         self._agreements.clear()
@@ -142,8 +144,8 @@ class PointToPoint:
     # A step
 
     def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
-        self._refuse_after_failure()
-        self._refuse_after_notice()
+        self._ties.refuse_after_failure()
+        self._ties.refuse_after_notice()
         if plan is not None:
             number = self._numbers.setdefault(signature, len(self._numbers))
             header = Header(number, plan.examples, plan.training)
@@ -157,6 +159,8 @@ class PointToPoint:
             self._agreements.append(Agreement(sizes(examples, self._schedule.num_microbatches), stages))
         agreement = self._agreement = self._agreements[number]
         self._own.clear()
+        if self._gate is not None:
+            self._gate.begin(training=self._training)
         for shared in self._turns:
             shared.begin()
         for stage, receiver in self._inputs.items():
@@ -197,6 +201,8 @@ class PointToPoint:
         tensors = conform(message.tensors, outline, self._device, f"output of stage {stage}")
         tag = first_tag(stage + 1, microbatch, self._schedule.num_stages)
         self._senders[rank, False].send(tensors, tag, target, bounded=self._bounded)
+        if self._gate is not None:
+            self._gate.step()
 
     def receive_activation(self, stage: int, microbatch: int) -> Message:
         receiver = self._inputs.get(stage)
@@ -223,6 +229,8 @@ class PointToPoint:
         tensors = conform(gradients, outline, self._device, f"gradient of the input of stage {stage}")
         tag = first_tag(stage - 1, microbatch, self._schedule.num_stages)
         self._senders[rank, True].send(tensors, tag, target, bounded=self._bounded)
+        if self._gate is not None:
+            self._gate.step()
 
     def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
         receiver = self._output_gradients.get(stage)
@@ -247,6 +255,8 @@ class PointToPoint:
             receiver.post()
 
     def release(self, stage: int, microbatch: int) -> None:
+        if self._gate is not None:
+            self._gate.step()
         if (receiver := self._inputs.get(stage)) is not None:
             receiver.release(microbatch)
         if (receiver := self._output_gradients.get(stage)) is not None:
@@ -255,31 +265,15 @@ class PointToPoint:
     def send_loss(self, loss: Tensor) -> None:
         self._loss.send(loss, self._agreement)
 
-    def _notice(self) -> None:
-        """Another rank has failed: releases the GPU from waiting for it. What it receives from here on is
-        garbage, so this step raises when it ends, or else whatever is called next.
-        """
-        self._noticed = True
-        for connection in self._connections[1:]:
-            connection.cut()
-
-    def _refuse_after_failure(self) -> None:
-        if self._failed is not None:
-            raise RuntimeError(
-                f"this pipeline has failed before ({self._failed}); build a new one on every rank"
-            )
-
-    def _refuse_after_notice(self) -> None:
-        if self._noticed:
-            raise PeerError(None, None, "another rank has failed", timed_out=False)
-
     def finish(self) -> Tensor | None:
-        """When this returns all sends are gone, so that the process may exit."""
+        """When this returns, all sends are gone if the host waits for messages; on an accelerator all are
+        given to the device, which `close` waits for before the process may exit.
+        """
         loss = self._loss.settle(self._agreement) if self._training else None
         for sender in self._senders.values():
             sender.finish()
         self._control.finish()
-        self._refuse_after_notice()  # or garbage would reach the optimizer
+        self._ties.refuse_after_notice()  # or garbage would reach the optimizer
         return loss
 
     @contextmanager
@@ -288,25 +282,13 @@ class PointToPoint:
 
         Waits for the device, so that whatever it does after a failure elsewhere has been noticed.
         """
-        self._refuse_after_failure()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._ties.refuse_after_failure()
+        self._ties.synchronize()
         try:
-            self._refuse_after_notice()
+            self._ties.refuse_after_notice()
             yield self._together
         except PeerError as error:
             raise self.abort(None, error) from error
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        if self._failed is None:
-            if self._lookout is not None:
-                self._lookout.stop()
-            if isinstance(error, StoreError):
-                error = PeerError(None, None, str(error), timed_out=False)
-            if isinstance(error, PeerError):
-                self._failed = self._blackboard.explain(error)
-            else:
-                self._failed = self._blackboard.report(ActionError(action, summary(error), self.rank))
-            for connection in self._connections:
-                connection.cut()
-        return self._failed
+        return self._ties.abort(action, error)

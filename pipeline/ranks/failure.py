@@ -5,7 +5,7 @@ until the timeout of the process group, ten or thirty minutes by default. Here t
 what happened on a blackboard (the process group's store; the first writer wins) and then closes its
 connections. A wait on a closed connection fails at once, its rank reads the blackboard, raises the same error
 and closes its own connections, and so on along the pipeline. A rank that was killed writes nothing; then the
-first neighbour to notice writes that it disappeared.
+first neighbour to notice writes that it disappeared, on accelerators by its heartbeat (`heartbeats`).
 
 A rank that is stopped closes nothing, so everybody waits until the timeout, most of them for a rank that
 only waits itself. Each writes for whom it waits, and who is waited for but does not wait is the one that
@@ -15,7 +15,6 @@ stopped. If the store does not answer either, it is the process that holds it.
 from __future__ import annotations
 
 import json
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -23,7 +22,9 @@ from typing import Any
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks.heartbeats import Heartbeats
 from gpipe_bench.pipeline.ranks.store import Store
+from gpipe_bench.pipeline.ranks.watching import watch_in_thread
 
 # How long a rank that is let down waits for what the others have to say. One that raises writes it before it
 # closes anything; one that waited in vain writes for whom, but gloo has closed its connections by then, and
@@ -31,17 +32,29 @@ from gpipe_bench.pipeline.ranks.store import Store
 EXPLANATION_S = 2.0
 _LOOK_S = 0.02
 
+Watch = Callable[[Callable[[], bool], float], Callable[[], None]]
+"""Takes what to call again and again and the seconds between; gives how to end it."""
 _Record = dict[str, Any]  # action, rank, cause; rank None: unknown
 
 
 class Blackboard:
     """Where the ranks of one pipeline leave the first failure. No method takes longer than a few seconds.
 
-    `alone` says that these ranks wait for nobody but each other.
+    `alone` says that these ranks wait for nobody but each other; `now` and `sleep` are the time they wait in.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, alone: bool = True) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        alone: bool = True,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._store, self._rank, self._size, self._alone = store, rank, size, alone
+        self._now, self._sleep = now, sleep
 
     def report(self, error: ActionError) -> ActionError:
         """Writes a failure and returns the one that counts: the first that any rank wrote."""
@@ -63,14 +76,14 @@ class Blackboard:
         found: _Record = {"action": str(error.action or ""), "rank": error.peer, "cause": error.cause}
         try:
             self._store.set(f"waiting {self._rank}", json.dumps(found))
-            deadline = time.monotonic() + EXPLANATION_S
+            deadline = self._now() + EXPLANATION_S
             testimonies = {self._rank: found}
             certain = False
-            while not certain and time.monotonic() < deadline:
+            while not certain and self._now() < deadline:
                 written = self._store.get("failure")
                 if written is not None:
                     return _read(written)
-                time.sleep(_LOOK_S)
+                self._sleep(_LOOK_S)
                 self._hear(testimonies)
                 heard = set(testimonies) | {self._last(testimonies)["rank"]}
                 # Who is cut off by a rank that has timed out hears of it only now.
@@ -115,11 +128,12 @@ class Blackboard:
 
 
 class Lookout:
-    """Looks at the blackboard from a thread and calls `on_failure` once, when there is something on it.
+    """Looks at the blackboard beside everything else and calls `on_failure` once, when there is something.
 
     On CPUs a rank waits for its neighbours' connections, which break when they fail. A GPU waits without its
     host knowing, so on GPUs somebody has to look. A store that has not answered for `limit_s` is a failure
-    too.
+    too, and so is a rank without a `heartbeat`, of which the blackboard then learns. `watch` is how to look
+    again and again.
     """
 
     def __init__(
@@ -129,24 +143,35 @@ class Lookout:
         *,
         limit_s: float,
         interval_s: float = 0.5,
+        heartbeats: Heartbeats | None = None,
+        watch: Watch = watch_in_thread,
     ) -> None:
-        self._blackboard, self._limit_s, self._interval_s = blackboard, limit_s, interval_s
+        self._blackboard, self._limit_s, self._heartbeats = blackboard, limit_s, heartbeats
         self._on_failure = weakref.WeakMethod(on_failure)  # the thread must not keep a pipeline alive
-        self._over = threading.Event()
-        threading.Thread(target=self._look, name="pipeline lookout", daemon=True).start()
+        self._over = False
+        self._stop = watch(self._look, interval_s)
 
     def stop(self) -> None:
-        self._over.set()
+        self._over = True
+        self._stop()
 
-    def _look(self) -> None:
-        while not self._over.wait(self._interval_s):
-            on_failure = self._on_failure()
-            if on_failure is None:
-                return
-            if self._blackboard.has_failure(self._limit_s):
-                on_failure()
-                return
-            del on_failure
+    def _look(self) -> bool:
+        on_failure = self._on_failure()
+        if on_failure is None or self._over:
+            return True
+        failed = self._blackboard.has_failure(self._limit_s)
+        if not failed and self._heartbeats is not None:
+            try:
+                silent = self._heartbeats.beat()
+            except StoreError:
+                failed = True
+            else:
+                failed = silent is not None
+                if silent is not None:
+                    self._blackboard.report(silent)
+        if failed and not self._over:
+            on_failure()
+        return failed
 
 
 def _read(text: bytes | str) -> ActionError:

@@ -22,7 +22,9 @@ def prepare_process(local_rank: int, *, threads: int = 1, pin: bool = True) -> N
     has.
 
     With `pin`, local rank r gets the r-th of the allowed cores, or the r-th run of `threads` cores; ranks
-    beyond the last core start over, so that stages share cores evenly.
+    beyond the last core start over, so that stages share cores evenly. That is for stages that compute on
+    CPUs: in front of an accelerator the main thread, the engine of the backward and the threads of the
+    network would take turns on the one core, and the device would wait for them.
     """
     torch.set_num_threads(threads)
     if pin and hasattr(os, "sched_setaffinity"):

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.ranks.host import prepare_process
 
 _FATAL = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -29,7 +30,12 @@ _FATAL = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 def launch(
-    function: Callable[..., Any], num_processes: int, *arguments: Any, threads: int = 1, pin: bool = True
+    function: Callable[..., Any],
+    num_processes: int,
+    *arguments: Any,
+    threads: int = 1,
+    pin: bool = True,
+    device: str = "auto",
 ) -> list[Any]:
     """Runs `function(*arguments)` in `num_processes` processes that form the default process group; returns
     their results.
@@ -37,7 +43,12 @@ def launch(
     `function` must be importable by name and its results picklable. If a process fails, the others are ended
     and a `ChildFailedError` shows the first failure. An interrupt ends all of them and is raised; a signal
     that nobody handles ends all of them first.
+
+    `device` is "cpu", "cuda" or another type of accelerator, of which every process gets one, or "auto": an
+    accelerator each where there is any, else the CPU. `ValueError`, before anything is started, where there
+    are fewer than processes.
     """
+    check_devices(device, num_processes)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -53,29 +64,54 @@ def launch(
         ),
     )
     with _ended_by_signals():
-        results = elastic_launch(config, _run)(function, threads, pin, *arguments)
+        results = elastic_launch(config, _run)(function, threads, pin, device, *arguments)
     return [results[rank] for rank in range(num_processes)]
 
 
-@contextmanager
-def start_process(*, threads: int = 1, pin: bool = True, timeout_s: float = 600.0) -> Iterator[torch.device]:
-    """The set-up of a process that torchrun has started: threads, core or GPU, process group; gives its
-    device.
+def check_devices(device: str, num_processes: int) -> str:
+    """The type of device that each of `num_processes` processes on this host gets: `device`, or what "auto"
+    finds. `ValueError` where there are fewer devices than processes.
+    """
+    kind = devices.default_type() if device == "auto" else torch.device(device).type
+    count = devices.count(kind)
+    if kind != "cpu" and count < num_processes:
+        raise ValueError(
+            f"{_number(num_processes, 'process', 'processes')}, {_number(count, 'GPU', 'GPUs')}: each "
+            f"process takes a device of type {kind} of its own; start "
+            + (f"at most {count}, or " if count else "")
+            + "all of them on the CPU with device='cpu'"
+        )
+    return kind
 
-    On exit the process group is destroyed.
+
+@contextmanager
+def start_process(
+    *, threads: int = 1, pin: bool = True, timeout_s: float = 600.0, device: str = "auto"
+) -> Iterator[torch.device]:
+    """The set-up of a process that torchrun has started: threads, core or accelerator, process group; gives
+    its device.
+
+    `device` is as in `launch`: `ValueError` where this host has fewer accelerators than processes. A process
+    that drives an accelerator is not held to one core, whatever `pin` says. On exit the process group is
+    destroyed.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    prepare_process(local_rank, threads=threads, pin=pin)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    kind = check_devices(device, int(os.environ.get("LOCAL_WORLD_SIZE", str(local_rank + 1))))
+    prepare_process(local_rank, threads=threads, pin=pin and kind == "cpu")
+    own, backend = torch.device("cpu"), "gloo"
+    if kind != "cpu":
+        own = torch.device(kind, local_rank)
+        devices.select(own)
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
-        yield device
+        yield own
     finally:
         dist.destroy_process_group()
+
+
+def _number(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 @contextmanager
@@ -106,9 +142,9 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 @record
-def _run(function: Callable[..., Any], threads: int, pin: bool, *arguments: Any) -> Any:
+def _run(function: Callable[..., Any], threads: int, pin: bool, device: str, *arguments: Any) -> Any:
     # A Python handler would wait for an operation that waits for another process. It is also what the system
     # sends when the launcher is gone.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with start_process(threads=threads, pin=pin):
+    with start_process(threads=threads, pin=pin, device=device):
         return function(*arguments)

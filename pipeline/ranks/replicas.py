@@ -48,6 +48,6 @@ class Replicas:
 
     def _connect(self) -> Together:
         ways = backend(
-            self._store, self._rank, self._size, name="replicas", cuda=False, timeout_s=self._timeout_s
+            self._store, self._rank, self._size, name="replicas", accelerated=False, timeout_s=self._timeout_s
         )
         return Together(Connection(ways, 0, {}), self._rank, self._size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,14 +25,16 @@ from gpipe_bench.pipeline.errors import PeerError, StoreError
 # short of processor time, but it needs microseconds of it. (While somebody connects it may look up a name,
 # and answers nobody for the five seconds of a lost request.)
 ANSWER_S = 1.5
+_ASK_S = 0.05  # between two questions whether a call is given up
 T = TypeVar("T")
 # Two connections for all pipelines of a group: for questions, and for backends, which may wait in the store
 # for long and hold the lock of their connection.
 _connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDictionary()
 
 
-def bounded(call: Callable[[], T], limit_s: float) -> T:
-    """What `call` returns or raises; `TimeoutError` if it does neither within `limit_s`.
+def bounded(call: Callable[[], T], limit_s: float, given_up: Callable[[], bool] | None = None) -> T:
+    """What `call` returns or raises; `TimeoutError` if it does neither within `limit_s`, or if it is
+    `given_up`, which is asked now and then.
 
     It runs in a thread, which is then left behind; it must not keep the process from ending.
     """
@@ -52,8 +55,10 @@ def bounded(call: Callable[[], T], limit_s: float) -> T:
         done.set()
 
     threading.Thread(target=run, name="pipeline store", daemon=True).start()
-    if not done.wait(limit_s):
-        raise TimeoutError(f"no answer within {limit_s:g} s")
+    deadline_s = time.monotonic() + limit_s
+    while not done.wait(limit_s if given_up is None else _ASK_S):
+        if given_up is None or given_up() or time.monotonic() > deadline_s:
+            raise TimeoutError(f"no answer within {limit_s:g} s")
     return outcome[0]()
 
 

@@ -11,10 +11,12 @@ from collections.abc import Mapping
 
 import torch
 
+from gpipe_bench.pipeline.plan.posting import postings
 from gpipe_bench.pipeline.plan.ring import activation_ring, gradient_ring, turns
 from gpipe_bench.pipeline.plan.schedule import Schedule, channels
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_MESSAGES, first_tag
 from gpipe_bench.pipeline.ranks.messages.connection import Connection
+from gpipe_bench.pipeline.ranks.messages.gate import Gate
 from gpipe_bench.pipeline.ranks.messages.receiving import Receiver, Turns
 from gpipe_bench.pipeline.ranks.messages.sending import Sender
 
@@ -45,10 +47,16 @@ def senders(schedule: Schedule, rank: int, ways: Mapping[Way, Connection]) -> di
 
 
 def receivers(
-    schedule: Schedule, rank: int, ways: Mapping[Way, Connection], device: torch.device, *, gradients: bool
+    schedule: Schedule,
+    rank: int,
+    ways: Mapping[Way, Connection],
+    device: torch.device,
+    *,
+    gradients: bool,
+    gate: Gate | None = None,
 ) -> tuple[dict[int, Receiver], list[Turns]]:
     """One for each stage of `rank` that receives from another rank, by stage, and the turns that those take
-    which receive from one rank.
+    which receive from one rank. With a `gate`, on accelerators, no receive is posted before its time.
     """
     found: dict[int, Receiver] = {}
     shared: list[Turns] = []
@@ -68,6 +76,8 @@ def receivers(
                 tags=[first_tag(stage, m, schedule.num_stages) for m in range(schedule.num_microbatches)],
                 small=gradient_ring(schedule, stage, small=True) if gradients else None,
                 turns=in_turn,
+                gate=gate,
+                posting=None if gate is None else postings(schedule)[stage, gradients],
             )
             if in_turn is not None:
                 in_turn.receivers[stage] = found[stage]

@@ -76,11 +76,11 @@ class Kept:
         """The inputs that came from the stage before."""
         self.inputs, self.structure, self.needs_grad = received
 
-    def take_own(self, microbatch: Tree, device: torch.device) -> None:
-        """The inputs of the first stage: its own part of the mini-batch."""
+    def take_own(self, microbatch: Tree) -> None:
+        """The inputs of the first stage: its own part of the mini-batch, on its device."""
         tensors, self.structure = flatten(microbatch, "the mini-batch")
         # .data: parts of one batch share a version counter, but overwriting one does not change the others.
-        self.inputs = tuple([t.data.to(device, non_blocking=True) for t in tensors])
+        self.inputs = tuple([tensor.data for tensor in tensors])
         self.needs_grad = (False,) * len(tensors)
 
     def enter(self) -> tuple[Tensor, ...]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.microbatch import Tree, tensors_of
+from gpipe_bench.pipeline.stage.inputs import Arriving
+from gpipe_bench.pipeline.stage.microbatch import Tree
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 
 Result = TypeVar("Result")
@@ -45,11 +46,11 @@ class LayerRunner:
         # Each layer and its stream's key; None: draws nothing.
         self._calls: tuple[tuple[nn.Module, int | None], ...] = ()
         self._loss_key = 0
-        self._targets: Sequence[Tree | None] = ()
+        self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
         self._autocast = False
 
-    def begin(self, step: int, targets: Sequence[Tree | None], loss_fn: LossFn | None) -> None:
+    def begin(self, step: int, targets: Sequence[Tree | None] | Arriving, loss_fn: LossFn | None) -> None:
         """Prepares step number `step`, which numbers the random streams, under the autocast of the moment."""
         self._targets, self._loss_fn = targets, loss_fn
         self._calls = tuple(
@@ -94,9 +95,6 @@ class LayerRunner:
         """The mean loss of the micro-batch: one more layer, with a random stream of its own."""
         assert self._loss_fn is not None
         target = self._targets[m]
-        if target is not None and any(t.device != self.device for t in tensors_of(target, "the target")):
-            moved = tuple(t.to(self.device, non_blocking=True) for t in tensors_of(target))
-            target = moved[0] if isinstance(target, Tensor) else moved
         states = self._generators.save()
         try:
             self._generators.seed(mix(self._loss_key ^ m))

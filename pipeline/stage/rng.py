@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.stage.microbatch import Tree
 
 _MASK = (1 << 64) - 1
@@ -74,16 +75,14 @@ def may_draw(layer: nn.Module) -> bool:
 
 
 class Generators:
-    """The default generators that a layer on `device` may draw from: the CPU's and, on CUDA, the device's
-    own.
+    """The default generators that a layer on `device` may draw from: the CPU's and, of an accelerator,
+    its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._all = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._all.append(torch.cuda.default_generators[index])
+        if devices.is_accelerator(device):
+            self._all.append(devices.generator(device))
 
     def seed(self, key: int) -> None:
         """Starts the stream `key` on every generator."""

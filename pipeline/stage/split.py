@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,8 @@ from torch.autograd.graph import GradientEdge
 
 from gpipe_bench.pipeline.stage.deferrable import KINDS, PASSAGES, Kind
 from gpipe_bench.pipeline.stage.waiting import LEAF, Waiting, Weights, run_engine
+
+_ORDER = attrgetter("order")
 
 # A weight that is used more often than this in a micro-batch, as in a recurrent network, would be held as
 # often: the engine adds up its gradients as it goes.
@@ -139,7 +142,9 @@ class Split:
             if waiting.gradient is not None:
                 waiting.hold()
                 (single if self._shared.isdisjoint(waiting.leaves) else shared).append(waiting)
-        shared.sort(key=lambda waiting: -waiting.order)
+        # W takes them from the end, so the latest operation is first here and what was caught last at hand.
+        for found in (single, shared):
+            found.sort(key=_ORDER, reverse=True)
         return Weights(single, shared, done)
 
 

@@ -18,10 +18,12 @@ from torch.autograd.graph import GradientEdge
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
 from gpipe_bench.pipeline.stage.first_gradients import separate
+from gpipe_bench.pipeline.stage.inputs import Arriving, deliver
 from gpipe_bench.pipeline.stage.kept import Kept
 from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.waiting import run_engine
+from gpipe_bench.pipeline.transfers import Transfers
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()
@@ -61,7 +63,8 @@ class Stage:
         self._without_grad: list[nn.Parameter] = []  # trainable, and no backward has given them one
         self._needs_grad: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # of outputs, by that of the inputs
         self._microbatches: list[Kept] = []
-        self._feed: Sequence[Tree] = ()
+        self._transfers = Transfers()  # of the mini-batch and the targets
+        self._feed: Sequence[Tree] | Arriving = ()
         self._shares: tuple[float, ...] = ()
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self._training = False
@@ -90,14 +93,15 @@ class Stage:
         self._training = training
         self.statistics.begin()
         self._buffers.begin(loss_fn)
-        self._feed, self._shares = feed, shares
+        self._feed = deliver(feed, self.device, self._transfers, "the mini-batch")
+        self._shares = shares
         self.losses, self.outputs = [], [None] * (num_microbatches if self.is_last else 0)
         self._check_parameters()
         trainable = tuple([parameter.requires_grad for parameter in self._parameters])
         if trainable != self._trainable:
             self._trainable = trainable
             self._needs_grad.clear()
-        self._runner.begin(step, targets, loss_fn)
+        self._runner.begin(step, deliver(targets, self.device, self._transfers, "the target"), loss_fn)
         self._without_grad = [p for p in self._parameters if p.requires_grad and p.grad is None]
 
     def _check_parameters(self) -> None:
@@ -153,7 +157,7 @@ class Stage:
         """
         state = self._microbatches[m]
         if received is None:
-            state.take_own(self._feed[m], self.device)
+            state.take_own(self._feed[m])
         else:
             state.take(received)
         del received

@@ -17,7 +17,7 @@ from gpipe_bench.pipeline.stage.deferrable import Formula
 
 LEAF = "AccumulateGrad"
 # W lets the engine add gradients when it has this many: a pass costs 10 us, and memory is to be free again.
-_MANY_BYTES = 1 << 20
+MANY_BYTES = 1 << 20
 
 
 def run_engine(
@@ -91,6 +91,10 @@ class Weights:
         self._shared = shared  # operations with parameters in common, in the order of a whole backward
         self._done = done  # gradients that I has computed
 
+    def parts(self) -> tuple[list[Waiting], list[Waiting], list[tuple[GradientEdge, Tensor]]]:
+        """What waits, as it was given; W takes the first list from its end."""
+        return self._single, self._shared, self._done
+
     @torch.no_grad()
     def accumulate(self) -> None:
         """W: the gradients of all parameters, let go of as they are added."""
@@ -103,7 +107,7 @@ class Weights:
             edges += (_entrance(weight), *bias)
             gradients += waiting.gradients()
             num_bytes += sum([gradient.nbytes for gradient in gradients[-len(waiting.edges) :]])
-            if num_bytes > _MANY_BYTES:
+            if num_bytes > MANY_BYTES:
                 run_engine(tuple(edges), tuple(gradients))
                 edges, gradients, num_bytes = [], [], 0
         # What is added up before it is added to a `.grad` has to be in one pass.

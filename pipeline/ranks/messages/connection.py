@@ -23,6 +23,16 @@ from gpipe_bench.pipeline.ranks.messages.holders import Holders
 from gpipe_bench.pipeline.ranks.messages.neighbour import Arrival, Departure, Neighbour
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 
+# What NCCL can name (`getNcclDataType`); a tensor of another type travels as bytes.
+NCCL_TYPES = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    }
+)
+# Thread blocks of a kernel that sends or receives. Each spins on a multiprocessor until its message has gone,
+# and a rank may have one kernel in each direction to each neighbour at a time.
+_MOST_CTAS = 4
 # No message has this tag, so a receive of it can only time out.
 _NEVER_SENT = 2**30
 
@@ -71,14 +81,24 @@ class Buffer(NamedTuple):
 
 
 class Connection:
-    """Messages of one kind between all ranks. Those of one direction and tag arrive in order."""
+    """Messages of one kind between all ranks. Those of one direction and tag arrive in order.
 
-    def __init__(self, backend: Any, channel: int, neighbours: dict[int, Neighbour]) -> None:
+    With `types`, those of the network, tensors of other types travel as bytes.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        channel: int,
+        neighbours: dict[int, Neighbour],
+        types: frozenset[torch.dtype] | None = None,
+    ) -> None:
         self._backend, self._channel, self._neighbours = backend, channel, neighbours
+        self._types = types
 
     def over_network(self) -> Connection:
         """The same without neighbours."""
-        return Connection(self._backend, self._channel, {})
+        return Connection(self._backend, self._channel, {}, self._types)
 
     def buffer(self, form: Form, source: int, device: torch.device) -> Buffer:
         """Where to receive a tensor from rank `source`."""
@@ -105,7 +125,7 @@ class Connection:
         try:
             if buffer.shared is not None:
                 return self._neighbours[source].post(self._channel, tag, buffer.shared)
-            return self._backend.recv([buffer.flat], source, tag)  # type: ignore[no-any-return]
+            return self._backend.recv([self._typed(buffer.flat)], source, tag)  # type: ignore[no-any-return]
         except RuntimeError as error:
             raise unreachable(action, source, error) from error
 
@@ -124,9 +144,14 @@ class Connection:
         try:
             if neighbour is not None:
                 return neighbour.send(self._channel, tag, tensor)
-            return self._backend.send([tensor], target, tag)  # type: ignore[no-any-return]
+            return self._backend.send([self._typed(tensor)], target, tag)  # type: ignore[no-any-return]
         except RuntimeError as error:
             raise unreachable(action, target, error) from error
+
+    def _typed(self, tensor: Tensor) -> Tensor:
+        if self._types is None or tensor.dtype in self._types:
+            return tensor
+        return tensor.view(-1).view(torch.uint8)
 
     def wait(self, work: Work, action: Action | None, peer: int) -> None:
         """Waits for a message from or to rank `peer`; `action` is what an error will name."""
@@ -154,20 +179,25 @@ class Connection:
                     work = self._backend.recv([torch.empty(1)], peer, _NEVER_SENT)
                     work.wait(timedelta(milliseconds=1))
 
+    def close(self) -> None:
+        """Ends the connection in good order, when everything sent is gone."""
+        for neighbour in self._neighbours.values():
+            neighbour.close()
+        if self._backend.name() != "gloo":
+            self._backend.shutdown()
 
-def backend(store: Store, rank: int, size: int, *, name: str, cuda: bool, timeout_s: float) -> Any:
-    """gloo, or NCCL with streams of high priority, between all ranks of the store; all must call.
+
+def backend(store: Store, rank: int, size: int, *, name: str, accelerated: bool, timeout_s: float) -> Any:
+    """gloo, or NCCL where `accelerated`, between all ranks of the store; all must call.
 
     `PeerError`, which cannot say of whom, if they are not all there in time.
     """
     keys, timeout = store.under(name), timedelta(seconds=timeout_s)
 
     def connect() -> Any:
-        if not cuda:
+        if not accelerated:
             return dist.ProcessGroupGloo(keys, rank, size, timeout)
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(keys, rank, size, options)
+        return dist.ProcessGroupNCCL(keys, rank, size, nccl_options(dist.ProcessGroupNCCL, timeout))
 
     try:
         return bounded(connect, timeout_s + 1)  # its own timeout does not cover a store that is silent
@@ -176,15 +206,31 @@ def backend(store: Store, rank: int, size: int, *, name: str, cuda: bool, timeou
         raise PeerError(None, None, cause, timed_out=True) from error
 
 
+def nccl_options(nccl: Any, timeout: timedelta) -> Any:
+    """Streams of high priority, and few thread blocks for a kernel, where this torch can say so."""
+    options = nccl.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    config: Any = getattr(options, "config", None)
+    if hasattr(config, "max_ctas"):
+        config.max_ctas = _MOST_CTAS
+    return options
+
+
 def flat(tensor: Tensor) -> Tensor:
     """All elements of a dense tensor in the order of its memory."""
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def unreachable(action: Action | None, peer: int, error: RuntimeError) -> PeerError:
-    """What a connection's error means: the peer is gone, or has not answered in time."""
-    text = str(error).splitlines()[0]
-    text = text.partition("] ")[2] or text  # without the place in gloo's source, and without its advice
+    """What a connection's error means: the peer is gone, has not answered in time, or NCCL says why not."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "NCCL" in lines[0]:
+        # The first line names a place in torch's source, the last one the reason.
+        cause = f"NCCL does not reach rank {peer}: {lines[-1]}"
+        return PeerError(action, peer, cause, timed_out="timed out" in lines[-1].lower())
+    text = (
+        lines[0].partition("] ")[2] or lines[0]
+    )  # without the place in gloo's source, and without its advice
     text = text.partition(". This is typically")[0]
     if "timed out" in text.lower():
         return PeerError(action, peer, f"rank {peer} did not answer: {text}", timed_out=True)

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gpipe_bench.pipeline.plan.posting import FORWARDS_AHEAD, Posting
 from gpipe_bench.pipeline.plan.ring import Ring
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.messages.agreement import SMALL_BYTES, Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Work
+from gpipe_bench.pipeline.ranks.messages.gate import Gate
 
 
 class Turns:
@@ -45,7 +47,8 @@ class Receiver:
     """One direction of receiving: posts receives in the order of need, each into its slot of the ring.
 
     `tags` is the first tag of each micro-batch's message. `small` is the ring to use where all of its buffers
-    together take no more than `SMALL_BYTES`. With `turns` a receive is posted when its turn has come.
+    together take no more than `SMALL_BYTES`. With `turns` a receive is posted when its turn has come, and
+    with a `gate` not before `posting` says so, whose rings then count.
     """
 
     def __init__(
@@ -58,7 +61,15 @@ class Receiver:
         tags: Sequence[int],
         small: Ring | None = None,
         turns: Turns | None = None,
+        gate: Gate | None = None,
+        posting: Posting | None = None,
     ) -> None:
+        self._gate, self._posting = gate, posting
+        self._after: Sequence[int] = ()  # calls of this rank before each receive
+        if gate is not None and posting is not None:
+            ring, small = posting.ring, posting.small
+            gate.expect(self, True, posting.after)
+            gate.expect(self, False, posting.after_forward)
         self._connection, self._source, self._device = connection, source, device
         self._tags, self._turns = tags, turns
         self._tight, self._small = ring, small or ring
@@ -77,8 +88,12 @@ class Receiver:
         self._posted.clear()
         self._choose_ring()
         # Without a backward nothing is kept, and two receives ahead are enough.
-        self._unposted = deque(self._ring.initial if training else self._ring.order[:2])
-        self._later = deque(() if training else self._ring.order[2:])
+        ahead = FORWARDS_AHEAD
+        if self._posting is not None:
+            ahead = self._posting.ahead
+            self._after = self._posting.after if training else self._posting.after_forward
+        self._unposted = deque(self._ring.initial if training else self._ring.order[:ahead])
+        self._later = deque(() if training else self._ring.order[ahead:])
         self.post()
 
     def _choose_ring(self) -> None:
@@ -102,10 +117,14 @@ class Receiver:
         self._connection.flush(self._source)
 
     def post_next(self) -> bool:
-        """Posts the next receive, to be followed by a flush; whether it has a slot and a known outline."""
+        """Posts the next receive, to be followed by a flush; whether it has a slot, a known outline and leave
+        of the gate.
+        """
         if not self._unposted:
             return False
         microbatch = self._unposted[0]
+        if self._gate is not None and self._gate.passed < self._after[microbatch]:
+            return False
         outline = self._outlines.get(self._lengths[microbatch])
         if outline is None:
             return False

@@ -1,0 +1,95 @@
+"""Schedules beyond GPipe's: what others published of them, all of them side by side, and timed against torch.
+
+Expected: published bubble rates follow to the last digit from the times that are printed with them; at equal
+costs zero bubble in a V needs the least time, V-Min the least memory without recomputation, and
+re-materialization with the weights' gradients put off comes near a step without it. About ten minutes on two
+laptop cores, which should have nothing else to do:
+
+    python -m experiments run schedules
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpipe_bench.experiments.schedules import published
+from gpipe_bench.experiments.schedules.text import tables
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.shown import PaperTable
+
+GRID = "equal costs"
+STAGES = {"smoke": (2, 4), "short": (2, 4, 8, 16), "full": (2, 4, 8, 16)}
+GRID_S = {2: 0.5, 4: 1.0, 8: 4.0, 16: 15.0}
+
+
+def cases(options: RunOptions) -> list[Case]:
+    smoke = options.profile == "smoke"
+    return [
+        *(Case(key, seconds) for key, seconds in published.keys(smoke)),
+        *(
+            Case({"part": GRID, "num_workers": workers}, GRID_S[workers])
+            for workers in STAGES[options.profile]
+        ),
+    ]
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    match case.key["part"]:
+        case published.PUBLISHED:
+            return published.run(case.key)
+    from gpipe_bench.experiments.schedules.grid import quantities
+
+    return Outcome(tuple(quantities(int(str(case.key["num_workers"])))))
+
+
+def cells(records: Sequence[Record]) -> list[Entry]:
+    return published.cells(records)
+
+
+PAPER_TABLES = {
+    published.RATES: PaperTable(
+        title="Bubble rates in the zero-bubble paper",
+        short="Zero bubble",
+        about="The share of a worker's time that is left idle, from the times printed beside it.",
+    ),
+    published.RATES_V: PaperTable(
+        title="Bubble rates of ZB-V in the zero-bubble paper",
+        short="Zero bubble, V",
+        about="Two stages per worker in a V, within the activations of 1F1B.",
+    ),
+    published.SPEEDS: PaperTable(
+        title="Speed over 1F1B in the zero-bubble paper",
+        short="Zero bubble, speed",
+        about="Measured there on up to 32 GPUs; here what the profiled times say.",
+    ),
+    published.ELSEWHERE: PaperTable(
+        title="Schedules in other projects",
+        short="Schedules elsewhere",
+        about="Bubbles, what is alive, and ratios to 1F1B that OLMo-core, torchtitan and Primus print.",
+    ),
+}
+
+
+EXPERIMENT = Experiment(
+    name="schedules",
+    title="Schedules beyond GPipe's: published rates, all side by side, against torch's",
+    source="beyond the paper; arXiv 2401.10241; OLMo-core, torchtitan, Primus",
+    describe=(
+        "Published bubble rates replayed; length, bubble and memory of all schedules over K and M, at equal "
+        "and at measured costs; our schedules beside torch's; Table 2 with the best schedule."
+    ),
+    profiles={
+        "smoke": "published rates of one model, K up to 4",
+        "short": "everything, K up to 16",
+        "full": "the same with more rounds",
+    },
+    cases=cases,
+    run=run,
+    cells=cells,
+    tables=tables,
+    paper_tables=PAPER_TABLES,
+    docs="docs/schedules.md",
+    options=("seed",),
+)

@@ -1,0 +1,201 @@
+"""What the pipeline asks of devices: the only file of `pipeline` that names an accelerator's interface.
+
+Streams, events and memory are asked for through `torch.accelerator`, `torch.Stream` and `torch.Event`, which
+serve CUDA, ROCm, XPU and what comes; what these lack (names, identities, random generators) is asked of the
+device type's own module. Where there is nothing to do, on a CPU, every function does nothing and gives the
+harmless answer, so that callers need no second path.
+
+Call the functions through the module (`devices.event(...)`): tests replace them here, all at once, by fakes
+that work on CPU tensors and record what is asked.
+"""
+
+from __future__ import annotations
+
+import platform
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "count",
+    "current",
+    "current_stream",
+    "default_type",
+    "empty_cache",
+    "event",
+    "generator",
+    "identity",
+    "is_accelerator",
+    "name",
+    "new_stream",
+    "on",
+    "peak_bytes",
+    "pinned",
+    "record_stream",
+    "reset_peak",
+    "select",
+    "synchronize",
+    "total_memory_bytes",
+    "using",
+]
+
+_ON_HOST = ("cpu", "meta")
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+# Which devices there are
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on the device runs behind the host, in streams."""
+    return device.type not in _ON_HOST
+
+
+def default_type() -> str:
+    """The type of this machine's accelerators, such as "cuda"; "cpu" where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def count(device_type: str) -> int:
+    """How many devices of the type this process can use; 1 for "cpu"."""
+    if device_type in _ON_HOST:
+        return 1
+    return torch.accelerator.device_count() if default_type() == device_type else 0
+
+
+def current(device_type: str) -> torch.device:
+    """The device of the type that work goes to when none is named; an accelerator's with its index."""
+    if device_type in _ON_HOST:
+        return torch.device(device_type)
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def name(device: torch.device) -> str:
+    """What the maker calls the device, such as "NVIDIA H100 80GB HBM3"."""
+    if not is_accelerator(device):
+        return platform.processor() or platform.machine()
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)
+
+
+def identity(device: torch.device) -> str:
+    """The same text in two processes if and only if they use the same piece of hardware.
+
+    An accelerator's unique number. One without a number, and a CPU, is named by its host and index.
+    """
+    number = None
+    if is_accelerator(device):
+        module = torch.get_device_module(device)
+        if hasattr(module, "get_device_properties"):
+            number = getattr(module.get_device_properties(device), "uuid", None)
+    return f"{platform.node()} {device}" if number is None else f"{device.type} {number}"
+
+
+def on(device: torch.device) -> AbstractContextManager[None]:
+    """Makes an accelerator with an index the current device, for code that names none."""
+    if not is_accelerator(device) or device.index is None:
+        return _NOTHING
+    return cast("AbstractContextManager[None]", torch.accelerator.device_index(device.index))
+
+
+def select(device: torch.device) -> None:
+    """Makes an accelerator the process's current device from here on."""
+    if is_accelerator(device) and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+# What runs behind the host
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until all that was given to the device is done. Never call it within a step."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """One more queue of the device; its work runs beside that of the others."""
+    return torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The queue that operations on the device go to now."""
+    if not is_accelerator(device):
+        return torch.Stream(device)
+    return torch.accelerator.current_stream(device)
+
+
+def using(stream: torch.Stream) -> AbstractContextManager[Any]:
+    """Sends operations on the stream's device to the stream; other devices' streams stay as they are."""
+    return cast("AbstractContextManager[Any]", stream) if is_accelerator(stream.device) else _NOTHING
+
+
+def event(device: torch.device, *, timing: bool = False) -> torch.Event:
+    """A mark to be recorded in a stream: another stream can wait for it, and two with `timing` tell the
+    time between them.
+    """
+    return torch.Event(device, enable_timing=timing)
+
+
+def record_stream(tensor: Tensor, stream: torch.Stream) -> None:
+    """Keeps the tensor's memory from being given to another until what the stream has been given so far is
+    done. Needed wherever a tensor is used in another stream than the one it was made in.
+    """
+    if is_accelerator(tensor.device):
+        tensor.record_stream(cast("Any", stream))
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A CPU tensor in memory that a device can read by itself, so that a copy need not hold up the host; as
+    it is, if it is there already.
+    """
+    return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+
+# Memory
+
+
+def total_memory_bytes(device: torch.device) -> int:
+    """Bytes of memory of an accelerator; 0 for a CPU, whose memory is the host's."""
+    return torch.accelerator.get_memory_info(device)[1] if is_accelerator(device) else 0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes that tensors took on an accelerator since `reset_peak`; 0 for a CPU."""
+    return torch.accelerator.max_memory_allocated(device) if is_accelerator(device) else 0
+
+
+def reset_peak(device: torch.device) -> None:
+    """Counts the peak from here on."""
+    if is_accelerator(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives memory that no tensor uses back to the device, of all accelerators of the process."""
+    if is_accelerator(device):
+        torch.accelerator.empty_cache()
+
+
+# Random numbers
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """The generator that operations on the device draw from when none is named."""
+    if not is_accelerator(device):
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    if hasattr(module, "init"):
+        module.init()  # the generators are made with the first use of the device
+    index = current(device.type).index if device.index is None else device.index
+    if hasattr(module, "default_generators"):
+        return cast("torch.Generator", module.default_generators[index])
+    if hasattr(module, "_get_default_mps_generator"):
+        return cast("torch.Generator", module._get_default_mps_generator())
+    raise ValueError(
+        f"torch names no random generator of {device}, so layers that draw cannot be reproduced there; use "
+        "a device of type cpu, cuda, xpu or mps"
+    )

@@ -1,0 +1,58 @@
+"""Signs of life, for ranks whose connections do not break when a process is killed.
+
+A killed process writes nothing on the blackboard, and a GPU that waits for it over NVLink or shared memory
+waits for ever. So every rank counts on in the store, and each watches the one behind it, the last the first:
+one that leaves takes its leave, and who watched it watches the next. What is watched is whether the count
+changes within `limit_s` of the own clock; no clocks are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline.ranks.store import Store
+
+_LEFT = "left"
+
+
+class Heartbeats:
+    """The part of one rank; `now` gives seconds."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, *, limit_s: float, now: Callable[[], float]
+    ) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._limit_s, self._now = limit_s, now
+        self._count = 0
+        self._watched = (rank + 1) % size
+        self._heard: bytes | None = None
+        self._heard_s = now()
+
+    def beat(self) -> ActionError | None:
+        """Gives a sign of life and looks for the other's; what has happened if it is missing for too long.
+
+        `StoreError` if the store cannot be asked.
+        """
+        self._count += 1
+        self._store.set(_key(self._rank), str(self._count))
+        if self._watched == self._rank:
+            return None
+        now_s, heard = self._now(), self._store.get(_key(self._watched))
+        if heard == _LEFT.encode():
+            self._watched = (self._watched + 1) % self._size
+            self._heard, self._heard_s = None, now_s
+        elif heard != self._heard:
+            self._heard, self._heard_s = heard, now_s
+        elif now_s - self._heard_s > self._limit_s:
+            cause = f"rank {self._watched} disappeared: no sign of life for {self._limit_s:g} s"
+            return ActionError(None, cause, self._watched)
+        return None
+
+    def leave(self) -> None:
+        """This rank ends in good order: nobody needs to wait for its signs. `StoreError` as in `beat`."""
+        self._store.set(_key(self._rank), _LEFT)
+
+
+def _key(rank: int) -> str:
+    return f"alive {rank}"

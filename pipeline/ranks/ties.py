@@ -1,0 +1,126 @@
+"""One rank's ties to the others: its connections, how it learns of a failure, and how all of it ends.
+
+A pipeline ends in one of three ways. A failure closes the connections of every rank at once. Closing it in
+good order waits for the device first, because a message that was sent leaves an accelerator only when its
+receiver's kernel is there, and shutting down earlier would take it back. And one that is dropped, or whose
+process ends, is closed in good order too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
+from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks.failure import Blackboard, Lookout
+from gpipe_bench.pipeline.ranks.heartbeats import Heartbeats
+from gpipe_bench.pipeline.ranks.messages.connection import NCCL_TYPES, Connection
+from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
+from gpipe_bench.pipeline.ranks.network import Network
+from gpipe_bench.pipeline.ranks.store import Store
+
+# A killed process gives no sign of life, and neither does one that holds Python's lock for so long.
+_SILENCE_S = 60.0
+
+
+class Ties:
+    """The ties of the rank of `network`. The first connection is the one that the host reads."""
+
+    def __init__(self, network: Network, device: torch.device, *, timeout_s: float) -> None:
+        self.network, self.device, self.timeout_s = network, device, timeout_s
+        self.is_accelerated = network.is_accelerated(device)
+        self.store: Store = network.store()
+        self._blackboard = Blackboard(
+            self.store, network.rank, network.size, now=network.now, sleep=network.sleep
+        )
+        self._connections: list[Connection] = []
+        self._heartbeats: Heartbeats | None = None
+        self._lookout: Lookout | None = None
+        self._failed: ActionError | None = None
+        self._closed = False
+        self.noticed = False  # a failure elsewhere, by the lookout
+
+    def connect(self, name: str, near: dict[int, Neighbour], *, accelerated: bool = False) -> Connection:
+        """One more connection between all ranks; all must call."""
+        ways = self.network.backend(self.store, name, accelerated=accelerated, timeout_s=self.timeout_s)
+        types = NCCL_TYPES if accelerated else None
+        self._connections.append(Connection(ways, len(self._connections), near, types))
+        return self._connections[-1]
+
+    def look_out(self) -> None:
+        """Watches for failures elsewhere from now on, on accelerators."""
+        if not self.is_accelerated:
+            return
+        network = self.network
+        self._heartbeats = Heartbeats(
+            self.store,
+            network.rank,
+            network.size,
+            limit_s=min(self.timeout_s, _SILENCE_S),
+            now=network.now,
+        )
+        self._lookout = Lookout(
+            self._blackboard,
+            self.notice,
+            limit_s=self.timeout_s,
+            heartbeats=self._heartbeats,
+            watch=network.watch,
+        )
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all it was given."""
+        if self.is_accelerated:
+            self.network.synchronize(self.device)
+
+    def notice(self) -> None:
+        """Another rank has failed: releases the device from waiting for it. What it receives from here on is
+        garbage, so this step raises when it ends, or else whatever is called next.
+        """
+        self.noticed = True
+        for connection in self._connections[1:]:
+            connection.cut()
+
+    def refuse_after_failure(self) -> None:
+        if self._failed is not None:
+            raise RuntimeError(
+                f"this pipeline has failed before ({self._failed}); build a new one on every rank"
+            )
+        if self._closed:
+            raise RuntimeError("this pipeline is closed; build a new one on every rank")
+
+    def refuse_after_notice(self) -> None:
+        if self.noticed:
+            raise PeerError(None, None, "another rank has failed", timed_out=False)
+
+    def abort(self, action: Action | None, error: BaseException) -> ActionError:
+        """Ends everything because of an error here or elsewhere; what happened, as far as anybody knows."""
+        if self._failed is None:
+            if self._lookout is not None:
+                self._lookout.stop()
+            if isinstance(error, StoreError):
+                error = PeerError(None, None, str(error), timed_out=False)
+            if isinstance(error, PeerError):
+                self._failed = self._blackboard.explain(error)
+            else:
+                failure = ActionError(action, summary(error), self.network.rank)
+                self._failed = self._blackboard.report(failure)
+            for connection in self._connections:
+                connection.cut()
+        return self._failed
+
+    def close(self) -> None:
+        """Waits until everything sent is gone, takes leave of the other ranks and shuts down; once."""
+        if self._closed or self._failed is not None:
+            return
+        self._closed = True
+        if not self.noticed:
+            self.synchronize()
+        if self._lookout is not None:
+            self._lookout.stop()
+        if self._heartbeats is not None:
+            with contextlib.suppress(StoreError):  # its host may have ended already
+                self._heartbeats.leave()
+        for connection in self._connections:
+            connection.close()

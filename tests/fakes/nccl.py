@@ -1,0 +1,90 @@
+"""A pipeline's ranks in one process, over a network with NCCL's rules: `run` and the network it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from fakes.nccl_backend import HostBackend, NcclBackend
+from fakes.nccl_world import World
+
+from gpipe_bench.pipeline.ranks.network import Network
+
+T = TypeVar("T")
+
+
+class _Store:
+    """The keys that the ranks of one pipeline share."""
+
+    host, is_in_rank = 0, True
+
+    def __init__(self, world: World, number: int) -> None:
+        self._values: dict[str, bytes] = world.shared.setdefault(("store", number), {})
+
+    def connect(self, timeout_s: float) -> None: ...
+
+    def set(self, key: str, value: str, limit_s: float = 1.0) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str, limit_s: float = 1.0) -> bytes | None:
+        return self._values.get(key)
+
+    def set_first(self, key: str, value: str) -> bytes:
+        return self._values.setdefault(key, value.encode())
+
+
+class FakeNetwork(Network):
+    """The ranks of a `World`, whose CPU stands for an accelerator each."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.size = world, rank, world.size
+        self.gpu = f"GPU-{rank}"
+        self._num_pipelines = 0
+
+    def store(self) -> Any:
+        self._num_pipelines += 1
+        return _Store(self.world, self._num_pipelines)
+
+    def is_accelerated(self, device: torch.device) -> bool:
+        return True
+
+    def identity(self, device: torch.device) -> str:
+        return self.gpu
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        """A wait for the whole device: for every kernel that this rank has given it."""
+        kernels = self.world.shared.setdefault(("kernels", self.rank), [])
+        self.world.wait_until(
+            self.rank,
+            lambda: all(kernel.is_done() or kernel.is_aborted for kernel in kernels),
+            "its whole device",
+        )
+        kernels.clear()
+
+    def backend(self, store: Any, name: str, *, accelerated: bool, timeout_s: float) -> Any:
+        name = f"{name} of pipeline {self._num_pipelines}"
+        if accelerated:
+            return NcclBackend(self.world, self.rank, name)
+        return HostBackend(self.world, self.rank, name, timeout_s)
+
+    def bounded(
+        self, device: torch.device, call: Callable[[], T], limit_s: float, given_up: Callable[[], bool]
+    ) -> T:
+        with self.world.limited(self.rank, limit_s, given_up):
+            return call()
+
+    def watch(self, look: Callable[[], bool], interval_s: float) -> Callable[[], None]:
+        return self.world.watch(self.rank, look, interval_s)
+
+    def now(self) -> float:
+        return self.world.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.world.sleep(self.rank, seconds)
+
+
+def run(size: int, function: Callable[[FakeNetwork], T], **options: Any) -> list[T]:
+    """What `function` returns or raises on each of `size` ranks. `Deadlock` and `RuleBroken` are raised."""
+    world = World(size, **options)
+    return world.run(lambda rank: function(FakeNetwork(world, rank)))

@@ -1,0 +1,53 @@
+"""The device module on a CPU: harmless answers, so that nothing else needs a second path."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpipe_bench.pipeline import devices
+
+CPU = torch.device("cpu")
+PIPELINE = Path(devices.__file__).parent
+
+
+def test_a_cpu_is_no_accelerator_and_there_is_one() -> None:
+    assert not devices.is_accelerator(CPU)
+    assert devices.is_accelerator(torch.device("cuda", 0))
+    assert (devices.count("cpu"), devices.current("cpu")) == (1, CPU)
+
+
+def test_what_is_asked_of_a_cpu_does_no_harm() -> None:
+    tensor = torch.ones(3)
+    with devices.on(CPU), devices.using(devices.new_stream(CPU)):
+        doubled = tensor * 2
+    devices.record_stream(doubled, devices.current_stream(CPU))
+    devices.synchronize(CPU)
+    devices.reset_peak(CPU)
+    devices.empty_cache(CPU)
+    assert doubled.tolist() == [2, 2, 2]
+    assert (devices.total_memory_bytes(CPU), devices.peak_bytes(CPU)) == (0, 0)
+    assert devices.generator(CPU) is torch.default_generator
+    assert devices.name(CPU)
+
+
+def test_a_host_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = devices.identity(CPU)
+    monkeypatch.setattr(devices.platform, "node", lambda: "elsewhere")
+    assert devices.identity(CPU) != here
+
+
+def test_no_other_file_names_an_accelerators_interface() -> None:
+    """One file to read for another kind of device."""
+    found = []
+    for path in sorted(PIPELINE.rglob("*.py")):
+        if path.name == "devices.py" or "ranks" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            if named and node.value.id == "torch" and node.attr in ("cuda", "accelerator", "xpu", "mps"):
+                found.append(f"{path.relative_to(PIPELINE)}:{node.lineno}")
+    assert not found, f"ask `devices` instead: {found}"

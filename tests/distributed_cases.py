@@ -632,6 +632,39 @@ def a_schedule_that_is_measured() -> None:
         pipelines[0](own[0])
 
 
+def no_message_of_a_host_takes_the_network() -> None:
+    """Also from the last rank to the first, where stages go round, and the loss to everybody."""
+    ranks = Ranks(share_memory=True)
+    batch, target = everything_batch(8)
+    plain = plain_step(seeded(everything), batch, target, cross_entropy, 4)
+    pipeline = Pipeline(
+        seeded(everything),
+        num_stages=8,
+        num_microbatches=4,
+        schedule="interleaved",
+        remat="never",
+        cost=[1] * 12,
+        group=ranks.group,
+        timeout_s=TIMEOUT_S,
+    )
+    own = (batch if ranks.is_first else None, target if ranks.is_last else None)
+    elsewhere: list[int] = []
+    send = Connection.send
+
+    def spy(self, tensor, target, tag, action=None):
+        if target not in self._neighbours:
+            elsewhere.append(target)
+        return send(self, tensor, target, tag, action)
+
+    with mock.patch.object(Connection, "send", spy):
+        for _ in range(2):
+            pipeline.num_steps = 0
+            pipeline.zero_grad()
+            pipeline.step(*own, cross_entropy)
+    assert elsewhere == []
+    assert_own_gradients(pipeline, plain.gradients, **EXACT)
+
+
 def layers_for_torch(num_stages: int) -> list[list[nn.Module]]:
     torch.manual_seed(3)
     return [[nn.Linear(6, 6).double(), nn.Tanh()] for _ in range(num_stages)]
@@ -913,6 +946,7 @@ CASES: dict[str, Callable[[], None]] = {
         a_rank_that_cannot_write,
         schedules_that_need_more_buffers,
         several_stages_per_worker,
+        no_message_of_a_host_takes_the_network,
         a_schedule_that_is_measured,
         our_rows_in_torchs_runtime,
         torchs_rows_in_our_engine,

@@ -1109,6 +1109,14 @@ PLANNED = (
         why="an input that comes when a W ends would wait until its sender has computed on",
         tests=("tests/test_ring.py::test_inputs_of_split_schedules_find_a_place",),
     ),
+    Mutant(
+        name="only neighbours share memory",
+        file="pipeline/ranks/ways.py",
+        old="{end for pair in pairs if rank in pair for end in pair} - {rank}",
+        new="{end for pair in pairs if rank in pair for end in pair if abs(end - rank) == 1}",
+        why="what goes from the last rank to the first would take the network on one host",
+        tests=("tests/test_ways.py::test_peers",),
+    ),
 )
 
 MUTANTS: tuple[Mutant, ...] = (

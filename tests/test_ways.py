@@ -13,7 +13,7 @@ from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, Outline, first_tag
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form
 from gpipe_bench.pipeline.ranks.routes import header_chain, loss_chain, loss_route
-from gpipe_bench.pipeline.ranks.ways import names_of_ways, receivers, senders
+from gpipe_bench.pipeline.ranks.ways import names_of_ways, peers, receivers, senders
 
 CPU = torch.device("cpu")
 
@@ -55,6 +55,14 @@ def test_ways() -> None:
     assert set(senders(named("interleaved", 3, 3), 0, ways)) == {(1, False), (2, True)}
     with pytest.raises(ValueError, match="choose fewer micro-batches"):
         names_of_ways(Schedule("long", 2**12, 2**12, "never", ((),) * 2**12))
+
+
+def test_peers() -> None:
+    """Whoever sends tensors, the header or the loss, and whoever gets them."""
+    assert [peers(gpipe(4, 2), rank) for rank in range(4)] == [{1, 3}, {0, 2, 3}, {1, 3}, {0, 1, 2}]
+    assert peers(named("interleaved", 4, 4), 0) == {1, 3}
+    assert peers(named("zb-v", 4, 4), 3) == {0, 2}
+    assert peers(gpipe(1, 2), 0) == set()
 
 
 @pytest.mark.parametrize("name", ["interleaved", "v-min", "breadth-first", "zb-v"])

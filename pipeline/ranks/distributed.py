@@ -40,7 +40,7 @@ from gpipe_bench.pipeline.ranks.routes import header_chain, loss_route
 from gpipe_bench.pipeline.ranks.ties import Ties
 from gpipe_bench.pipeline.ranks.together import Together
 from gpipe_bench.pipeline.ranks.warm_up import warm_up
-from gpipe_bench.pipeline.ranks.ways import names_of_ways, receivers, senders
+from gpipe_bench.pipeline.ranks.ways import names_of_ways, peers, receivers, senders
 from gpipe_bench.pipeline.stage.microbatch import Message, sizes
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.transport import Plan
@@ -49,7 +49,7 @@ from gpipe_bench.pipeline.transport import Plan
 class PointToPoint:
     """The transport of one worker in a process group whose rank k runs the stages of worker k.
 
-    `timeout_s` bounds every wait for another rank; with `share_memory`, neighbours on one host exchange CPU
+    `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
     tensors through memory. After a failure the pipeline's own connections are closed on all ranks; `group`
     itself is not touched.
     """
@@ -72,7 +72,13 @@ class PointToPoint:
             ties.store.connect(timeout_s)
             near = {}
             if not accelerated:
-                near = meet(ties.store, self.rank, self.size, willing=share_memory, timeout_s=timeout_s)
+                near = meet(
+                    ties.store,
+                    self.rank,
+                    peers(schedule, self.rank),
+                    willing=share_memory,
+                    timeout_s=timeout_s,
+                )
             # Headers and outlines are read by the host, so they never go through NCCL.
             control = ties.connect("control", near)
             self._together = Together(control, self.rank, self.size)

@@ -28,13 +28,15 @@ from gpipe_bench.experiments.measuring.waiting_stages import waiting_stages
 from gpipe_bench.harness.judging.stats import median_interval
 from gpipe_bench.harness.timing.rounds import against_itself, ratios, slowest, turns
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.calibration import TIMED_STEPS, WARM_UP_STEPS
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.known import NAMED
 
 TORCH = "torch "
-STEPS_BEFORE = 6  # connections are made, and "auto" has chosen
+STEPS_BEFORE = 3  # connections are made, caches are warm
+CALIBRATION_STEPS = WARM_UP_STEPS + 2 * TIMED_STEPS
 
 
 class TurnsJob(NamedTuple):
@@ -79,10 +81,11 @@ def work(job: TurnsJob) -> TurnsResult:
     wanted: dict[str, Tensor] = {}
     with waiting_stages(job.slot_s) if job.slot_s is not None else nullcontext():
         for arm, step in steps.items():
-            for number in range(STEPS_BEFORE):
-                if number == STEPS_BEFORE - 1:
-                    _clear(layers)
+            calibrated = arm in pipelines and pipelines[arm].schedule.name == "auto"
+            for _ in range(STEPS_BEFORE + CALIBRATION_STEPS * calibrated):
                 step()
+            _clear(layers)
+            step()
             differences[arm] = _difference(layers, wanted)
         settle()
         times: dict[str, list[float]] = {arm: [] for arm in steps}
@@ -172,7 +175,9 @@ def lines(job: TurnsJob, found: Sequence[TurnsResult]) -> list[str]:
             schedule = found[0].schedules[arm]
             slots = replay(schedule, SLOTS).makespan_s
             slot_s = job.slot_s
-            text += f"  {slots * slot_s * 1e3:9.2f} ms replayed  ratio {step_s / (slots * slot_s):.4f}"
+            least_s = [min(times[arm][i : i + 2]) for i in range(0, len(times[arm]), 2)]
+            text += f"  {slots * slot_s * 1e3:9.2f} ms replayed"
+            text += _ratio("ratio", [seconds / (slots * slot_s) for seconds in least_s])
         else:
             base = "1f1b" if not arm.endswith(" remat") else "gpipe remat"
             if base in times:

@@ -22,6 +22,7 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.arguments import (
     GRAPHS,
+    Automatic,
     Device,
     backend_of,
     costs_of,
@@ -32,10 +33,12 @@ from gpipe_bench.pipeline.arguments import (
     schedule_of,
     worker_of,
 )
+from gpipe_bench.pipeline.calibration import Calibration
 from gpipe_bench.pipeline.engine import Observer
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
 from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
@@ -67,8 +70,8 @@ class Pipeline(nn.Module):
             `layers_of` and `split` make a sequence of a model that is none.
         num_stages: K, the number of stages.
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty.
-        schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`, or a `Schedule` of one's
-            own.
+        schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`; "auto" for one made for
+            the times that the first training steps take; or a `Schedule` of one's own.
         remat: which micro-batches are recomputed: "always", "except_last" or "never". A `Schedule` says it
             itself.
         cost: what the stages are balanced by: "parameters" (the default), "auto" (estimated from `example`),
@@ -80,6 +83,13 @@ class Pipeline(nn.Module):
             averages.
         num_workers: of schedules that give a worker several stages; `num_stages` is the number of stages of
             all of them. Default: the ranks of `group`, or as many as leave each two stages.
+        action_s: for `schedule="auto"`, instead of timing steps: seconds of each kind of action, by kind or
+            by (stage, kind), as for `plan.replay`: of F, of R under re-materialization, of B, or I and W, or
+            all three. The same on all ranks.
+        link_s: for `schedule="auto"`: seconds of a message between two workers. Default: measured with the
+            steps, or 0 where `action_s` is given.
+        most_alive: for `schedule="auto"`: graphs of a stage and a micro-batch that a worker may hold at a
+            time. Default: any number.
         group: process group of the pipeline, whose rank k runs the stages of worker k; without one, all
             stages live in this process.
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
@@ -101,6 +111,9 @@ class Pipeline(nn.Module):
         num_microbatches: int,
         schedule: str | Schedule = "gpipe",
         num_workers: int | None = None,
+        action_s: ActionTimes | None = None,
+        link_s: float | None = None,
+        most_alive: int | None = None,
         remat: str = "always",
         cost: str | Sequence[float] | None = None,
         example: Tree | None = None,
@@ -117,8 +130,14 @@ class Pipeline(nn.Module):
         named = named_layers(layers)
         modules = [layer for _, layer in named]
         network = None if group is None else network_of(group)
-        num_ranks = None if network is None else network.size
-        self._schedule = schedule_of(schedule, num_stages, num_microbatches, remat, num_workers, num_ranks)
+        self._calibration: Calibration | None = None
+        options = Automatic(action_s, link_s, most_alive)
+        sizes = (num_stages, num_microbatches, remat, num_workers, None if network is None else network.size)
+        if schedule == "auto":
+            self._schedule, self._calibration = options.begin(*sizes)
+        else:
+            options.refuse(schedule)
+            self._schedule = schedule_of(schedule, *sizes)
         self._partition = partition(costs_of(cost, modules, example), num_stages)
         local: Sequence[int] = range(num_stages)
         if network is not None:
@@ -218,6 +237,7 @@ class Pipeline(nn.Module):
 
     @property
     def schedule(self) -> Schedule:
+        """What the steps take; of "auto", what they take now."""
         return self._schedule
 
     @property
@@ -295,11 +315,14 @@ class Pipeline(nn.Module):
                 "pipeline.scaler() on every rank"
             )
         self._check_shared(shared)
+        self._calibrate()
         loss = self._steps.take(
             self, self.num_steps, batch, target, loss_fn, observe, shared=shared, scaler=scaler
         )
         assert loss is not None
         self.num_steps += 1
+        if self._calibration is not None:
+            self._calibration.is_due = True
         return loss
 
     def _check_shared(self, shared: Mapping[str, Any] | None) -> None:
@@ -315,6 +338,26 @@ class Pipeline(nn.Module):
         """
         device = next(iter(self._stages.values())).device
         return GradScaler(self, device.type, **options)
+
+    def _calibrate(self) -> None:
+        """Notes what the latest step took, until a schedule can be chosen; all ranks call, and take what the
+        first one chooses.
+        """
+        calibration = self._calibration
+        if calibration is None or not calibration.is_due or not self._steps.clock.complete:
+            return
+        if calibration.note(self.gather_timeline()):
+            is_first = self._ranks is None or self._ranks.rank == 0
+            schedule = self.gather(calibration.choose() if is_first else None)[0]
+            assert schedule is not None
+            self._calibration = None
+        else:
+            schedule = calibration.schedule
+        if schedule != self._schedule:
+            self._schedule = schedule
+            if self._ranks is not None:
+                self._ranks.follow(schedule)
+            self._prepare()
 
     def forward(self, batch: Tree | None, *, shared: Mapping[str, Any] | None = None) -> Tree | None:
         """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph.

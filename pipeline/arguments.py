@@ -5,17 +5,23 @@ Whatever does not fit is a `ValueError` that says what would.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
+from gpipe_bench.pipeline.calibration import Calibration
 from gpipe_bench.pipeline.memory.cost import layer_costs
 from gpipe_bench.pipeline.model.own_layers import OwnLayers
+from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
+from gpipe_bench.pipeline.plan.schedules.automatic import automatic
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.schedules.placement import shared_by
 from gpipe_bench.pipeline.ranks.network import Network
 from gpipe_bench.pipeline.stage.compiled import BACKEND
 from gpipe_bench.pipeline.stage.microbatch import Tree
@@ -73,21 +79,70 @@ def schedule_of(
             )
         return schedule
     if schedule not in NAMED:
-        raise ValueError(f"schedule is {schedule!r}; choose one of {', '.join(NAMED)} or give a Schedule")
-    fixed = NAMED[schedule].stages_per_worker
-    if num_workers is None:
-        num_workers = num_ranks if fixed is None and num_ranks else max(1, num_stages // (fixed or 2))
-    if num_workers < 1 or num_stages % num_workers:
         raise ValueError(
-            f"num_stages={num_stages} cannot be shared by num_workers={num_workers} workers; give a multiple"
+            f"schedule is {schedule!r}; choose one of {', '.join(NAMED)}, auto, or give a Schedule"
         )
-    per_worker = num_stages // num_workers
+    fixed = NAMED[schedule].stages_per_worker
+    num_workers = _num_workers(num_workers, num_stages, fixed, num_ranks)
+    per_worker = len(shared_by(num_workers, num_stages)) // num_workers
     if fixed not in (None, per_worker):
         raise ValueError(
             f"schedule {schedule!r} has {fixed} stage{'s' * (fixed != 1)} per worker, so num_stages="
             f"{num_stages} is not for {num_workers} workers; give num_stages={fixed * num_workers}"
         )
     return named(schedule, num_workers, num_microbatches, remat=remat, stages_per_worker=per_worker)
+
+
+def _num_workers(given: int | None, num_stages: int, fixed: int | None, num_ranks: int | None) -> int:
+    """As many as are given, as the schedule's `fixed` number of stages per worker says, or as there are."""
+    if given is not None:
+        return given
+    return num_ranks if fixed is None and num_ranks else max(1, num_stages // (fixed or 2))
+
+
+class Automatic(NamedTuple):
+    """What `schedule="auto"` goes by, and no other schedule."""
+
+    action_s: ActionTimes | None = None
+    link_s: float | None = None
+    most_alive: int | None = None
+
+    def begin(
+        self,
+        num_stages: int,
+        num_microbatches: int,
+        remat: str,
+        num_workers: int | None = None,
+        num_ranks: int | None = None,
+    ) -> tuple[Schedule, Calibration | None]:
+        """The first schedule, and what finds a better one unless the times are known."""
+        check_sizes(num_stages, num_microbatches, remat)
+        placement = shared_by(_num_workers(num_workers, num_stages, None, num_ranks), num_stages)
+        link_s, most_alive = self.link_s, self.most_alive
+        if link_s is not None and not 0 <= link_s < inf:
+            raise ValueError(f"link_s is {link_s}; give the seconds of a message, 0 or more")
+        if self.action_s is not None:
+            if not (callable(self.action_s) or isinstance(self.action_s, Mapping)):
+                raise ValueError(
+                    f"action_s is a {type(self.action_s).__name__}; give seconds by kind or by (stage, "
+                    "kind), as in {Kind.F: 0.01, Kind.B: 0.02}, or a function of the action"
+                )
+            schedule = automatic(
+                placement, num_microbatches, self.action_s,
+                link_s=link_s or 0.0, remat=remat, most_alive=most_alive,
+            )  # fmt: skip
+            return schedule, None
+        calibration = Calibration(placement, num_microbatches, remat, link_s=link_s, most_alive=most_alive)
+        return calibration.schedule, calibration
+
+    def refuse(self, schedule: str | Schedule) -> None:
+        """`ValueError` for anything that is given though the schedule is another one."""
+        for name, value in zip(self._fields, self, strict=True):
+            if value is not None:
+                shown = repr(schedule) if isinstance(schedule, str) else f"{schedule.name!r}, given as rows"
+                raise ValueError(
+                    f"{name} is given, but the schedule is {shown}; it is for schedule='auto' alone"
+                )
 
 
 def costs_of(

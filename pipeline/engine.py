@@ -97,6 +97,8 @@ def run(
                         clock.stop(position)
                         if message is not None:
                             transport.send_activation(stage.index, m, message)
+                        elif (loss := stage.loss()) is not None:
+                            transport.send_loss(loss)
                         del message
                     case Kind.R:
                         clock.start(position)

@@ -124,11 +124,7 @@ class Steps:
                     "a layer has changed a tensor of shared in place, which all layers and micro-batches "
                     "use; use the out-of-place form of the operation"
                 )
-            last = self._stages.get(self._schedule.num_stages - 1)
-            loss = None
-            if training and last is not None:
-                loss = last.losses[0] if len(last.losses) == 1 else torch.stack(last.losses).sum()
-            loss = self._transport.finish(loss)
+            loss = self._transport.finish()
             for stage in self._stages.values():
                 stage.finish()
         except BaseException as error:

@@ -58,8 +58,13 @@ class Transport(Protocol):
     def release(self, stage: int, microbatch: int) -> None:
         """The stage is done with the micro-batch: what it received for it may be overwritten."""
 
-    def finish(self, loss: Tensor | None) -> Tensor | None:
-        """Ends a training step; the process of the last stage brings the loss, all learn it."""
+    def send_loss(self, loss: Tensor) -> None:
+        """Hands the loss of a training step to all, once all micro-batches are forward; the last stage calls
+        it.
+        """
+
+    def finish(self) -> Tensor | None:
+        """Ends a step; returns the loss of a training step, on all processes."""
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         """Ends a step that failed in `action`, everywhere; returns what to raise."""
@@ -82,6 +87,7 @@ class InProcess:
         self._observe_transfer = observe_transfer or _unobserved
         self._activations: dict[tuple[int, int], Message] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
+        self._loss: Tensor | None = None
 
     def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
         assert plan is not None
@@ -108,14 +114,19 @@ class InProcess:
     def release(self, stage: int, microbatch: int) -> None:
         pass
 
-    def finish(self, loss: Tensor | None) -> Tensor | None:
+    def send_loss(self, loss: Tensor) -> None:
+        self._loss = loss
+
+    def finish(self) -> Tensor | None:
         assert not self._activations, "an output was sent that no action received"
         assert not self._gradients, "a gradient was sent that no action received"
+        loss, self._loss = self._loss, None
         return loss
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         self._activations.clear()
         self._gradients.clear()
+        self._loss = None
         return ActionError(action, summary(error))
 
     def _copies(self, tensors: Sequence[Sent], receiver: int) -> tuple[Sent, ...]:

@@ -15,6 +15,8 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -30,11 +32,13 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from gpipe_bench import models
+from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
 from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Action, Kind, gpipe
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.validate import validate
 from gpipe_bench.pipeline.ranks import distributed, introduction
 from gpipe_bench.pipeline.ranks.failure import Lookout
 from gpipe_bench.pipeline.ranks.messages import receiving, sending
@@ -563,6 +567,202 @@ def several_stages_per_worker() -> None:
             assert output is None or torch.equal(output, wanted)
 
 
+def a_schedule_that_is_measured() -> None:
+    """Every rank runs the same rows in every step, and the weights have the bits of one process: through
+    memory and the network, with rings as small as they get.
+    """
+    for share_memory, num_stages, remat in ((True, 4, "never"), (False, 4, "always"), (True, 2, "never")):
+        group, taken = halves().group, []
+        with (
+            mock.patch.object(receiving, "SMALL_BYTES", 0),
+            mock.patch.object(sending, "SMALL_BYTES", 0),
+        ):
+            pipelines = []
+            for place in (group, None):
+                torch.manual_seed(0)
+                auto = {"schedule": "auto", "num_stages": num_stages, "group": place}
+                auto.update({"timeout_s": TIMEOUT_S, "share_memory": share_memory})
+                alone = {"schedule": "1f1b", "num_stages": 1}
+                options = alone if place is None else auto
+                pipelines.append(
+                    Pipeline(everything(), num_microbatches=5, remat=remat, cost=[1] * 12, **options)
+                )
+            optimizers = [torch.optim.SGD(p.parameters(), lr=0.05, momentum=0.9) for p in pipelines]
+            has = {stage.index for stage in pipelines[0].stages}
+            for step in range(8):
+                (image, ids), target = everything_batch(11, seed=step)
+                batch = (image.float(), ids)
+                own = (batch if 0 in has else None, target if num_stages - 1 in has else None)
+                losses = [
+                    pipeline.step(*data, cross_entropy)
+                    for pipeline, data in zip(pipelines, (own, (batch, target)), strict=True)
+                ]
+                assert torch.equal(*losses), step
+                taken.append(pipelines[0].schedule)
+                of_all = pipelines[0].gather(taken[-1])
+                assert of_all == [of_all[0]] * 2
+                wanted = pipelines[1].state_dict()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                for key, value in pipelines[0].state_dict().items():
+                    assert torch.equal(value, wanted[key]), (step, key)
+        kinds = [{action.kind for action in schedule} for schedule in taken]
+        assert all(Kind.B not in found for found in kinds[:3])
+        assert all(found & {Kind.I, Kind.W} == set() for found in kinds[3:5])
+        assert taken[5] == taken[6] == taken[7]
+        assert pipelines[0].gather_timeline().makespan_s > 0
+        pipelines[0].eval()
+        pipelines[0](own[0])
+
+
+def no_message_of_a_host_takes_the_network() -> None:
+    """Also from the last rank to the first, where stages go round, and the loss to everybody."""
+    ranks = Ranks(share_memory=True)
+    batch, target = everything_batch(8)
+    plain = plain_step(seeded(everything), batch, target, cross_entropy, 4)
+    pipeline = Pipeline(
+        seeded(everything),
+        num_stages=8,
+        num_microbatches=4,
+        schedule="interleaved",
+        remat="never",
+        cost=[1] * 12,
+        group=ranks.group,
+        timeout_s=TIMEOUT_S,
+    )
+    own = (batch if ranks.is_first else None, target if ranks.is_last else None)
+    elsewhere: list[int] = []
+    send = Connection.send
+
+    def spy(self, tensor, target, tag, action=None):
+        if target not in self._neighbours:
+            elsewhere.append(target)
+        return send(self, tensor, target, tag, action)
+
+    with mock.patch.object(Connection, "send", spy):
+        for _ in range(2):
+            pipeline.num_steps = 0
+            pipeline.zero_grad()
+            pipeline.step(*own, cross_entropy)
+    assert elsewhere == []
+    assert_own_gradients(pipeline, plain.gradients, **EXACT)
+
+
+def layers_for_torch(num_stages: int) -> list[list[nn.Module]]:
+    torch.manual_seed(3)
+    return [[nn.Linear(6, 6).double(), nn.Tanh()] for _ in range(num_stages)]
+
+
+def weights_after_three_steps(
+    stages: list[list[nn.Module]], step: Callable[[Tensor, Tensor], object]
+) -> list[Tensor]:
+    parameters = [p for layers in stages for layer in layers for p in layer.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for seed in range(3):
+        step(*mlp_batch(8, seed=seed))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in parameters]
+
+
+def our_rows_in_torchs_runtime() -> None:
+    """torch trains what we write to the weights to which we train it: all but recomputations."""
+    group = halves().group
+    for name in NAMED:
+        schedule = named(name, 2, 4)
+        theirs, ours = layers_for_torch(schedule.num_stages), layers_for_torch(schedule.num_stages)
+        runtime = TorchRuntime(schedule, theirs, 4, mse_loss, group, torch.device("cpu"))
+        pipeline = Pipeline(
+            list(itertools.chain(*ours)),
+            num_stages=schedule.num_stages,
+            num_microbatches=4,
+            schedule=schedule,
+            cost=[1] * (2 * schedule.num_stages),
+            group=group,
+            timeout_s=TIMEOUT_S,
+        )
+        wanted = weights_after_three_steps(theirs, runtime.step)
+        found = weights_after_three_steps(ours, lambda x, y, p=pipeline: p.step(x, y, mse_loss))
+        trained = 0
+        for a, b, first in zip(found, wanted, layers_after_none(schedule.num_stages), strict=True):
+            torch.testing.assert_close(a, b, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+            trained += not torch.equal(a, first)
+        assert trained == schedule.num_stages, name  # weight and bias of this rank's half of the stages
+
+
+def layers_after_none(num_stages: int) -> list[Tensor]:
+    return [p.detach() for s in layers_for_torch(num_stages) for layer in s for p in layer.parameters()]
+
+
+def torchs_rows_in_our_engine() -> None:
+    """Whatever torch dumps is valid and runs here, with the gradients of the plain model."""
+    pair = halves()
+    for name in CLASSES:
+        stages = layers_for_torch(2 if name in ("gpipe", "1f1b") else 4)
+        model = nn.Sequential(*itertools.chain(*stages))
+        runtime = TorchRuntime(name, stages, 4, mse_loss, pair.group, torch.device("cpu"))
+        schedule = runtime.rows(name)
+        if name == "1f1b" and Action(1, Kind.F, 0) not in set(schedule):
+            with raises(ValueError, "the row of stage 1 holds 1F4"):
+                validate(replace(schedule, num_microbatches=4))  # torch counts these forwards from 1
+            continue
+        validate(schedule)
+        assert tuple(map(schedule.worker, range(len(stages)))) == runtime.placement
+        plain = plain_step(copy.deepcopy(model), *mlp_batch(8), mse_loss, 4)
+        pipeline = Pipeline(
+            model,
+            num_stages=len(stages),
+            num_microbatches=4,
+            schedule=schedule,
+            cost=[1] * len(model),
+            group=pair.group,
+            timeout_s=TIMEOUT_S,
+        )
+        for _ in range(2):
+            pipeline.zero_grad()
+            loss = pipeline.step(*mlp_batch(8), mse_loss)
+            torch.testing.assert_close(loss, plain.loss, **EXACT)
+            assert_own_gradients(pipeline, plain.gradients, **EXACT)
+
+
+def the_loss_is_told_before_the_last_weights() -> None:
+    """In a V the rank of the loss has the longest row; here it takes its last action only after the other
+    one's step has returned.
+    """
+    batch, target = everything_batch(6)
+    for share_memory in (True, False):
+        pair = halves()
+        pipeline = Pipeline(
+            seeded(everything),
+            num_stages=4,
+            num_microbatches=2,
+            schedule="zb-v",
+            remat="never",
+            cost=[1] * 12,
+            group=pair.group,
+            timeout_s=TIMEOUT_S,
+            share_memory=share_memory,
+        )
+        last_action = pipeline.schedule.actions[0][-1]
+        other, word = dist.get_global_rank(pair.group, 1 - pair.rank), torch.zeros(1)
+        has_returned = dist.irecv(word, other) if pair.is_first else None
+
+        @contextmanager
+        def observe(action, last_action=last_action, has_returned=has_returned):
+            if action == last_action:
+                has_returned.wait(timedelta(seconds=TIMEOUT_S))
+            yield
+
+        own = (batch, target) if pair.is_first else (None, None)
+        pipeline.step(*own, cross_entropy)  # the ranks agree on what travels
+        if pair.is_first:
+            pipeline.step(*own, cross_entropy, observe=observe)
+        else:
+            pipeline.step(*own, cross_entropy)
+            dist.send(word, other)
+
+
 def memory_between_networks() -> None:
     """Ranks 1 and 2 share memory; each waits for the network while it has something for the other."""
     ranks = Ranks(share_memory=True)
@@ -730,6 +930,11 @@ CASES: dict[str, Callable[[], None]] = {
         a_rank_that_cannot_write,
         schedules_that_need_more_buffers,
         several_stages_per_worker,
+        no_message_of_a_host_takes_the_network,
+        a_schedule_that_is_measured,
+        our_rows_in_torchs_runtime,
+        torchs_rows_in_our_engine,
+        the_loss_is_told_before_the_last_weights,
         memory_between_networks,
         *alias_cases.CASES,
         *tree_cases.CASES,

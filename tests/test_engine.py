@@ -17,6 +17,7 @@ from gpipe_bench.pipeline.engine import ActionError, prepare
 from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Action, Kind, dependencies, gpipe
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.table import from_csv
 from gpipe_bench.pipeline.transport import InProcess
 
@@ -95,6 +96,38 @@ def test_a_split_backward_computes_the_same() -> None:
     pipeline.step(*mlp_batch(6), mse_loss)
     for name, parameter in pipeline.named_parameters():
         torch.testing.assert_close(parameter.grad, plain.gradients[name], rtol=1e-12, atol=1e-14)
+
+
+class Told(InProcess):
+    """Notes after how many actions the loss was told."""
+
+    def __init__(self, taken: list[Action]) -> None:
+        super().__init__()
+        self.taken, self.after = taken, -1
+
+    def send_loss(self, loss: Tensor) -> None:
+        self.after = len(self.taken)
+        super().send_loss(loss)
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_the_loss_is_told_after_the_last_forward(name: str) -> None:
+    """Whatever the worker of the last stage has still to do then."""
+    taken: list[Action] = []
+    schedule = named(name, 2, 4)
+    told = Told(taken)
+    pipeline = Pipeline(
+        seeded(mlp), num_stages=schedule.num_stages, num_microbatches=4, schedule=schedule, transport=told
+    )
+
+    @contextlib.contextmanager
+    def observe(action: Action) -> Iterator[None]:
+        taken.append(action)
+        yield
+
+    pipeline.step(*mlp_batch(8), mse_loss, observe=observe)
+    last = max(i for i, a in enumerate(taken) if (a.stage, a.kind) == (schedule.num_stages - 1, Kind.F))
+    assert told.after == last + 1 < len(taken)
 
 
 class Fuse(nn.Module):

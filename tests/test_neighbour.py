@@ -245,14 +245,60 @@ class Store(dict[str, bytes]):
 def test_ranks_on_other_machines_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store()
     store.set("address of rank 0", '{"machine": "elsewhere", "token": "00"}')
-    assert meet(store, 1, 2, willing=True, timeout_s=1.0) == {}
-    assert store["answer of rank 1"] == b"no"
+    assert meet(store, 1, [0], willing=True, timeout_s=1.0) == {}
+    assert store["answer of rank 1 to rank 0"] == b"no"
     # On this machine, but out of reach, as in another network namespace.
     store.set("address of rank 0", f'{{"machine": "{machine_id()}", "token": "00"}}')
-    assert meet(store, 1, 2, willing=True, timeout_s=1.0) == {}
+    assert meet(store, 1, [0], willing=True, timeout_s=1.0) == {}
     store.set("address of rank 0", "{}")
-    assert meet(store, 1, 2, willing=True, timeout_s=1.0) == {}
-    assert meet(store, 0, 2, willing=True, timeout_s=1.0) == {}
+    assert meet(store, 1, [0], willing=True, timeout_s=1.0) == {}
+    assert meet(store, 0, [1], willing=True, timeout_s=1.0) == {}
+
+
+class SharedStore(Store):
+    """Between threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: str, limit_s: float = 1.0) -> None:
+        with self.changed:
+            super().set(key, value)
+            self.changed.notify_all()
+
+    def await_from(self, rank: int, key: str, timeout_s: float) -> bytes:
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self, timeout_s), key
+            return self[key]
+
+
+def test_any_two_ranks_of_a_host_meet() -> None:
+    """Ranks 0 to 2 with each other, rank 3 with 0 alone; everybody reaches whom it means."""
+    peers = [[1, 2, 3], [0, 2], [0, 1], [0]]
+    store, received = SharedStore(), dict[tuple[int, int], float]()
+
+    def take_part(rank: int) -> None:
+        found = meet(store, rank, peers[rank], willing=True, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+        assert sorted(found) == peers[rank]
+        posted = {}
+        for peer, neighbour in found.items():
+            memory, tensor = buffer_for(neighbour, torch.zeros(1))
+            posted[peer] = (neighbour.post(0, 0, memory), tensor)
+            neighbour.flush()
+        departures = [found[peer].send(0, 0, torch.full((1,), 10.0 * rank + peer)) for peer in peers[rank]]
+        for peer, (arrival, tensor) in posted.items():
+            arrival.wait()
+            received[rank, peer] = float(tensor)
+        for departure in departures:
+            departure.wait()
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert received == {(rank, peer): 10.0 * peer + rank for rank in range(4) for peer in peers[rank]}
 
 
 def echo_until_killed(link: socket.socket) -> None:

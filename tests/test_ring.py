@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from random_schedules import HELD_UP, LATE_WEIGHTS, random_placement, random_schedule
 from test_schedule import schedules
 
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.ring import SENDS_ON_THE_WAY, Ring, activation_ring, gradient_ring, turns
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, gpipe, one_f_one_b
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.validate import validate
 
@@ -30,6 +31,23 @@ def test_one_f_one_b_posts_as_buffers_become_free() -> None:
     assert ring.initial == (0, 1, 2)
     assert ring.following == (3, 4, None, None, None)
     assert ring.slot == (0, 1, 2, 0, 1)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
+def test_inputs_of_split_schedules_find_a_place(name: str, num_workers: int) -> None:
+    """In slots, the receive of every input is posted before its sender is done, not at the same time."""
+    schedule = named(name, num_workers, 8)
+    end = {event.action: event.end_s for event in replay(schedule, SLOTS).events}
+    late = []
+    for stage in range(1, schedule.num_stages):
+        ring = activation_ring(schedule, stage)
+        for freed, microbatch in enumerate(ring.following):
+            if microbatch is not None:
+                message = Action(stage - 1, Kind.F, microbatch)
+                if end[Action(stage, Kind.W, freed)] >= end[message]:
+                    late.append(str(message))
+    assert late == []
 
 
 @pytest.mark.parametrize(("remat", "num_slots"), [("never", 2), ("always", 1), ("except_last", 1)])

@@ -12,8 +12,8 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, Outline, first_tag
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form
-from gpipe_bench.pipeline.ranks.routes import header_chain, loss_chain
-from gpipe_bench.pipeline.ranks.ways import names_of_ways, receivers, senders
+from gpipe_bench.pipeline.ranks.routes import header_chain, loss_chain, loss_route
+from gpipe_bench.pipeline.ranks.ways import names_of_ways, peers, receivers, senders
 
 CPU = torch.device("cpu")
 
@@ -31,12 +31,19 @@ class Posted:
     def wait(self) -> None: ...
 
 
-def test_chains() -> None:
-    assert header_chain(gpipe(4, 2)) == (0, 1, 2, 3)
-    assert loss_chain(gpipe(4, 2)) == (3, 2, 1, 0)
-    assert header_chain(named("zb-v", 3, 2)) == loss_chain(named("zb-v", 3, 2)) == (0, 1, 2)
-    assert header_chain(named("interleaved", 3, 2)) == (0, 1, 2)
-    assert loss_chain(named("interleaved", 3, 2)) == (2, 1, 0)
+def test_who_learns_from_whom() -> None:
+    for schedule in (gpipe(3, 2), named("zb-v", 3, 2), named("interleaved", 3, 2)):
+        assert header_chain(schedule) == (0, 1, 2)
+        for accelerated in (False, True):
+            routes = [loss_route(schedule, rank, accelerated=accelerated) for rank in range(3)]
+            heard = [(source, rank) for rank, (source, _) in enumerate(routes) if source is not None]
+            told = [(rank, target) for rank, (_, targets) in enumerate(routes) for target in targets]
+            assert sorted(heard) == sorted(told)
+    assert loss_route(gpipe(3, 2), 2, accelerated=False) == (None, (1, 0))
+    assert loss_route(gpipe(3, 2), 1, accelerated=False) == (2, ())
+    assert loss_route(gpipe(3, 2), 1, accelerated=True) == (2, (0,))
+    assert loss_route(named("zb-v", 3, 2), 0, accelerated=False) == (None, (1, 2))
+    assert loss_chain(named("zb-v", 3, 2)) == (0, 1, 2)
 
 
 def test_ways() -> None:
@@ -48,6 +55,14 @@ def test_ways() -> None:
     assert set(senders(named("interleaved", 3, 3), 0, ways)) == {(1, False), (2, True)}
     with pytest.raises(ValueError, match="choose fewer micro-batches"):
         names_of_ways(Schedule("long", 2**12, 2**12, "never", ((),) * 2**12))
+
+
+def test_peers() -> None:
+    """Whoever sends tensors, the header or the loss, and whoever gets them."""
+    assert [peers(gpipe(4, 2), rank) for rank in range(4)] == [{1, 3}, {0, 2, 3}, {1, 3}, {0, 1, 2}]
+    assert peers(named("interleaved", 4, 4), 0) == {1, 3}
+    assert peers(named("zb-v", 4, 4), 3) == {0, 2}
+    assert peers(gpipe(1, 2), 0) == set()
 
 
 @pytest.mark.parametrize("name", ["interleaved", "v-min", "breadth-first", "zb-v"])

@@ -67,7 +67,9 @@ def activation_ring(schedule: Schedule, stage: int) -> Ring:
     backward.
 
     As many buffers as the stage before has micro-batches in flight, so that it never computes an output that
-    has no place to go, or as this stage has, if it keeps them longer.
+    has no place to go, or as this stage has, if it keeps them longer. Where the backward is split, one more:
+    zero-bubble schedules keep as many everywhere, and a W ends just when the next input comes. Without a
+    place for it that input would wait until its sender, which is computing, looks again.
     """
     row = schedule.row(stage)
     order = [action.microbatch for action in row if action.kind is Kind.F]
@@ -112,10 +114,10 @@ def slots_of_rings(schedule: Schedule) -> dict[RingKey, int]:
     ahead = 2 if schedule.remat == "never" else 1
     for stage in range(schedule.num_stages):
         in_flight = schedule.in_flight(stage)
+        halved = any(action.kind is Kind.W for action in schedule.row(stage))
         if stage > 0:
-            slots[stage, False] = max(schedule.in_flight(stage - 1), in_flight)
+            slots[stage, False] = max(schedule.in_flight(stage - 1), in_flight + halved)
         if stage + 1 < schedule.num_stages:
-            halved = any(action.kind is Kind.W for action in schedule.row(stage))
             slots[stage, True] = in_flight if halved else min(ahead, in_flight)
     waits = waits_of(schedule)
     ends = [ends_of(schedule.row(stage)) for stage in range(schedule.num_stages)]

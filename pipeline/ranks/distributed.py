@@ -39,11 +39,11 @@ from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import changed, conform
 from gpipe_bench.pipeline.ranks.messages.sharing import Shared, Sharing
 from gpipe_bench.pipeline.ranks.network import Network, network_of
-from gpipe_bench.pipeline.ranks.routes import header_chain, loss_chain
+from gpipe_bench.pipeline.ranks.routes import header_chain, loss_route
 from gpipe_bench.pipeline.ranks.ties import Ties
 from gpipe_bench.pipeline.ranks.together import Together
 from gpipe_bench.pipeline.ranks.warm_up import warm_up
-from gpipe_bench.pipeline.ranks.ways import names_of_ways, receivers, senders
+from gpipe_bench.pipeline.ranks.ways import names_of_ways, peers, receivers, senders
 from gpipe_bench.pipeline.stage.microbatch import Message, sizes
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Nested
@@ -53,7 +53,7 @@ from gpipe_bench.pipeline.transport import Plan
 class PointToPoint:
     """The transport of one worker in a process group whose rank k runs the stages of worker k.
 
-    `timeout_s` bounds every wait for another rank; with `share_memory`, neighbours on one host exchange CPU
+    `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
     tensors through memory. After a failure the pipeline's own connections are closed on all ranks; `group`
     itself is not touched.
     """
@@ -76,7 +76,13 @@ class PointToPoint:
             ties.store.connect(timeout_s)
             near = {}
             if not accelerated:
-                near = meet(ties.store, self.rank, self.size, willing=share_memory, timeout_s=timeout_s)
+                near = meet(
+                    ties.store,
+                    self.rank,
+                    peers(schedule, self.rank),
+                    willing=share_memory,
+                    timeout_s=timeout_s,
+                )
             # Headers and outlines are read by the host, so they never go through NCCL.
             control = ties.connect("control", near)
             self._together = Together(control, self.rank, self.size)
@@ -86,9 +92,9 @@ class PointToPoint:
                 way: ties.connect(name, near, accelerated=accelerated)
                 for way, name in names_of_ways(schedule).items()
             }
-            # Behind the gradients where these go the same way; else on its own.
+            # With the gradients where tags tell them apart, or where these go the same way.
             loss = self._ways[True, False]
-            if schedule.placement:
+            if accelerated and schedule.placement:
                 loss = ties.connect("loss", near, accelerated=accelerated)
             ties.look_out()
             if accelerated:
@@ -110,24 +116,38 @@ class PointToPoint:
         self._patient = False
         self._control = Control(control, self.rank, header_chain(schedule))
         self._own: dict[tuple[int, int, bool], Message | Gradients] = {}  # sent by this rank to itself
-        self._senders = senders(schedule, self.rank, self._ways)
-        self._gradient_kinds = {
-            (a.stage, a.microbatch): a.kind for a in schedule.actions[self.rank] if a.kind in (Kind.B, Kind.I)
-        }
-        self._gate = Gate() if accelerated else None
-        # By stage, and the turns of those that receive from one rank.
-        (self._inputs, turns), (self._output_gradients, more) = [
-            receivers(schedule, self.rank, self._ways, device, gradients=gradients, gate=self._gate)
-            for gradients in (False, True)
-        ]
-        self._turns = [*turns, *more]
+        self._take_ends()
+        route = loss_route(schedule, self.rank, accelerated=accelerated)
+        self._loss = Loss(loss, self._control, route, device, early=not accelerated)
         self._sharing = Sharing(self._control)
         sources = {stage: schedule.worker(stage - 1) for stage in self._inputs}
         self._news = News(control, schedule, sources)
-        behind = () if schedule.placement else tuple(self._output_gradients.values())
-        self._loss = Loss(
-            loss, self._control, self.rank, loss_chain(schedule), device, behind, early=not accelerated
-        )
+
+    def _take_ends(self) -> None:
+        """Makes this rank's ends of the ways, as the schedule needs them."""
+        schedule = self._schedule
+        self._senders = senders(schedule, self.rank, self._ways)
+        self._gradient_kinds = {
+            (action.stage, action.microbatch): action.kind
+            for action in schedule
+            if action.kind in (Kind.B, Kind.I)
+        }
+        self._gate = Gate() if self._ties.is_accelerated else None
+        # By stage, and the turns of those that receive from one rank.
+        (self._inputs, turns), (self._output_gradients, more) = [
+            receivers(schedule, self.rank, self._ways, self._device, gradients=gradients, gate=self._gate)
+            for gradients in (False, True)
+        ]
+        self._turns = [*turns, *more]
+
+    def follow(self, schedule: Schedule) -> None:
+        """From the next step on, other rows for the same stages, on every rank: the connections stay."""
+        assert schedule.placement == self._schedule.placement
+        assert schedule.num_microbatches == self._schedule.num_microbatches
+        for receiver in (*self._inputs.values(), *self._output_gradients.values()):
+            receiver.close()
+        self._schedule = schedule
+        self._take_ends()
 
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""
@@ -243,7 +263,7 @@ class PointToPoint:
             self._own[stage - 1, microbatch, True] = gradients
             return
         outlines, length = self._agreement.of_stage[stage], self._agreement.lengths[microbatch]
-        target = Action(stage - 1, self._gradient_kinds[stage, microbatch], microbatch)
+        target = Action(stage - 1, self._gradient_kinds[stage - 1, microbatch], microbatch)
         outline = outlines.gradients_sent.get(length)
         if outline is None:
             outline = Outline(tuple([None if g is None else Form.of(g) for g in gradients]))
@@ -259,7 +279,7 @@ class PointToPoint:
         receiver = self._output_gradients.get(stage)
         if receiver is None:
             return self._own.pop((stage, microbatch, True))  # type: ignore[return-value]
-        source = Action(stage + 1, self._gradient_kinds[stage, microbatch], microbatch)
+        source = Action(stage + 1, self._gradient_kinds[stage + 1, microbatch], microbatch)
         outlines = self._agreement.of_stage[stage].gradients
         self._post(receiver, outlines, microbatch, source, Of.GRADIENT)
         receiver.wait(microbatch, source)
@@ -276,7 +296,6 @@ class PointToPoint:
             if length not in outlines:
                 outlines[length] = self._control.receive_outline(rank, of, source)
             receiver.post()
-            self._loss.post(self._agreement.loss)
 
     def release(self, stage: int, microbatch: int) -> None:
         if self._gate is not None:
@@ -285,19 +304,17 @@ class PointToPoint:
             receiver.release(microbatch)
         if (receiver := self._output_gradients.get(stage)) is not None:
             receiver.release(microbatch)
-            self._loss.post(self._agreement.loss)
 
-    def finish(self, loss: Tensor | None) -> Tensor | None:
-        """The loss passes from the rank of the last stage to all others.
+    def send_loss(self, loss: Tensor) -> None:
+        self._loss.send(loss, self._agreement)
 
-        When this returns, all sends are gone if the host waits for messages; on an accelerator all are given
-        to the device, which `close` waits for before the process may exit.
+    def finish(self) -> Tensor | None:
+        """When this returns, all sends are gone if the host waits for messages; on an accelerator all are
+        given to the device, which `close` waits for before the process may exit.
         """
-        if self._training:
-            loss = self._loss.pass_on(loss, self._agreement, bounded=self._patient)
+        loss = self._loss.settle(self._agreement) if self._training else None
         for sender in self._senders.values():
             sender.finish()
-        self._loss.finish()
         self._control.finish()
         self._news.finish()
         self._ties.refuse_after_notice()  # or garbage would reach the optimizer

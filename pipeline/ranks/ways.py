@@ -8,6 +8,7 @@ of its own: over NCCL a rank that waits on a connection cannot send on it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 
@@ -19,6 +20,7 @@ from gpipe_bench.pipeline.ranks.messages.connection import Connection
 from gpipe_bench.pipeline.ranks.messages.gate import Gate
 from gpipe_bench.pipeline.ranks.messages.receiving import Receiver, Turns
 from gpipe_bench.pipeline.ranks.messages.sending import Sender
+from gpipe_bench.pipeline.ranks.routes import header_chain, loss_route
 
 Way = tuple[bool, bool]
 """Whether gradients travel, or activations, and whether to a higher rank."""
@@ -35,6 +37,19 @@ def names_of_ways(schedule: Schedule) -> dict[Way, str]:
     for source, target, gradients in channels(schedule):
         names.setdefault((gradients, target > source), "gradients up" if gradients else "activations down")
     return names
+
+
+def peers(schedule: Schedule, rank: int) -> set[int]:
+    """The ranks that `rank` exchanges messages with in a step, where hosts wait for them: tensors, the header
+    and the loss.
+    """
+    pairs = {(source, target) for source, target, _ in channels(schedule)}
+    pairs |= set(pairwise(header_chain(schedule)))
+    pairs |= {(rank, target) for target in loss_route(schedule, rank, accelerated=False).targets}
+    source = loss_route(schedule, rank, accelerated=False).source
+    if source is not None:
+        pairs.add((source, rank))
+    return {end for pair in pairs if rank in pair for end in pair} - {rank}
 
 
 def senders(schedule: Schedule, rank: int, ways: Mapping[Way, Connection]) -> dict[tuple[int, bool], Sender]:

@@ -173,6 +173,12 @@ class Stage:
         self._scaler = None
         self._runner.release()
 
+    def loss(self) -> Tensor | None:
+        """The mean loss of the mini-batch, once the last stage has taken all micro-batches forward."""
+        if not self.losses or len(self.losses) < len(self._shares):
+            return None
+        return self.losses[0] if len(self.losses) == 1 else torch.stack(self.losses).sum()
+
     # Actions
 
     def forward(self, m: int, received: Message | None, graph: bool) -> Message | None:

@@ -14,7 +14,7 @@ from itertools import product
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.replay import SLOTS, ActionTimes, duration_of, replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, check_sizes, recomputes
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, check_sizes, ends_of, recomputes
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.schedules.listing import Policy, StuckError, Work, rows
 from gpipe_bench.pipeline.plan.validate import validate
@@ -31,6 +31,7 @@ def generate(
     most_alive: int | None = None,
     activation_bytes: Sequence[float] = (),
     gradient_bytes: Sequence[float] = (),
+    in_order: bool = False,
     name: str = "generated",
 ) -> Schedule:
     """A valid schedule for these circumstances.
@@ -46,6 +47,8 @@ def generate(
             the micro-batch is recomputed, to the end of the backward; None for any number.
         activation_bytes: of one micro-batch over each boundary, as for `replay`.
         gradient_bytes: the same for the way back; as many as forward if not given.
+        in_order: whether each stage has to take the micro-batches in their order, so that gradients have the
+            bits of `1f1b`; without, a schedule that drains in reverse may come out.
         name: of the schedule.
 
     Raises:
@@ -62,10 +65,12 @@ def generate(
     best: tuple[float, int] | None = None
     found: Schedule | None = None
     for candidate in _candidates(work, name, most_alive):
+        if in_order and not _in_order(candidate):
+            continue
         timeline = replay(
             candidate, action_s, link, activation_bytes=activation_bytes, gradient_bytes=gradient_bytes
         )
-        alive = max(map(_most_alive, candidate.actions))
+        alive = max(map(most_alive_of, candidate.actions))
         if (most_alive is None or alive <= most_alive) and (
             best is None or (timeline.makespan_s, alive) < best
         ):
@@ -142,6 +147,22 @@ def _kinds(schedule: Schedule) -> set[Kind]:
     return {action.kind for row in schedule.actions for action in row}
 
 
+def _in_order(schedule: Schedule) -> bool:
+    """Whether every stage takes each kind of action in the order of the micro-batches."""
+    latest: dict[tuple[int, Kind], int] = {}
+    for action in schedule:
+        key = (action.stage, Kind.I if action.kind is Kind.B else action.kind)
+        if latest.get(key, -1) > action.microbatch:
+            return False
+        latest[key] = action.microbatch
+    ends: dict[int, int] = {}
+    for action in (end for row in schedule.actions for end in ends_of(row)):
+        if ends.get(action.stage, -1) > action.microbatch:
+            return False
+        ends[action.stage] = action.microbatch
+    return True
+
+
 def _policies(placement: tuple[int, ...], num_workers: int, most_alive: int | None) -> Iterator[Policy]:
     """Preferences that win somewhere: with and without groups, both orders, patient fillers or none, and the
     lead of 1F1B.
@@ -155,7 +176,7 @@ def _policies(placement: tuple[int, ...], num_workers: int, most_alive: int | No
         yield Policy(alive=alive, group=group, forwards_first=forwards_first, patience=patience)
 
 
-def _most_alive(row: tuple[Action, ...]) -> int:
+def most_alive_of(row: tuple[Action, ...]) -> int:
     """Graphs that a worker holds at a time."""
     again = {(a.stage, a.microbatch) for a in row if a.kind is Kind.R}
     halved = {(a.stage, a.microbatch) for a in row if a.kind is Kind.W}

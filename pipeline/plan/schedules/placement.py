@@ -25,6 +25,17 @@ def vee(num_workers: int, stages_per_worker: int = 2) -> tuple[int, ...]:
     )
 
 
+def shared_by(num_workers: int, num_stages: int) -> tuple[int, ...]:
+    """The worker of each stage where nothing else is wanted: a V, or one stage each. `ValueError` if the
+    workers cannot have equally many.
+    """
+    if num_workers < 1 or num_stages % num_workers:
+        raise ValueError(
+            f"num_stages={num_stages} cannot be shared by num_workers={num_workers} workers; give a multiple"
+        )
+    return vee(num_workers, num_stages // num_workers)
+
+
 def _check(num_workers: int, stages_per_worker: int) -> None:
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}; a pipeline has at least 1 worker")

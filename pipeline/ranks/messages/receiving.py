@@ -81,13 +81,11 @@ class Receiver:
         self._outlines: dict[int, Outline] = {}
         self._lengths: tuple[int, ...] = ()
         self._training = True
-        self.num_unposted = 0  # micro-batches of this step whose receive is yet to be posted
 
     def begin(self, outlines: dict[int, Outline], lengths: tuple[int, ...], *, training: bool) -> None:
         """Starts a step and posts what the ring allows."""
         self._outlines, self._lengths, self._training = outlines, lengths, training
         self._posted.clear()
-        self.num_unposted = len(lengths)
         self._choose_ring()
         # Without a backward nothing is kept, and two receives ahead are enough.
         ahead = FORWARDS_AHEAD
@@ -131,7 +129,6 @@ class Receiver:
         if outline is None:
             return False
         self._unposted.popleft()
-        self.num_unposted -= 1
         buffers = self._buffers(microbatch, outline)
         tag = self._tags[microbatch]
         works = [
@@ -172,6 +169,13 @@ class Receiver:
         if following is not None:
             self._unposted.append(following)
             self.post()
+
+    def close(self) -> None:
+        """Gives all buffers back, between two steps."""
+        for kept in self._slots:
+            if kept is not None:
+                self._give_back(kept[1])
+        self._slots = []
 
     def _buffers(self, microbatch: int, outline: Outline) -> tuple[Buffer | None, ...]:
         if not self._training:

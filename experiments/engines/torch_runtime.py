@@ -1,0 +1,120 @@
+"""torch's own runtime for schedules, with torch's rows or with ours.
+
+`torch.distributed.pipelining` has classes for schedules with several stages per process, and one runtime
+below them that takes rows from a file. So a schedule of ours can be set beside torch's of the same name, and
+the same rows beside each other on both engines. What is private there is the same from torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from gpipe_bench.experiments.engines.setup import LossFn
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.schedules.placement import loop, vee
+from gpipe_bench.pipeline.plan.table import from_csv, to_csv
+
+CLASSES: dict[str, str] = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "breadth-first": "LoopedBFS",
+    "interleaved": "Interleaved1F1B",
+    "interleaved zero bubble": "InterleavedZeroBubble",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+"""torch's classes by the names that their schedules have here; one has none."""
+_IN_A_V = ("zb-v", "dualpipe-v")
+_ONE_STAGE = ("gpipe", "1f1b")
+
+
+class TorchRuntime:
+    """Training steps by torch, of `rows` of ours, or of torch's own class under a name of `CLASSES`.
+
+    `stages` are the layers of each stage of the whole pipeline; those of this process are taken. `loss_fn`
+    is the mean over a micro-batch, and all micro-batches are of one size. `ValueError` for a schedule that
+    torch does not take, with its reason.
+    """
+
+    def __init__(
+        self,
+        rows: Schedule | str,
+        stages: Sequence[Sequence[nn.Module]],
+        num_microbatches: int,
+        loss_fn: LossFn,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining import schedules
+
+        rank, num_workers = dist.get_rank(group), dist.get_world_size(group)
+        self.placement = _placement(rows, num_workers, len(stages))
+        self.has_first, self.has_last = self.placement[0] == rank, self.placement[-1] == rank
+        mine = [
+            pipelining.PipelineStage(nn.Sequential(*layers), index, len(stages), device, group=group)
+            for index, layers in enumerate(stages)
+            if self.placement[index] == rank
+        ]
+        given: Any = mine[0] if rows in _ONE_STAGE else mine
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that some are experimental
+                if isinstance(rows, Schedule):
+                    make: Any = schedules._PipelineScheduleRuntime
+                    self.running = make(mine, num_microbatches, loss_fn=loss_fn)
+                    _load(self.running, rows)
+                else:
+                    make = schedules.get_schedule_class(CLASSES[rows])
+                    self.running = make(given, num_microbatches, loss_fn=loss_fn)
+        except (ValueError, AssertionError, RuntimeError) as error:
+            raise ValueError(f"torch does not take this schedule: {error}") from error
+        # It keeps and concatenates all outputs unless told not to.
+        known = inspect.signature(self.running.step).parameters
+        self._options = {"return_outputs": False} if "return_outputs" in known else {}
+
+    def step(self, batch: Tensor, target: Tensor) -> Tensor | None:
+        """One training step without the optimizer; the mean loss, where the last stage is."""
+        losses: list[Tensor] = []
+        last = {"target": target, "losses": losses} if self.has_last else {}
+        self.running.step(*([batch] if self.has_first else []), **last, **self._options)
+        return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+
+    def rows(self, name: str = "torch") -> Schedule:
+        """What torch runs, as it writes it into a file."""
+        if hasattr(self.running, "_dump_csv"):
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "schedule.csv"
+                self.running._dump_csv(str(path), format="compute_only")
+                return from_csv(path.read_text(), name)
+        # A schedule with one stage per process can say its rows, but not write them.
+        order = self.running._get_pipeline_order().values()
+        text = "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in order)
+        return from_csv(text, name)
+
+
+def _placement(rows: Schedule | str, num_workers: int, num_stages: int) -> tuple[int, ...]:
+    if isinstance(rows, Schedule):
+        return tuple(rows.worker(stage) for stage in range(rows.num_stages))
+    per_worker, over = divmod(num_stages, num_workers)
+    if over or (rows in _ONE_STAGE and per_worker != 1) or (rows in _IN_A_V and per_worker != 2):
+        raise ValueError(
+            f"torch's {CLASSES[rows]} does not have {num_stages} stages on {num_workers} workers"
+        )
+    return vee(num_workers) if rows in _IN_A_V else loop(num_workers, per_worker)
+
+
+def _load(runtime: Any, schedule: Schedule) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "schedule.csv"
+        path.write_text(to_csv(schedule))
+        runtime._load_csv(str(path), format="compute_only")

@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import alias_cases
+import tied_cases
 import torch
 import tree_cases
 from random_schedules import BOTH_LOOK_AWAY, HELD_UP, LATE_WEIGHTS
@@ -317,9 +318,6 @@ def arguments_that_do_not_fit() -> None:
     ranks = Ranks()
     with raises(ValueError, "4 ranks for 3 stages"):
         Pipeline(seeded(mlp), num_stages=3, num_microbatches=2, group=dist.group.WORLD)
-    shared = nn.Linear(6, 6)
-    with raises(ValueError, "shared by stages 0 and 3, but each has a process of its own"):
-        ranks.pipeline([shared, nn.Linear(6, 6), nn.Linear(6, 6), shared])
     with raises(ValueError, "rank 2 builds another pipeline than rank 0"):
         ranks.pipeline(seeded(mlp), seed=int(ranks.rank == 2))
 
@@ -731,6 +729,7 @@ CASES: dict[str, Callable[[], None]] = {
         several_stages_per_worker,
         memory_between_networks,
         *alias_cases.CASES,
+        *tied_cases.CASES,
         *tree_cases.CASES,
     )
 }

@@ -1109,6 +1109,22 @@ TREES = (
         why="later stages would use the mask of an earlier step",
         tests=("tests/test_distributed.py::test_case[arguments_that_layers_share]",),
     ),
+    Mutant(
+        name="what was in .grad is summed again",
+        file="pipeline/ranks/tied.py",
+        old="        for tie in self._ties:\n            tie.parameter.grad = None\n",
+        new="        self._held = []\n",
+        why="a tied weight would count the steps before twice where gradients add up",
+        tests=("tests/test_distributed.py::test_case[tied_gradients_add_up]",),
+    ),
+    Mutant(
+        name="the first use first",
+        file="pipeline/ranks/tied.py",
+        old="        for rank in tie.ranks:\n            found = mine",
+        new="        for rank in reversed(tie.ranks):\n            found = mine",
+        why="three uses of one weight would be added in another order than in a plain backward",
+        tests=("tests/test_distributed.py::test_case[tied_weights_are_one_weight]",),
+    ),
 )
 
 MUTANTS: tuple[Mutant, ...] = (

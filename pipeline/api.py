@@ -45,6 +45,7 @@ from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.network import Network, network_of
 from gpipe_bench.pipeline.ranks.replicas import Replicas
+from gpipe_bench.pipeline.ranks.tied import TiedWeights, find_ties
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
 from gpipe_bench.pipeline.stage.graphed import refuse_graphs
 from gpipe_bench.pipeline.stage.keywords import Keywords
@@ -145,11 +146,12 @@ class Pipeline(nn.Module):
         mine = [modules[i] for k in local for i in self._partition[k]]
         self._devices = devices_of(devices, num_stages, mine)
         refuse_split_statistics(modules, self._partition)
+        homes = [self._schedule.worker(stage) for stage in range(num_stages)]
         if group is None:
-            refuse_split_ties(modules, self._partition, self._devices, "device")
-        else:
-            homes = [self._schedule.worker(stage) for stage in range(num_stages)]
-            refuse_split_ties(modules, self._partition, homes, "process")
+            refuse_split_ties(modules, self._partition, self._devices)
+            homes = [0] * num_stages
+        ties = find_ties(named, self._partition, homes)
+        self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
         self._replicas = Replicas(replica_group, timeout_s) if replica_group is not None else None
         self._layers: dict[str, nn.Module] = {}  # those of this process, by name
         for index in local:
@@ -171,6 +173,7 @@ class Pipeline(nn.Module):
             self._modules.update(self._layers)
         self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
+        self._tied: TiedWeights | None = None
         apart = len(set(self._devices)) > 1
         self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
         if network is not None:
@@ -182,7 +185,10 @@ class Pipeline(nn.Module):
                 share_memory=share_memory,
             )
             self._transport = self._ranks
-            check_equal(self.gather((self._layer_names, self._partition, self._schedule, seed)))
+            of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
+            check_equal(self.gather((self._layer_names, self._partition, self._schedule, seed, of_ties)))
+            self._tied = TiedWeights(ties, self._ranks)
+            self._tied.share_values()
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
@@ -205,7 +211,9 @@ class Pipeline(nn.Module):
         }
 
     def _prepare(self) -> None:
-        self._steps = Steps(self._schedule, self._stages, self._devices, self._transport, self._replicas)
+        self._steps = Steps(
+            self._schedule, self._stages, self._devices, self._transport, self._replicas, self._tied
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """For `copy` and `pickle`: everything but what is made of the rest again."""
@@ -380,10 +388,12 @@ class Pipeline(nn.Module):
         before, float64.
 
         The norm is made of one norm per parameter in the model's order, in processes or not: every K gives
-        the same bits. All ranks must call.
+        the same bits. A weight that stages share counts once. All ranks must call.
         """
         layers = [layer for stage in self._stages.values() for layer in stage.layers]
-        parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
+        everything = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
+        copies = self._tied.copies if self._tied is not None else frozenset()
+        parameters = [parameter for parameter in everything if parameter not in copies]
         device = next(iter(self._stages.values())).device
         norms = torch.zeros(len(parameters), dtype=torch.float64, device=device)
         present = [(i, p.grad) for i, p in enumerate(parameters) if p.grad is not None]
@@ -393,7 +403,7 @@ class Pipeline(nn.Module):
         if self.group is not None:
             # The parameters of a rank come stage by stage.
             counts: dict[int, int] = {}
-            seen: set[nn.Parameter] = set()
+            seen: set[nn.Parameter] = set(copies)
             for index, stage in self._stages.items():
                 own = {p for layer in stage.layers for p in layer.parameters()} - seen
                 counts[index] = len(own)
@@ -402,7 +412,7 @@ class Pipeline(nn.Module):
             found_norms = dict(pair for of_rank in self.gather(list(of_stages)) for pair in of_rank)
             norms = torch.cat([found_norms[stage] for stage in sorted(found_norms)]).to(device)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        torch.nn.utils.clip_grads_with_norm_(everything, max_norm, total)
         return total
 
     def close(self) -> None:

@@ -210,12 +210,9 @@ def backend_of(compile: bool | str) -> str | None:
 
 
 def refuse_split_ties(
-    layers: Sequence[nn.Module], spans: Sequence[range], homes: Sequence[object], kind: str
+    layers: Sequence[nn.Module], spans: Sequence[range], homes: Sequence[torch.device]
 ) -> None:
-    """A parameter on two devices or in two processes would be two parameters.
-
-    In one place a tie is just shared. `homes` is the place of each stage, of a `kind` such as "device".
-    """
+    """A parameter on two devices of one process would be two parameters; `homes` are those of the stages."""
     first: dict[nn.Parameter, int] = {}
     for stage, span in enumerate(spans):
         for index in span:
@@ -224,8 +221,8 @@ def refuse_split_ties(
                 if homes[other] != homes[stage]:
                     raise ValueError(
                         f"parameter {name!r} of layer {index} is shared by stages {other} and {stage}, but "
-                        f"each has a {kind} of its own; keep tied layers in one stage, or the stages in one "
-                        "place"
+                        "each has a device of its own; keep tied layers in one stage, or the stages in "
+                        "processes of their own"
                     )
 
 

@@ -11,7 +11,7 @@ wait for as long as the user's process group says and cannot tell which rank is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,8 +97,12 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
             f"the checkpoint was written with seed {int(state['seed'])}, the pipeline has {seed}; build it "
             "with the same seed"
         )
-    pipeline.load_state_dict(state["model"])
-    set_optimizer_state_dict(pipeline, optimizer, optim_state_dict=state["optimizer"], options=_BY_NAME)
+    first = pipeline.tied_names
+    pipeline.load_state_dict({name: state["model"][first.get(name, name)] for name in pipeline.state_dict()})
+    here = {first[name]: name for name, _ in pipeline.named_parameters() if name in first}
+    set_optimizer_state_dict(
+        pipeline, optimizer, optim_state_dict=_renamed(state["optimizer"], here), options=_BY_NAME
+    )
     pipeline.num_steps = int(state["num_steps"])
 
 
@@ -118,11 +122,26 @@ def _on_all(
     return [result for result, _ in found]  # type: ignore[misc]
 
 
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """An optimizer's flattened state with other names for some parameters."""
+    found = {}
+    for key, value in state.items():
+        kind, _, rest = key.partition(".")
+        for old, new in names.items():
+            if rest.startswith(f"{old}."):
+                key = f"{kind}.{new}{rest.removeprefix(old)}"
+                break
+        found[key] = value
+    return found
+
+
 def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    first = pipeline.tied_names  # a weight with several names, in one process or several, is one entry
+    # Creates the optimizer's state if there is none yet, which loading needs as a place to load into.
+    state = get_optimizer_state_dict(pipeline, optimizer, options=_BY_NAME)
     return {
-        "model": pipeline.state_dict(),
-        # Creates the optimizer's state if there is none yet, which loading needs as a place to load into.
-        "optimizer": get_optimizer_state_dict(pipeline, optimizer, options=_BY_NAME),
+        "model": {first.get(name, name): value for name, value in pipeline.state_dict().items()},
+        "optimizer": _renamed(state, first),
         "num_steps": torch.tensor(pipeline.num_steps),
         "seed": torch.tensor(pipeline.seed),
     }

@@ -19,6 +19,7 @@ from gpipe_bench.pipeline.errors import ActionError, PeerError
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.replicas import Replicas
+from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage import shared as shared_arguments
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import (
@@ -38,7 +39,8 @@ from gpipe_bench.pipeline.transport import Plan, Transport
 class Steps:
     """Takes mini-batches through `stages`, those of this process by their indices.
 
-    `stage_devices` is the device of each stage of the pipeline; `replicas` are told of failures.
+    `stage_devices` is the device of each stage of the pipeline; `replicas` are told of failures; `tied`
+    are the weights that other processes have, too.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class Steps:
         stage_devices: Sequence[torch.device],
         transport: Transport,
         replicas: Replicas | None,
+        tied: TiedWeights | None = None,
     ) -> None:
         self._schedule, self._stages = schedule, stages
-        self._transport, self._replicas = transport, replicas
+        self._transport, self._replicas, self._tied = transport, replicas, tied
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
         self._asks = isinstance(transport, PointToPoint)  # which mini-batches have messages of equal shapes
@@ -98,6 +101,8 @@ class Steps:
                 plan = Plan(num_examples(batch), training, message)
                 signature = self._signature(model, batch, plan) if self._asks else None
             plan = self._transport.begin(plan, signature)
+            if training and self._tied is not None:
+                self._tied.begin()
             versions = shared_arguments.versions(plan.shared)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
@@ -125,11 +130,15 @@ class Steps:
                     "use; use the out-of-place form of the operation"
                 )
             loss = self._transport.finish()
+            if training and self._tied is not None:
+                self._tied.sum_gradients()
             for stage in self._stages.values():
                 stage.finish()
         except BaseException as error:
             for stage in self._stages.values():
                 stage.reset()
+            if self._tied is not None:
+                self._tied.restore()
             # The other ranks must not wait, nor the other replicas.
             failure = error if isinstance(error, ActionError) else self._transport.abort(None, error)
             if self._replicas is not None:

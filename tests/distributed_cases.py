@@ -22,6 +22,7 @@ from unittest import mock
 
 import alias_cases
 import own_model_cases
+import tied_cases
 import torch
 import tree_cases
 from random_schedules import BOTH_LOOK_AWAY, HELD_UP, LATE_WEIGHTS
@@ -322,9 +323,6 @@ def arguments_that_do_not_fit() -> None:
     ranks = Ranks()
     with raises(ValueError, "4 ranks for 3 stages"):
         Pipeline(seeded(mlp), num_stages=3, num_microbatches=2, group=dist.group.WORLD)
-    shared = nn.Linear(6, 6)
-    with raises(ValueError, "shared by stages 0 and 3, but each has a process of its own"):
-        ranks.pipeline([shared, nn.Linear(6, 6), nn.Linear(6, 6), shared])
     with raises(ValueError, "rank 2 builds another pipeline than rank 0"):
         ranks.pipeline(seeded(mlp), seed=int(ranks.rank == 2))
 
@@ -937,6 +935,7 @@ CASES: dict[str, Callable[[], None]] = {
         the_loss_is_told_before_the_last_weights,
         memory_between_networks,
         *alias_cases.CASES,
+        *tied_cases.CASES,
         *tree_cases.CASES,
         *own_model_cases.CASES,
     )

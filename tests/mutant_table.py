@@ -1261,6 +1261,22 @@ TREES = (
         why="later stages would use the mask of an earlier step",
         tests=("tests/test_distributed.py::test_case[arguments_that_layers_share]",),
     ),
+    Mutant(
+        name="what was in .grad is summed again",
+        file="pipeline/ranks/tied.py",
+        old="        for tie in self._ties:\n            tie.parameter.grad = None\n",
+        new="        self._held = []\n",
+        why="a tied weight would count the steps before twice where gradients add up",
+        tests=("tests/test_distributed.py::test_case[tied_gradients_add_up]",),
+    ),
+    Mutant(
+        name="the first use first",
+        file="pipeline/ranks/tied.py",
+        old="        for rank in tie.ranks:\n            found = mine",
+        new="        for rank in reversed(tie.ranks):\n            found = mine",
+        why="three uses of one weight would be added in another order than in a plain backward",
+        tests=("tests/test_distributed.py::test_case[tied_weights_are_one_weight]",),
+    ),
 )
 
 NCCL = "tests/test_nccl_pipeline.py::test_"
@@ -1271,7 +1287,7 @@ ACCELERATED = (
         file="pipeline/ranks/messages/receiving.py",
         old="self._gate.passed < self._after[microbatch]",
         new="False",
-        why="a wait for the whole device would wait for a message that needs what this rank has yet to enqueue",
+        why="a wait for the whole device would wait for what this rank has yet to enqueue",
         tests=(f"{NCCL}a_wait_for_the_device_ends_at_every_action[gpipe-True]",),
     ),
     Mutant(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form
 
-_LENGTH_TAG, _DATA_TAG, _STAMP_TAG = 2**27, 2**27 + 1, 2**27 + 2
+_LENGTH_TAG, _DATA_TAG, _STAMP_TAG, _TENSOR_TAG = range(2**27, 2**27 + 4)
 T = TypeVar("T")
 
 
@@ -44,6 +44,21 @@ class Together:
         for rank, work in sent:
             self._connection.wait(work, None, rank)
         return found
+
+    def send_tensor(self, tensor: Tensor | None, target: int) -> None:
+        """Sends a tensor, or that there is none, to a rank that calls `receive_tensor`."""
+        self.send(int(tensor is not None), target)
+        if tensor is not None and tensor.numel():
+            data = tensor.detach().cpu().contiguous()
+            self._connection.wait(self._connection.send(data, target, _TENSOR_TAG), None, target)
+
+    def receive_tensor(self, like: Tensor, source: int) -> Tensor | None:
+        """A tensor of the shape and dtype of `like`, on its device."""
+        if not self.receive(source):
+            return None
+        form = Form.of(torch.empty(like.shape, dtype=like.dtype, device="meta"))
+        received = self._receive(form, source, _TENSOR_TAG) if like.numel() else torch.empty(like.shape)
+        return received.to(like.device, like.dtype)
 
     def send(self, number: int, target: int) -> None:
         """Sends a number to a rank that calls `receive`."""

@@ -50,6 +50,7 @@ class Kept:
         "edges",
         "exits",
         "inputs",
+        "kind",
         "needs_grad",
         "places",
         "stage",
@@ -66,6 +67,8 @@ class Kept:
         self.inputs: tuple[Tensor, ...] = ()  # the boundary inputs; leaves where they need a gradient
         self.structure: Structure = None
         self.needs_grad: tuple[bool, ...] = ()
+        # What decides which of the stage's outputs need a gradient and which inputs its layers overwrite.
+        self.kind: Hashable = ()
         self.versions: tuple[int, ...] = ()  # of the inputs, to notice a layer that overwrites what R needs
         self.buffers: Saved | None = None  # what the forward saw of the buffers that change, for R
         self.edges: tuple[GradientEdge, ...] = ()  # where the gradients of the outputs enter the graph
@@ -75,19 +78,17 @@ class Kept:
 
     def take(self, received: Message) -> None:
         """The inputs that came from the stage before."""
-        self.inputs, self.structure, self.needs_grad = received
+        self.inputs, structure, self.needs_grad = received
+        self.structure, self.kind = structure, self.needs_grad
+        if type(structure) is Nested:
+            self.kind = (self.needs_grad, structure.kind())
 
     def take_own(self, microbatch: Tree) -> None:
         """The inputs of the first stage: its own part of the mini-batch, on its device."""
-        tensors, self.structure = flatten(microbatch, "the mini-batch")
+        tensors, structure = flatten(microbatch, "the mini-batch")
         # .data: parts of one batch share a version counter, but overwriting one does not change the others.
-        self.inputs = tuple([tensor.data for tensor in tensors])
-        self.needs_grad = (False,) * len(tensors)
-
-    def kind(self) -> Hashable:
-        """What decides which of the stage's outputs need a gradient and which inputs its layers overwrite."""
-        structure = self.structure
-        return (self.needs_grad, structure.kind()) if isinstance(structure, Nested) else self.needs_grad
+        tensors = tuple([tensor.data for tensor in tensors])
+        self.take(Message(tensors, structure, (False,) * len(tensors)))
 
     def enter(
         self,
@@ -105,15 +106,11 @@ class Kept:
         inputs = self.inputs
         if copied:
             inputs = tuple([t.clone() if i in copied else t for i, t in enumerate(inputs)])
-        entered = self._enter(inputs, again)
-        if watched is not None:
-            watched += [(tensor, tensor._version) for tensor in entered]
-        return entered
-
-    def _enter(self, inputs: tuple[Tensor, ...], again: bool) -> tuple[Tensor, ...]:
         if not (torch.is_grad_enabled() and any(self.needs_grad)):
             if not again:
                 self.inputs = inputs
+            if watched is not None:
+                watched += [(tensor, tensor._version) for tensor in inputs]
             return inputs
         exits: list[Tensor | None] = [None] * len(self.needs_grad)
         leaves: list[Tensor] = []
@@ -124,6 +121,8 @@ class Kept:
             entered.append(_Entry.apply(leaf, exits, position) if needed else leaf)
         if not again:
             self.exits, self.inputs = exits, tuple(leaves)
+        if watched is not None:
+            watched += [(tensor, tensor._version) for tensor in entered]
         return tuple(entered)
 
     def split(self, edges: tuple[GradientEdge, ...]) -> Split:

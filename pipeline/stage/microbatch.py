@@ -128,9 +128,9 @@ def unflatten(tensors: Sequence[Tensor], structure: Structure) -> Tree:
     """The tree that `flatten` took apart."""
     if structure is None:
         return tensors[0]
-    if isinstance(structure, Nested):
+    if type(structure) is Nested:
         return structure.build(tensors)
-    return tuple([tensors[position] for position in structure])
+    return tuple([tensors[position] for position in structure])  # type: ignore[union-attr]
 
 
 def change(tree: Tree, function: Callable[[Tensor], Tensor], what: str) -> Tree:

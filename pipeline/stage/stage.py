@@ -195,7 +195,7 @@ class Stage:
         del received
         if not self._training:
             return self._forward_only(state, m)
-        kind = state.kind()
+        kind = state.kind
         known = self._needs_grad.get(kind)
         copied: Sequence[int] = ()
         watched: list[tuple[Tensor, int]] | None = None
@@ -265,15 +265,14 @@ class Stage:
             _AS_THEY_ARE if state.buffers is None else self._buffers.as_saved(state.buffers)
         )
         with buffers, torch.enable_grad():
-            kind = state.kind()
-            copied = self._overwritten[kind]
+            copied = self._overwritten[state.kind]
             output = self._runner.run(m, unflatten(state.enter(copied), state.structure), recording=False)
             if self.is_last:
                 state.keep_graph((self._runner.loss(m, output),))
                 return
         state.buffers = None
         tensors, _ = flatten(output, self._runner.describe_output(self.index))
-        state.keep_graph(tensors, self._needs_grad[kind])
+        state.keep_graph(tensors, self._needs_grad[state.kind])
 
     def backward(self, m: int, gradients: Gradients) -> Gradients:
         """B: gradients of the outputs in, parameter gradients accumulated, gradients of the inputs out.

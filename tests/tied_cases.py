@@ -1,0 +1,168 @@
+"""Weights that stages of several processes share: cases that `distributed_cases` runs on four ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from ranks import EXACT, Ranks, assert_own_gradients, raises
+from tiny_models import plain_step, seeded
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from gpipe_bench.pipeline import Pipeline, checkpoint
+
+WORDS, WIDTH = 7, 4
+
+
+class Mixed(nn.Module):
+    """Uses the embedding's weight a third time, between the other two."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+        self.linear = nn.Linear(WORDS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(nn.functional.linear(x, self.weight)).tanh()
+
+
+def tied_model(users: int) -> nn.Sequential:
+    """An embedding, layers, and an output layer that has its weight; a layer between them, too, of three."""
+    embedding, output = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+    output.weight = embedding.weight
+    middle = Mixed(embedding) if users == 3 else nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(embedding, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)), middle, output)
+
+
+def words(batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(WORDS, (batch_size,), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def pairs() -> Ranks:
+    first = dist.get_rank() // 2 * 2
+    return Ranks(dist.new_group([first, first + 1], use_local_synchronization=True))
+
+
+def sgd(pipeline: Pipeline) -> torch.optim.Optimizer:
+    return torch.optim.SGD(pipeline.parameters(), lr=0.3, momentum=0.9)
+
+
+def train(
+    pipeline: Pipeline, optimizer: torch.optim.Optimizer, steps: range, ranks: Ranks | None = None
+) -> list[Tensor]:
+    found = []
+    for step in steps:
+        batch, target = words(6, step)
+        own = (batch, target) if ranks is None else ranks.own(batch, target)
+        found.append(pipeline.step(*own, nn.functional.cross_entropy))
+        found.append(pipeline.clip_grad_norm_(0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def assert_same_weights(pipeline: Pipeline, wanted: dict[str, Tensor]) -> None:
+    for name, value in pipeline.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def tied_weights_are_one_weight() -> None:
+    """With one micro-batch the gradients meet in a plain backward's order: the same bits after some steps,
+    whatever the ranks began with.
+    """
+    for ranks in (Ranks(), pairs()):
+        for users in (2, 3):
+            alone = Pipeline(
+                seeded(lambda users=users: tied_model(users), torch.float32), num_stages=1, num_microbatches=1
+            )
+            wanted = train(alone, sgd(alone), range(3))
+            layers = seeded(lambda users=users: tied_model(users), torch.float32)
+            if not ranks.is_first:
+                layers[0].weight.data.normal_()
+            pipeline = ranks.pipeline(layers, 1, schedule="gpipe")
+            found = train(pipeline, sgd(pipeline), range(3), ranks)
+            for one, other in zip(found, wanted, strict=True):
+                assert torch.equal(one, other)
+            assert_same_weights(pipeline, alone.state_dict())
+
+
+def tied_gradients_add_up() -> None:
+    """Over uneven micro-batches, in every schedule, and over steps without `zero_grad`."""
+    ranks = Ranks()
+    for schedule, remat in (("gpipe", "always"), ("1f1b", "never"), ("zb-h1", "except_last")):
+        plain = seeded(lambda: tied_model(3))
+        pipeline = ranks.pipeline(seeded(lambda: tied_model(3)), 3, schedule=schedule, remat=remat)
+        for step in range(2):
+            batch, target = words(7, step)
+            wanted = plain_step(plain, batch, target, nn.functional.cross_entropy, 3, step=step)
+            gradients = {
+                **wanted.gradients,
+                "2.weight": plain[0].weight.grad,
+                "3.weight": plain[0].weight.grad,
+            }
+            pipeline.step(*ranks.own(batch, target), nn.functional.cross_entropy)
+            assert_own_gradients(pipeline, gradients, **EXACT)
+        pipeline(batch if ranks.is_first else None)
+        assert_own_gradients(pipeline, gradients, **EXACT)
+        pipeline.zero_grad()
+        for layer in pipeline.children():
+            layer.requires_grad_(requires_grad=layer is pipeline._modules.get("2"))
+        for name, parameter in pipeline.named_parameters():
+            if name in pipeline.tied_names or name in pipeline.tied_names.values():
+                parameter.requires_grad_(requires_grad=False)
+        pipeline.refresh()
+        pipeline.step(*ranks.own(*words(7, 2)), nn.functional.cross_entropy)
+        assert all((p.grad is None) != p.requires_grad for p in pipeline.parameters())
+
+
+def tied_weights_in_checkpoints() -> None:
+    """One entry of the weight and of its optimizer's state, however it was trained; runs go on alike."""
+    ranks, pair = Ranks(), pairs()
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    alone = Pipeline(seeded(lambda: tied_model(2), torch.float32), num_stages=1, num_microbatches=1)
+    train(alone, optimizer := sgd(alone), range(2))
+    path = Path(folder[0])
+    if ranks.is_first:
+        checkpoint.save(path / "one", alone, optimizer)
+    four = ranks.pipeline(seeded(lambda: tied_model(2), torch.float32), 1)
+    train(four, its := sgd(four), range(2), ranks)
+    checkpoint.save(path / "four", four, its)
+    for name in ("one", "four"):
+        entries = FileSystemReader(path / name).read_metadata().state_dict_metadata
+        assert "model.0.weight" in entries, entries.keys()
+        assert not [key for key in entries if "3.weight" in key], entries.keys()
+        assert "optimizer.state.0.weight.momentum_buffer" in entries, entries.keys()
+    wanted = train(alone, optimizer, range(2, 4))
+    for name in ("one", "four"):
+        other = pair.pipeline(seeded(lambda: tied_model(2), torch.float32, seed=3), 1)
+        checkpoint.load(path / name, other, its := sgd(other))
+        for found, expected in zip(train(other, its, range(2, 4), pair), wanted, strict=True):
+            assert torch.equal(found, expected)
+        assert_same_weights(other, alone.state_dict())
+    one = Pipeline(seeded(lambda: tied_model(2), torch.float32, seed=3), num_stages=1, num_microbatches=1)
+    checkpoint.load(path / "four", one, its := sgd(one))
+    train(one, its, range(2, 4))
+    assert_same_weights(one, alone.state_dict())
+
+
+def a_tie_of_sparse_gradients_is_refused() -> None:
+    pair = pairs()
+    embedding, output = nn.Embedding(WORDS, WIDTH, sparse=True), nn.Linear(WIDTH, WORDS)
+    output.weight = embedding.weight
+    pipeline = pair.pipeline([embedding, output], 1)
+    with raises(RuntimeError, "is sparse and cannot be summed"):
+        pipeline.step(*pair.own(*words(4, 0)), nn.functional.cross_entropy)
+
+
+CASES: tuple[Callable[[], None], ...] = (
+    tied_weights_are_one_weight,
+    tied_gradients_add_up,
+    tied_weights_in_checkpoints,
+    a_tie_of_sparse_gradients_is_refused,
+)

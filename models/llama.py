@@ -44,8 +44,8 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         normed = self.norm_2(x)
-        hidden: Tensor = F.silu(self.gate(normed)) * self.inner(normed)
-        return x + self.outer(hidden)
+        result: Tensor = x + self.outer(F.silu(self.gate(normed)) * self.inner(normed))
+        return result
 
 
 def rotated(x: Tensor, theta: float) -> Tensor:

@@ -7,6 +7,7 @@ import io
 import itertools
 import pickle
 import random
+import weakref
 
 import pytest
 import torch
@@ -127,6 +128,33 @@ def test_sizes_are_those_of_the_micro_batch_at_hand() -> None:
     layers = split(CASES["residual"].model(), CASES["residual"].at).eval()
     for count in (1, 3):
         assert layers(torch.randn(count, 2, 8, 8, dtype=torch.float64)).shape == (count, 3)
+
+
+def test_a_part_lets_go_of_what_it_no_longer_needs() -> None:
+    given: list[weakref.ref[Tensor]] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            alive.append(sum(ref() is not None for ref in given))
+            result = super().forward(x)
+            given.append(weakref.ref(result))
+            return result
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.links = nn.ModuleList(Watched(3, 3) for _ in range(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for link in self.links:
+                x = link(x) + 1
+            return x
+
+    alive: list[int] = []
+    layers = split(Chain(), ["links.1"])
+    with torch.no_grad():
+        layers[1](torch.randn(2, 3))
+    assert alive == [0] * 4
 
 
 def test_pipelines_of_split_models_can_be_copied_and_pickled() -> None:

@@ -358,6 +358,24 @@ def test_inputs_with_a_default_are_taken_when_they_are_named() -> None:
     assert torch.equal(both((x + 1, x)), model(x, x + 1))
 
 
+def test_a_rank_calls_a_tied_weight_what_the_model_calls_it() -> None:
+    """By its first name in the model, which optimizers' states are saved by."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.used, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+            self.used.weight = self.shared.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.used(x))
+
+    layers, rank = split(Tied(), ["last"]), nn.Module()
+    layers.give_to(rank, [layers[0]])
+    assert [name for name, _ in rank.named_parameters()] == ["shared.weight", "shared.bias", "used.bias"]
+    assert set(rank.state_dict()) == {"shared.weight", "shared.bias", "used.weight", "used.bias"}
+
+
 def test_a_module_called_twice_is_cut_before_its_first_call() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""The paper's models, each an `nn.Sequential` of layers to profile, cut into stages and train.
+"""The paper's models and some others, each an `nn.Sequential` of layers to profile, cut into stages and
+train.
 
 A layer maps a tensor or a tuple of tensors to a tensor or a tuple; equal layers are built equally, so
 that one profile serves all of them. Everything can be built on the meta device, at full size and without
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpipe_bench.models.amoebanet.modules import set_drop_path
     from gpipe_bench.models.registry import MODELS, example_batch, loss_fn
+    from gpipe_bench.models.shapes import SHAPES
     from gpipe_bench.models.zoo import count_parameters, layer_parameters
 
 _HOMES = {
     "MODELS": "registry",
+    "SHAPES": "shapes",
     "example_batch": "registry",
     "loss_fn": "registry",
     "count_parameters": "zoo",
@@ -24,7 +27,15 @@ _HOMES = {
     "set_drop_path": "amoebanet.modules",
 }
 
-__all__ = ["MODELS", "count_parameters", "example_batch", "layer_parameters", "loss_fn", "set_drop_path"]
+__all__ = [
+    "MODELS",
+    "SHAPES",
+    "count_parameters",
+    "example_batch",
+    "layer_parameters",
+    "loss_fn",
+    "set_drop_path",
+]
 
 
 def __getattr__(name: str) -> Any:

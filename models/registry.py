@@ -15,10 +15,21 @@ from torch import Tensor, nn
 
 from gpipe_bench.models import checks
 from gpipe_bench.models.amoebanet.network import PRESETS, amoebanet
+from gpipe_bench.models.gpt2 import gpt2
+from gpipe_bench.models.llama import llama
 from gpipe_bench.models.resnet import resnet101
-from gpipe_bench.models.tasks import class_loss, image_batch, language_batch, token_loss, translation_batch
+from gpipe_bench.models.tasks import (
+    class_loss,
+    image_batch,
+    language_batch,
+    pixel_batch,
+    pixel_loss,
+    token_loss,
+    translation_batch,
+)
 from gpipe_bench.models.transformer.lm import transformer_lm
 from gpipe_bench.models.transformer.seq2seq import transformer_seq2seq
+from gpipe_bench.models.unet import unet
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,9 @@ MODELS: dict[str, Callable[..., nn.Sequential]] = {
     "transformer-lm": Builder(transformer_lm),
     "transformer-seq2seq": Builder(transformer_seq2seq),
     "resnet101": Builder(resnet101),
+    "gpt2": Builder(gpt2),
+    "llama": Builder(llama),
+    "unet": Builder(unet),
 }
 
 _BATCHES: dict[str, Callable[..., Any]] = {
@@ -59,6 +73,9 @@ _BATCHES: dict[str, Callable[..., Any]] = {
     "transformer-lm": language_batch,
     "transformer-seq2seq": translation_batch,
     "resnet101": image_batch,
+    "gpt2": language_batch,
+    "llama": language_batch,
+    "unet": pixel_batch,
 }
 
 
@@ -78,9 +95,9 @@ def example_batch(
         device: where to put the tensors; on `"meta"` they have no content.
         generator: source of the draws, on the same device; None is torch's default.
 
-    Shapes: images (N, 3, S, S) and classes (N,); tokens (N, T) and next tokens (N, T); for translation
-    inputs are the tuple (source, target input). Raises ValueError for an unknown name or option, or N <
-    1.
+    Shapes: images (N, 3, S, S) and classes (N,), or for the U-Net a mask (N, 1, S, S); tokens (N, T) and next
+    tokens (N, T); for translation inputs are the tuple (source, target input). Raises ValueError for an
+    unknown name or option, or N < 1.
     """
     options = _options(name, model_kwargs)
     checks.positive_int("batch_size", batch_size)
@@ -95,8 +112,10 @@ def loss_fn(name: str, **model_kwargs: Any) -> Callable[[Any, Tensor], Tensor]:
     `tf`, 0 for `torchgpipe`. Raises ValueError for an unknown name or option.
     """
     options = _options(name, model_kwargs)
-    if name.startswith("transformer"):
+    if _BATCHES[name] in (language_batch, translation_batch):
         return token_loss
+    if name == "unet":
+        return pixel_loss
     smoothing = PRESETS[options["preset"]].label_smoothing if "preset" in options else 0.0
     return partial(class_loss, label_smoothing=smoothing)
 

@@ -44,6 +44,16 @@ def translation_batch(
     return (source, target_in), target_out
 
 
+def pixel_batch(
+    batch_size: int, options: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Images (N, channels, S, S) from a standard normal, and masks (N, channels, S, S) of 0.0 and 1.0."""
+    side = checks.positive_int("image_size", options["image_size"])
+    shapes = [(batch_size, options[f"{end}_channels"], side, side) for end in ("input", "output")]
+    images = torch.randn(shapes[0], device=device, generator=generator)
+    return images, torch.randint(2, shapes[1], device=device, generator=generator).float()
+
+
 def _draw(
     size: str,
     options: Mapping[str, Any],
@@ -77,6 +87,11 @@ def class_loss(output: Tensor | tuple[Tensor, ...], target: Tensor, label_smooth
 def token_loss(output: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy of logits (N, T, V) for tokens (N, T): the mean over all tokens of all examples."""
     return F.cross_entropy(_widened(output).flatten(0, 1), target.flatten())
+
+
+def pixel_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Binary cross-entropy of logits and mask, both (N, channels, S, S): the mean over all pixels."""
+    return F.binary_cross_entropy_with_logits(_widened(output), target)
 
 
 def _widened(logits: Tensor) -> Tensor:

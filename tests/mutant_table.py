@@ -1410,8 +1410,43 @@ PLANNED = (
     ),
 )
 
+OWN_MODELS = (
+    Mutant(
+        name="a parameter of the part before",
+        file="pipeline/model/cut.py",
+        old="not _anywhere(node) or i in {piece_of[user] for user in node.users}]",
+        new="True]",
+        why="a parameter that is read before a cut and used behind it would belong to two processes",
+        tests=("tests/test_split.py::test_names_are_the_models_own[residual]",),
+    ),
+    Mutant(
+        name="one mode for both",
+        file="pipeline/model/traced.py",
+        old="program = self._programs[self.training]",
+        new="program = self._programs[True]",
+        why="a functional dropout between modules would go on in evaluation",
+        tests=("tests/test_split.py::test_evaluation_is_the_plain_models_and_training_comes_back[residual]",),
+    ),
+    Mutant(
+        name="values kept to the end",
+        file="pipeline/model/traced.py",
+        old="            for index in done:\n                values[index] = None\n",
+        new="",
+        why="without a graph a part would hold all that its modules gave",
+        tests=("tests/test_split.py::test_a_part_lets_go_of_what_it_no_longer_needs",),
+    ),
+    Mutant(
+        name="the skip of the uppermost level",
+        file="models/unet.py",
+        old="return (state, state) if isinstance(state, Tensor) else (state[0], *state)",
+        new="return (state, state) if isinstance(state, Tensor) else (*state, state[0])",
+        why="each level would be joined with another one's way down",
+        tests=("tests/test_models_shapes.py::test_the_skips_of_a_unet_return_in_reverse_and_are_padded",),
+    ),
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
     *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *DEVICES, *ON_DEVICES, *TREES, *ACCELERATED,
-    *HALVES_MODELLED, *PLANNED,
+    *HALVES_MODELLED, *PLANNED, *OWN_MODELS,
 )  # fmt: skip

@@ -23,6 +23,9 @@ SMALL = {
     "transformer-lm": TOKENS,
     "transformer-seq2seq": TOKENS,
     "resnet101": {"num_blocks": (1, 1, 1, 1), "num_filters": 4} | IMAGES,
+    "gpt2": {"num_layers": 1, "vocab_size": 11, "d_model": 8, "num_heads": 2, "seq_len": 6},
+    "llama": TOKENS | {"num_kv_heads": 1},
+    "unet": {"num_convs": 2, "num_filters": 4, "depth": 2, "image_size": 9},
 }
 
 

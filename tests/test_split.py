@@ -7,6 +7,7 @@ import io
 import itertools
 import pickle
 import random
+import weakref
 
 import pytest
 import torch
@@ -127,6 +128,33 @@ def test_sizes_are_those_of_the_micro_batch_at_hand() -> None:
     layers = split(CASES["residual"].model(), CASES["residual"].at).eval()
     for count in (1, 3):
         assert layers(torch.randn(count, 2, 8, 8, dtype=torch.float64)).shape == (count, 3)
+
+
+def test_a_part_lets_go_of_what_it_no_longer_needs() -> None:
+    given: list[weakref.ref[Tensor]] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            alive.append(sum(ref() is not None for ref in given))
+            result = super().forward(x)
+            given.append(weakref.ref(result))
+            return result
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.links = nn.ModuleList(Watched(3, 3) for _ in range(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for link in self.links:
+                x = link(x) + 1
+            return x
+
+    alive: list[int] = []
+    layers = split(Chain(), ["links.1"])
+    with torch.no_grad():
+        layers[1](torch.randn(2, 3))
+    assert alive == [0] * 4
 
 
 def test_pipelines_of_split_models_can_be_copied_and_pickled() -> None:
@@ -328,6 +356,24 @@ def test_inputs_with_a_default_are_taken_when_they_are_named() -> None:
     assert torch.equal(split(model, ["last"])(x), model(x))
     both = split(model, ["last"], inputs=["scale", "x"])
     assert torch.equal(both((x + 1, x)), model(x, x + 1))
+
+
+def test_a_rank_calls_a_tied_weight_what_the_model_calls_it() -> None:
+    """By its first name in the model, which optimizers' states are saved by."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.used, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+            self.used.weight = self.shared.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.used(x))
+
+    layers, rank = split(Tied(), ["last"]), nn.Module()
+    layers.give_to(rank, [layers[0]])
+    assert [name for name, _ in rank.named_parameters()] == ["shared.weight", "shared.bias", "used.bias"]
+    assert set(rank.state_dict()) == {"shared.weight", "shared.bias", "used.weight", "used.bias"}
 
 
 def test_a_module_called_twice_is_cut_before_its_first_call() -> None:

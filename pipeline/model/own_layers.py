@@ -82,7 +82,7 @@ class OwnLayers(nn.Module):
         for part in parts:
             for name in part.held():
                 _put(self._whole[0], name, part)
-        tree = self._whole[0] if len(parts) == len(self) else _pruned(parts)
+        tree = self._whole[0] if len(parts) == len(self) else _pruned(self._whole[0], parts)
         for name in tree._modules:
             if name in vars(owner) or hasattr(type(owner), name):
                 raise ValueError(
@@ -116,14 +116,23 @@ def _take_over(module: nn.Module, tree: nn.Module) -> None:
         module.__dict__[table] = tree.__dict__[table]
 
 
-def _pruned(parts: Sequence[Part]) -> nn.Module:
+def _pruned(model: nn.Module, parts: Sequence[Part]) -> nn.Module:
+    """The model's tree with nothing in it but what the parts hold, in the model's order: the first name of a
+    weight is the same.
+    """
     tree = nn.Module()
-    modules = {name: module for part in parts for name, module in part._modules.items()}
-    for name in sorted(modules, key=lambda name: name.count(".")):  # a module before what is inside it
-        path, _, last = name.rpartition(".")
-        _reach(tree, path)._modules.setdefault(last, modules[name])
-    for part in parts:
-        for name in part.held():
+    holders = {name: part for part in parts for name in (*part._modules, *part.held())}
+    places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+
+    def place(name: str) -> int:
+        return places[name] if name in places else places[name.rpartition(".")[0]]
+
+    for name in sorted(holders, key=place):
+        part = holders[name]
+        if name in part._modules:
+            path, _, last = name.rpartition(".")
+            _reach(tree, path)._modules.setdefault(last, part._modules[name])
+        else:
             _put(tree, name, part)
     return tree
 

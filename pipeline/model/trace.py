@@ -132,7 +132,7 @@ class Trace(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         name = self.path_of_module(m)
-        last = next(reversed(self.graph.nodes))
+        last = next(iter(reversed(self.graph.nodes)))
         self._begun.append((name, last))
         if self.is_leaf_module(m, name):
             return super().call_module(m, forward, args, kwargs)

@@ -78,7 +78,9 @@ def test_another_worktree_is_another_checkout(checkout, tmp_path):
 
 
 def test_another_repository_is_not_guarded(checkout, other):
-    with pytest.raises(ValueError, match=f"{other} is another repository; .* cd {checkout}$"):
+    with pytest.raises(
+        ValueError, match=f"{other} is another repository, .* --repo {other} .* cd {checkout}$"
+    ):
         check_place(checkout, MODULE, other)
 
 

@@ -176,6 +176,25 @@ def _parser() -> argparse.ArgumentParser:
         "--budget-s", type=float, default=150.0, metavar="S", help="time for all rounds; default: %(default)g"
     )
     verb.add_argument("--history", type=Path, metavar="DIR", help="also write files for trend tools there")
+    verb.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="also add the result to this file, as to a job's summary",
+    )
+    verb.add_argument(
+        "--require-conclusive", action="store_true", help="exit with 1 where nothing can be told, too"
+    )
+    verb.add_argument("--repo", type=Path, metavar="DIR", help="guard another repository, with:")
+    verb.add_argument("--engine", metavar="MODULE:ATTRIBUTE", help="its engine, by this project's benchmarks")
+    verb.add_argument(
+        "--benchmarks", type=Path, metavar="FILE", help="functions of its own, a dictionary BENCHMARKS"
+    )
+    verb.add_argument(
+        "--path", action="append", default=[], metavar="FOLDER",
+        help="where its modules are, below DIR; default: DIR and DIR/src",
+    )  # fmt: skip
+    verb.add_argument("--build", metavar="COMMAND", help="run in the base's checkout before it is timed")
 
     verb = _add(verbs, "size", "the largest model for your accelerators, or where to cut one you have")
     verb.add_argument("model", metavar="MODEL", help="transformer-lm or amoebanet-d, with Table 1's options")

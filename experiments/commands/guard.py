@@ -1,7 +1,9 @@
 """`guard`: exact counters against the committed file, and timed benchmarks against a base revision.
 
-Exit status 0: counters equal and no confirmed regression, also where nothing could be told; 1: counters
-differ or a regression was confirmed; 2: bad usage; 3: a benchmark failed.
+With `--repo` the benchmarks alone, of an engine or of functions in another repository. Exit status 0:
+counters equal and no confirmed regression, also where nothing could be told (1 with
+`--require-conclusive`); 1: counters differ or a regression was confirmed; 2: bad usage; 3: a benchmark
+failed.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ import msgspec
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
-from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.run import Finding, guard
-from gpipe_bench.experiments.guard.text import conclusion, ending, table
+from gpipe_bench.experiments.guard.subject import Subject, repository, this_project
+from gpipe_bench.experiments.guard.text import conclusion, ending, markdown, table, untold
 from gpipe_bench.experiments.registry import suggestion
 from gpipe_bench.harness.guard.counters import differences, encode, load
 from gpipe_bench.harness.guard.process import WorkerError
-from gpipe_bench.harness.guard.tree import Base, base_tree, check_place
+from gpipe_bench.harness.guard.tree import Base, base_tree, check_place, top_of
 from gpipe_bench.harness.places import PUBLISHED, ROOT
 from gpipe_bench.harness.records.environment import code_state
 from gpipe_bench.harness.records.files import write_whole
@@ -35,33 +37,66 @@ SEED = 1811
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for bad usage."""
-    names = selected(arguments.only)
     if arguments.budget_s <= 0:
         raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 150")
-    if arguments.history is not None and arguments.base is None:
-        raise ValueError("--history keeps what was timed; give a revision to compare with, --base REF")
-    check_place(ROOT, "experiments/commands/guard.py", Path.cwd())
+    for option in ("history", "markdown"):
+        if getattr(arguments, option) is not None and arguments.base is None:
+            raise ValueError(f"--{option} keeps what was timed; give a revision to compare with, --base REF")
+    if arguments.require_conclusive and arguments.base is None:
+        raise ValueError("--require-conclusive is about what is timed; give a revision, --base REF")
     say = _teller(arguments.json)
+    status, findings = exits.DONE, []
     try:
-        status = check_counters(arguments, say)
-        findings = check_time(arguments, names, say) if arguments.base is not None else []
+        subject = subject_of(arguments)
+        names = selected(arguments.only, subject)
+        if subject.is_own:
+            status = check_counters(arguments, say)
+        if arguments.base is not None:
+            findings = check_time(arguments, subject, names, say)
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         annotate("error", str(error).splitlines()[0])
         return exits.CASE_FAILED
     if any(finding.confirmed for finding in findings):
         status = exits.VERDICT_FAILED
-    say(ending(status != exits.DONE, findings))
+    last = ending(status != exits.DONE, findings)
+    if status == exits.DONE and arguments.require_conclusive and untold(findings):
+        status = exits.VERDICT_FAILED
+        last += "; that is a failure, by --require-conclusive"
+    say(last)
+    if arguments.markdown is not None:
+        append_text(arguments.markdown, markdown(findings, last))
     return status
 
 
-def selected(only: Sequence[str]) -> list[str]:
+def subject_of(arguments: argparse.Namespace) -> Subject:
+    """What is to be measured. Raises ValueError where that is not clear, or nothing is."""
+    theirs = ("engine", "benchmarks", "path", "build")
+    if arguments.repo is None:
+        for option in theirs:
+            if getattr(arguments, option):
+                raise ValueError(
+                    f"--{option} is about another repository; name it: --repo DIR (. for the one here)"
+                )
+        check_place(ROOT, "experiments/commands/guard.py", Path.cwd())
+        return this_project()
+    for option, said in (("update", arguments.update), ("removed", arguments.removed)):
+        if said:
+            raise ValueError(f"--{option} is about this project's own counters, not about --repo")
+    if arguments.base is None:
+        raise ValueError("--repo times a repository against one of its revisions; give it, --base REF")
+    return repository(
+        arguments.repo, arguments.engine or "", arguments.benchmarks, arguments.path, arguments.build or ""
+    )
+
+
+def selected(only: Sequence[str], subject: Subject) -> list[str]:
     """The benchmarks asked for, all without a choice. Raises ValueError for an unknown one."""
     for name in only:
-        if name not in BENCHMARKS:
-            close = suggestion(name, BENCHMARKS)
-            raise ValueError(f"unknown benchmark {name!r}{close}; known: {', '.join(BENCHMARKS)}")
-    return [name for name in BENCHMARKS if name in only or not only]
+        if name not in subject.benchmarks:
+            close = suggestion(name, subject.benchmarks)
+            raise ValueError(f"unknown benchmark {name!r}{close}; known: {', '.join(subject.benchmarks)}")
+    return [name for name in subject.benchmarks if name in only or not only]
 
 
 def check_counters(arguments: argparse.Namespace, say: Any) -> int:
@@ -106,11 +141,14 @@ def benchmark_changes(expected: Sequence[str], found: Sequence[str]) -> list[str
     return lines + [f"benchmark {name}: new, not in the file" for name in found if name not in expected]
 
 
-def check_time(arguments: argparse.Namespace, names: Sequence[str], say: Any) -> list[Finding]:
+def check_time(
+    arguments: argparse.Namespace, subject: Subject, names: Sequence[str], say: Any
+) -> list[Finding]:
     """The second tier, and the third where a history is kept."""
-    with base_tree(ROOT, arguments.base) as base:
-        refuse_vanished(base, arguments.removed)
-        state = code_state(ROOT)
+    with base_tree(subject.root, arguments.base) as base:
+        if subject.is_own:
+            refuse_vanished(base, arguments.removed)
+        state = code_state(top_of(subject.root) or subject.root)
         changed = ", with uncommitted changes" if state["git_dirty"] else ""
         say(
             f"base: {base.commit[:12]}, where HEAD left {base.ref}; "
@@ -118,19 +156,26 @@ def check_time(arguments: argparse.Namespace, names: Sequence[str], say: Any) ->
         )
         if base.commit == state["git_commit"] and not state["git_dirty"]:
             say("both are the same code: any difference is noise")
-        findings = guard(base.path, ROOT, names, SEED, budget_s=arguments.budget_s, tell=say)
+        subject.prepare(base.path)
+        findings = guard(
+            base.path, subject.root, names, SEED, budget_s=arguments.budget_s,
+            benchmarks=subject.benchmarks, program=subject.program, tell=say,
+        )  # fmt: skip
+    if not any(finding.runs for finding in findings):
+        reasons = "; ".join(f"{finding.benchmark}: {finding.refused}" for finding in findings)
+        raise WorkerError(f"nothing was timed: {reasons}")
     say(f"\n{table(findings)}\n")
     for finding in findings:
         say(conclusion(finding))
         if finding.confirmed:
             annotate("error", conclusion(finding))
-        elif finding.verdicts[-1] != "same" or finding.notes:
+        elif finding.refused or finding.verdicts[-1] != "same" or finding.notes:
             annotate("warning", conclusion(finding))
     if arguments.json:
         for finding in findings:
             print_line(msgspec.json.encode({"tier": "time", "base": base.commit, **as_data(finding)}))
     if arguments.history is not None:
-        for path in save_history(arguments.history, findings):
+        for path in save_history(arguments.history, findings, subject):
             say(f"history: {path}")
     return findings
 
@@ -139,7 +184,7 @@ def refuse_vanished(base: Base, removed: Sequence[str]) -> None:
     """Raises ValueError for benchmarks that the base has and the working tree has lost."""
     path = base.path / COUNTERS.relative_to(ROOT)
     known = load(path).get("benchmarks", []) if path.exists() else []
-    lost = [name for name in known if name not in BENCHMARKS and name not in removed]
+    lost = [name for name in known if name not in this_project().benchmarks and name not in removed]
     if lost:
         options = " ".join(f"--removed {name}" for name in lost)
         raise ValueError(
@@ -158,27 +203,38 @@ def as_data(finding: Finding) -> dict[str, Any]:
         for each in finding.runs
     ]
     return {
-        "benchmark": finding.benchmark, "confirmed": finding.confirmed, "notes": finding.notes, "runs": runs,
+        "benchmark": finding.benchmark, "confirmed": finding.confirmed, "refused": finding.refused,
+        "notes": finding.notes, "runs": runs,
     }  # fmt: skip
 
 
-def save_history(folder: Path, findings: Sequence[Finding]) -> list[Path]:
+def save_history(folder: Path, findings: Sequence[Finding], subject: Subject) -> list[Path]:
     """Writes what was measured for trend tools; the paths."""
     from datetime import UTC, datetime
 
     from gpipe_bench.harness.guard.history import Commit, Entry, save
 
-    state = code_state(ROOT)
+    state = code_state(top_of(subject.root) or subject.root)
     entries = [
         Entry(
-            finding.benchmark, BENCHMARKS[finding.benchmark].describe, finding.runs[-1],
+            finding.benchmark, subject.benchmarks[finding.benchmark].describe, finding.runs[-1],
             tuple(finding.samples_s), finding.repeats,
         )
         for finding in findings
+        if finding.runs
     ]  # fmt: skip
     branch = os.environ.get("GITHUB_HEAD_REF") or os.environ.get("GITHUB_REF_NAME") or ""
     commit = Commit(state["git_commit"] or "", bool(state["git_dirty"]), branch)
     return save(folder, entries, commit, datetime.now(UTC))
+
+
+def append_text(path: Path, text: str) -> None:
+    """Adds to a file that others add to as well, such as a job's summary. Raises ValueError."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ValueError(f"{path} can't be written: {error}") from error
 
 
 def _teller(is_json: bool) -> Any:

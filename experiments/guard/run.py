@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpipe_bench.experiments.guard.arms import Arm, arms_of, calibrate
-from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS, Benchmark
+from gpipe_bench.experiments.guard.arms import Arm, Built, Program, Timed, arms_of, calibrate
+from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.harness.guard.judge import LOOKS, Judgement, Look, confirmed, needs_another_run
+from gpipe_bench.harness.guard.process import WorkerError
 from gpipe_bench.harness.guard.rounds import run_rounds
 from gpipe_bench.harness.timing.rounds import SAMPLE_S
 
@@ -33,6 +34,7 @@ class Finding:
     notes: list[str] = field(default_factory=list)
     samples_s: list[float] = field(default_factory=list)  # the head's, in the last run
     repeats: int = 0  # steps per sample, in the last run
+    refused: str = ""  # why there is nothing to time: neither revision can run it, or only the head can
 
     @property
     def verdicts(self) -> list[str]:
@@ -45,7 +47,7 @@ class Finding:
 
     @property
     def needs_another_run(self) -> bool:
-        return needs_another_run([run.verdict for run in self.runs])
+        return not self.refused and needs_another_run([run.verdict for run in self.runs])
 
 
 def guard(
@@ -58,12 +60,16 @@ def guard(
     sample_s: float = SAMPLE_S,
     looks: Sequence[Look] = LOOKS,
     slow_down: float = 0.0,
+    benchmarks: Mapping[str, Timed] = BENCHMARKS,
+    program: Program | None = None,
     tell: Callable[[str], None] = lambda line: None,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
-    """Compares the trees `base` and `head`. Raises WorkerError where a benchmark can't be run."""
+    """Compares the trees `base` and `head` by `benchmarks`, in processes of `program` (the default is the one
+    for this project). Raises WorkerError where a benchmark can't be run.
+    """
     deadline_s = clock_s() + budget_s
-    chosen: Mapping[str, Benchmark] = {name: BENCHMARKS[name] for name in names}
+    chosen = {name: benchmarks[name] for name in names}
     findings = [Finding(name) for name in chosen]
     while pending := [finding for finding in findings if finding.needs_another_run]:
         if pending[0].runs and clock_s() + AGAIN_S > deadline_s:
@@ -71,7 +77,7 @@ def guard(
                 finding.notes.append("no time left to measure again")
             break
         needed = {finding.benchmark: chosen[finding.benchmark] for finding in pending}
-        with arms_of(base, head, needed, slow_down=slow_down) as arms:
+        with arms_of(base, head, needed, slow_down=slow_down, program=program) as arms:
             for index, finding in enumerate(pending):
                 now_s = clock_s()  # of what is left each gets its share, so that a busy machine starves none
                 share_s = (deadline_s - now_s) / (len(pending) - index)
@@ -79,6 +85,9 @@ def guard(
                 judgement = measure(
                     arms, finding, run_seed, looks=looks, sample_s=sample_s, deadline_s=now_s + share_s
                 )
+                if judgement is None:
+                    tell(f"{finding.benchmark}: not timed: {finding.refused}")
+                    continue
                 finding.runs.append(judgement)
                 tell(f"{finding.benchmark}, run {len(finding.runs)}: {judgement.verdict}")
     return findings
@@ -92,14 +101,16 @@ def measure(
     looks: Sequence[Look] = LOOKS,
     sample_s: float = SAMPLE_S,
     deadline_s: float = math.inf,
-) -> Judgement:
-    """One run of one benchmark."""
+) -> Judgement | None:
+    """One run of one benchmark; None where it is refused, which the finding then says."""
     name = finding.benchmark
-    losses = {arm: each.build(name) for arm, each in arms.items()}
-    if not math.isclose(losses["base"], losses["head"], rel_tol=1e-4) and not finding.notes:
-        finding.notes.append(
-            f"computes something else: the first loss was {losses['base']:.6g} and is {losses['head']:.6g}"
-        )
+    built = {arm: each.build(name) for arm, each in arms.items()}
+    finding.refused = _refused(name, built["base"], built["head"])
+    if finding.refused:
+        return None
+    before, now = built["base"].loss, built["head"].loss
+    if before is not None and now is not None and _differ(before, now) and not finding.notes:
+        finding.notes.append(f"computes something else: the first loss was {before:.6g} and is {now:.6g}")
     repeats = calibrate(arms["base"], name, sample_s)
     judgement, rounds = run_rounds(
         lambda arm: arms[arm].sample(name, repeats), seed, looks=looks, deadline_s=deadline_s
@@ -107,3 +118,17 @@ def measure(
     finding.samples_s = [sample.wall_s for each in rounds for sample in each.head]
     finding.repeats = repeats
     return judgement
+
+
+def _differ(before: float, now: float) -> bool:
+    """By more than rounding."""
+    return not math.isclose(before, now, rel_tol=1e-4)
+
+
+def _refused(name: str, base: Built, head: Built) -> str:
+    """Why there is nothing to compare. Raises WorkerError where the head has unlearnt it."""
+    if head.refused and not base.refused:
+        raise WorkerError(f"{name}: the base runs it, the head refuses: {head.refused}")
+    if base.refused and not head.refused:
+        return f"the base refuses, the head runs it: {base.refused}"
+    return head.refused

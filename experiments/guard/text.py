@@ -23,8 +23,18 @@ five. Processor time can't see waiting and decides nothing."""
 
 def table(findings: Sequence[Finding]) -> str:
     """All runs, in columns."""
+    return f"{_grid(findings).text()}\n\n{LEGEND}"
+
+
+def markdown(findings: Sequence[Finding], last: str) -> str:
+    """The same as a piece of a markdown page, the last line first: a job's summary."""
+    told = "".join(f"- {conclusion(finding)}\n" for finding in findings)
+    return f"### {last}\n\n{told}\n{_grid(findings).markdown()}\n\n{LEGEND}\n"
+
+
+def _grid(findings: Sequence[Finding]) -> Grid:
     rows = [_row(finding.benchmark, run) for finding in findings for run in finding.runs]
-    return f"{Grid(columns=HEADERS, lines=rows).text()}\n\n{LEGEND}"
+    return Grid(columns=HEADERS, lines=rows)
 
 
 def _row(benchmark: str, run: Judgement) -> list[str]:
@@ -49,6 +59,8 @@ def show(change: Change) -> str:
 
 def conclusion(finding: Finding) -> str:
     """One benchmark's outcome in a sentence."""
+    if finding.refused:
+        return f"{finding.benchmark}: not timed: {finding.refused}"
     last = finding.runs[-1]
     what = f"{finding.benchmark}: "
     if finding.confirmed:
@@ -67,16 +79,25 @@ def conclusion(finding: Finding) -> str:
         )
     else:
         what += f"{last.verdict}, {show(last.head)}"
-    return "; ".join([what, *finding.notes])
+    notes = list(finding.notes)
+    if last.out_of_time:
+        notes.append("out of time: --budget-s gives more")
+    return "; ".join([what, *notes])
 
 
 def ending(failed: bool, findings: Sequence[Finding]) -> str:
     """The last line. What could not be told has not passed."""
     if failed:
         return "guard: FAILED"
-    untold = [finding.benchmark for finding in findings if finding.verdicts[-1] not in ("same", "improved")]
-    if not untold:
+    names = untold(findings)
+    if not names:
         return "guard: passed"
-    if len(untold) == len(findings):
+    if len(names) == len(findings):
         return "guard: inconclusive: nothing was measured well enough to tell"
-    return f"guard: passed, but nothing can be told of {', '.join(untold)}"
+    return f"guard: passed, but nothing can be told of {', '.join(names)}"
+
+
+def untold(findings: Sequence[Finding]) -> list[str]:
+    """The benchmarks of which this run says nothing, neither good nor bad."""
+    told = ("same", "improved")
+    return [each.benchmark for each in findings if each.refused or each.verdicts[-1] not in told]

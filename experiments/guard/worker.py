@@ -31,10 +31,23 @@ WARM_UP_STEPS = 3
 
 def main(tree: str, rank: str, num_processes: str, store: str, slow_down: str) -> None:
     """Answers until standard input ends."""
+
+    def begin() -> Arm:
+        start(Path(tree), int(rank), int(num_processes), store, float(slow_down))
+        return Arm()
+
+    serve(begin)
+
+
+def serve(begin: Callable[[], Any]) -> None:
+    """Says that what `begin` makes is there, or why not, then answers requests by its methods."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what others print goes where errors go, not between the answers
-    answer(out, lambda: start(Path(tree), int(rank), int(num_processes), store, float(slow_down)))
-    arm = Arm(int(rank))
+    made = []
+    answer(out, lambda: made.append(begin()) or {})  # type: ignore[func-returns-value]
+    if not made:
+        return
+    (arm,) = made
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
         answer(out, lambda request=request: getattr(arm, request.pop("do"))(**request))  # type: ignore[misc]
@@ -50,11 +63,16 @@ def answer(out: Any, act: Callable[[], dict[str, Any]]) -> None:
     out.flush()
 
 
-def start(tree: Path, rank: int, num_processes: int, store: str, slow_down: float) -> dict[str, Any]:
-    """One thread, one core, the packages of `tree` and no others, a group of the arm's processes."""
+def pin(rank: int) -> None:
+    """One core: the same one in all arms."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
+def start(tree: Path, rank: int, num_processes: int, store: str, slow_down: float) -> None:
+    """One thread, one core, the packages of `tree` and no others, a group of the arm's processes."""
+    pin(rank)
     import torch
 
     torch.set_num_threads(1)
@@ -75,7 +93,6 @@ def start(tree: Path, rank: int, num_processes: int, store: str, slow_down: floa
         )
     if slow_down:
         delay_engine(slow_down)
-    return {"torch": torch.__version__}
 
 
 def delay_engine(share: float) -> None:
@@ -110,8 +127,7 @@ def benchmarks() -> Any:
 class Arm:
     """The benchmarks that were built in this process; each public method is a request."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._module = benchmarks()
         self._steps: dict[str, tuple[Callable[[], Any], Callable[[], None]]] = {}
 

@@ -1,9 +1,9 @@
-"""What a guard run measured, in the two formats that trend tools read.
+"""What a guard run measured, in the formats that trend tools read.
 
 A trend over months is for looking at, never for failing a change; so nothing here is read back by the guard.
-github-action-benchmark takes a list of {name, unit, value} ("customBiggerIsBetter"); pytest-benchmark a
-folder of numbered files, as its own `--benchmark-autosave` leaves there. Throughput of this machine is in
-both; the speed relative to the base, which machines share, in the first.
+github-action-benchmark takes a list of {name, unit, value} ("customBiggerIsBetter"); Bencher an object of
+measures by benchmark; pytest-benchmark a folder of numbered files, as its own `--benchmark-autosave` leaves
+there. The speed of this machine is in all; that relative to the base, which machines share, in the first two.
 """
 
 from __future__ import annotations
@@ -60,6 +60,22 @@ def github(entries: Sequence[Entry]) -> list[dict[str, Any]]:
                 "range": f"{low:.4f} to {high:.4f}", "extra": extra,
             },
         ]  # fmt: skip
+    return found
+
+
+def bencher(entries: Sequence[Entry]) -> dict[str, dict[str, dict[str, float]]]:
+    """Bencher Metric Format: its own measure `latency`, in nanoseconds, and the time against the base's."""
+    found = {}
+    for entry in entries:
+        head, ordered = entry.judgement.head, sorted(1e9 * sample for sample in entry.samples_s)
+        found[entry.name] = {
+            "latency": {
+                "value": statistics.median(ordered), "lower_value": ordered[0], "upper_value": ordered[-1],
+            },
+            "time-against-base": {
+                "value": 1 + head.value, "lower_value": 1 + head.low, "upper_value": 1 + head.high,
+            },
+        }  # fmt: skip
     return found
 
 
@@ -134,9 +150,9 @@ def stats(samples_s: Sequence[float], repeats: int) -> dict[str, Any]:
 
 
 def save(folder: Path, entries: Sequence[Entry], commit: Commit, now: datetime) -> list[Path]:
-    """Writes both: `github.json`, which the action reads after every run and appends by itself, and the next
-    numbered file of pytest-benchmark's storage, which grows. Raises ValueError where the folder can't be
-    written.
+    """Writes all: `github.json` and `bencher.json`, which their tools read after every run and append by
+    themselves, and the next numbered file of pytest-benchmark's storage, which grows. Raises ValueError where
+    the folder can't be written.
     """
     system = (
         f"{platform.system()}-{platform.python_implementation()}-{_version()}-{platform.architecture()[0]}"
@@ -148,12 +164,13 @@ def save(folder: Path, entries: Sequence[Entry], commit: Commit, now: datetime) 
         )
         dirty = "_uncommitted" if commit.dirty else ""
         run = storage / f"{number:04}_{commit.id[:12] or 'unversioned'}_{now:%Y%m%d_%H%M%S}{dirty}.json"
-        latest = folder / "github.json"
+        latest = [folder / "github.json", folder / "bencher.json"]
         _write(run, pytest_benchmark(entries, commit, now))
-        _write(latest, github(entries))
+        _write(latest[0], github(entries))
+        _write(latest[1], bencher(entries))
     except OSError as error:
         raise ValueError(f"the history can't be written to {folder}: {error}") from error
-    return [latest, run]
+    return [*latest, run]
 
 
 def _write(path: Path, content: Mapping[str, Any] | Sequence[Any]) -> None:

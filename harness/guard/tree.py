@@ -59,7 +59,7 @@ def check_place(root: Path, module: str, cwd: Path) -> None:
     Without any repository, as in an unpacked archive, the folders decide.
     """
     root, cwd = root.resolve(), cwd.resolve()
-    ours, theirs = _top(root), _top(cwd)
+    ours, theirs = top_of(root), top_of(cwd)
     if ours is None and theirs is None and cwd.is_relative_to(root):
         return
     if ours is not None and not _is_tracked(root, module):
@@ -80,13 +80,13 @@ def check_place(root: Path, module: str, cwd: Path) -> None:
         there = theirs / root.relative_to(ours)
         raise ValueError(f"this guard measures {root}; to guard {there}, start from its folder: cd {there}")
     raise ValueError(
-        f"{theirs} is another repository; this guard measures {root} and nothing else; to guard that, "
-        f"cd {root}"
+        f"{theirs} is another repository, and without --repo this guard measures {root}; to guard an engine "
+        f"there: guard --repo {theirs} --engine module:attribute --base REF; to guard this one: cd {root}"
     )
 
 
-def _top(folder: Path) -> Path | None:
-    """The top of the working tree that a folder lies in."""
+def top_of(folder: Path) -> Path | None:
+    """The top of the git working tree that a folder lies in; None in no repository that can be read."""
     try:
         return Path(_git(folder, "rev-parse", "--show-toplevel")).resolve()
     except ValueError:

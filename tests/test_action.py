@@ -1,0 +1,105 @@
+"""The action for other repositories: its steps are run as a runner would, by a shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpipe_bench.experiments.commands import cli
+
+ROOT = Path(__file__).parents[1]
+ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
+EXAMPLE = ROOT / "docs" / "examples" / "guard-your-engine.yml"
+EXPRESSION = re.compile(r"\$\{\{\s*(.+?)\s*\}\}")
+
+
+def play(tmp_path: Path, given: dict[str, str]) -> list[list[str]]:
+    """Runs the action's steps with these inputs; the commands that they gave, which are not carried out."""
+    bin_folder, log = tmp_path / "bin", tmp_path / "log"
+    bin_folder.mkdir()
+    for program in ("gpipe-bench", "python"):
+        script = bin_folder / program
+        script.write_text(
+            f"#!/usr/bin/env python3\nimport json, sys\n"
+            f"open({str(log)!r}, 'a').write(json.dumps([{program!r}, *sys.argv[1:]]) + '\\n')\n"
+        )
+        script.chmod(0o755)
+    inputs = {name: given.get(name, each.get("default")) for name, each in ACTION["inputs"].items()}
+    values = {f"inputs.{name}": value for name, value in inputs.items()}
+    values["github.action_path"] = "/action"
+
+    def replaced(text: str) -> str:
+        return EXPRESSION.sub(lambda match: values[match.group(1)], text)
+
+    for step in ACTION["runs"]["steps"]:
+        if "if" in step:
+            name, wanted = re.fullmatch(r"inputs\.(\w+) == '(\w+)'", step["if"]).groups()  # type: ignore[union-attr]
+            if inputs[name] != wanted:
+                continue
+        assert not EXPRESSION.search(step["run"]), "an input that is pasted into a script could run as one"
+        environment = {name: replaced(value) for name, value in step["env"].items()}
+        subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+            env={
+                "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+                "GITHUB_STEP_SUMMARY": "/summary.md", **environment,
+            },
+            check=True,
+        )  # fmt: skip
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_the_least_that_can_be_said(tmp_path: Path) -> None:
+    install, guard = play(tmp_path, {"base": "origin/main", "engine": "mine:Engine"})
+    assert install == ["python", "-m", "pip", "install", "--quiet", "/action"]
+    assert guard == [
+        "gpipe-bench", "guard", "--repo", ".", "--base", "origin/main", "--budget-s", "150",
+        "--markdown", "/summary.md", "--engine", "mine:Engine",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ["a b", "$(touch /tmp/should-not-be)", '"; exit 3; "'])
+def test_everything_arrives_as_it_was_said(tmp_path: Path, odd: str) -> None:
+    given = {
+        name: f"{name} {odd}" for name in ACTION["inputs"] if name not in ("install", "require-conclusive")
+    }
+    (guard,) = play(tmp_path, {**given, "install": "false", "require-conclusive": "true"})
+    for name, option in {"base": "--base", "engine": "--engine", "benchmarks": "--benchmarks",
+                         "repository": "--repo", "path": "--path", "build": "--build",
+                         "budget-s": "--budget-s", "history": "--history"}.items():  # fmt: skip
+        assert guard[guard.index(option) + 1] == f"{name} {odd}"
+    assert guard[-1] == "--require-conclusive"
+
+
+def test_the_command_line_knows_every_option_of_the_action(tmp_path: Path) -> None:
+    given = {
+        "base": "b",
+        "engine": "m:e",
+        "benchmarks": "f.py",
+        "path": "src",
+        "build": "make",
+        "history": "h",
+    }
+    (guard,) = play(tmp_path, {**given, "install": "false", "require-conclusive": "true"})
+    options = cli._parser().parse_args(guard[1:])
+    assert (options.repo, options.base, options.engine) == (Path("."), "b", "m:e")
+    assert (options.path, options.build, options.require_conclusive) == (["src"], "make", True)
+
+
+def test_the_example_gives_the_action_what_it_needs() -> None:
+    workflow = yaml.safe_load(EXAMPLE.read_text())
+    (job,) = workflow["jobs"].values()
+    checkout = next(step for step in job["steps"] if str(step.get("uses")).startswith("actions/checkout"))
+    assert checkout["with"]["fetch-depth"] == 0
+    (ours,) = [step for step in job["steps"] if "gpipe-bench" in str(step.get("uses"))]
+    required = {name for name, each in ACTION["inputs"].items() if each.get("required")}
+    assert required <= ours["with"].keys() <= ACTION["inputs"].keys()
+    assert workflow["permissions"] == {"contents": "read"}
+    assert all("description" in each for each in ACTION["inputs"].values())

@@ -64,12 +64,14 @@ def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     names = {"torch": torch, "model": model, "batch": torch.randn(16, 4), "target": torch.randint(4, (16,))}
     exec(compile(block, "README.md", "exec"), names)  # the examples of this repository itself
     assert names["loss"].ndim == 0
-    (block,) = python_blocks("docs/memory.md")
-    exec(compile(block, "docs/memory.md", "exec"), {})
+    names = {}
+    for block in python_blocks("docs/memory.md"):  # one goes on where the other ends
+        exec(compile(block, "docs/memory.md", "exec"), names)
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in said] == [
+    assert [line.partition(":")[0] for line in said[:4]] == [
         "layers 0 to 5", "layers 6 to 11", "layers 12 to 17", "layers 18 to 23",
     ]  # fmt: skip
+    assert [line.partition(" ")[0] for line in said[4:]] == ["interleaved", "zb-v", "v-min"]
 
 
 def commands() -> list[str]:
@@ -85,7 +87,7 @@ def commands() -> list[str]:
 
 def test_every_command_is_found() -> None:
     assert len(commands()) >= 10
-    assert sum(line.startswith("python -m experiments size") for line in commands()) == 2
+    assert sum(line.startswith("python -m experiments size") for line in commands()) == 3
 
 
 @pytest.fixture(scope="module")

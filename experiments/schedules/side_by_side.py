@@ -37,7 +37,7 @@ WORDS = "Transformer-8, width 384, 2 sequences of 64 tokens per micro-batch"
 # (remat, M) -> rounds by profile.
 ROUNDS: dict[tuple[str, int], dict[str, int]] = {
     ("never", 2): {"smoke": 1, "short": 10, "full": 40},
-    ("never", 4): {"smoke": 0, "short": 7, "full": 30},
+    ("never", 4): {"smoke": 0, "short": 6, "full": 30},
     ("never", 8): {"smoke": 0, "short": 5, "full": 20},
     ("always", 2): {"smoke": 0, "short": 20, "full": 60},
     ("always", 4): {"smoke": 0, "short": 14, "full": 40},

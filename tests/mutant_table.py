@@ -277,8 +277,8 @@ GRADIENTS = (
     Mutant(
         name="what needs a gradient never asked again",
         file="pipeline/stage/stage.py",
-        old="            self._needs_grad.clear()\n        self._runner",
-        new="        self._runner",
+        old="            self._needs_grad.clear()\n            self._overwritten.clear()\n        arriving",
+        new="            self._overwritten.clear()\n        arriving",
         why="unfreezing a parameter changes what travels back",
         tests=("tests/test_transparency.py::test_stages_without_anything_to_train[frozen0-always]",),
     ),

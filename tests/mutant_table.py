@@ -280,6 +280,11 @@ GRADIENTS = (
         file="pipeline/stage/stage.py",
         old="            self._needs_grad.clear()\n            self._overwritten",
         new="            self._overwritten",
+    ),
+)
+
+        old="            self._needs_grad.clear()\n            self._overwritten.clear()\n        arriving",
+        new="            self._overwritten.clear()\n        arriving",
         why="unfreezing a parameter changes what travels back",
         tests=("tests/test_transparency.py::test_stages_without_anything_to_train[frozen0-always]",),
     ),

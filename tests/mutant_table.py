@@ -1292,10 +1292,6 @@ ACCELERATED = (
         file="pipeline/ranks/messages/receiving.py",
         old="self._gate.passed < self._after[microbatch]",
         new="False",
-        why="a wait for the whole device would wait for what this rank has yet to enqueue",
-    ),
-)
-
         why="a wait for the device would wait for a message that needs what this rank has yet to enqueue",
         tests=(f"{NCCL}a_wait_for_the_device_ends_at_every_action[gpipe-True]",),
     ),

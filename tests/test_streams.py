@@ -70,7 +70,9 @@ def test_devices_wait_for_nothing_but_what_they_receive(name: str) -> None:
     fake = FakeAccelerator(4, slots)
     with fake.opened():
         two_steps(fake, pipeline_of(fake, schedule, seeded(mlp)))
-    assert replay(schedule, SLOTS).makespan_s <= fake.history.makespan <= replay(schedule, SLOTS).makespan_s + 4
+    assert (
+        replay(schedule, SLOTS).makespan_s <= fake.history.makespan <= replay(schedule, SLOTS).makespan_s + 4
+    )
 
 
 @pytest.mark.parametrize("name", NAMED)

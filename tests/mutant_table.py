@@ -278,11 +278,6 @@ GRADIENTS = (
     Mutant(
         name="what needs a gradient never asked again",
         file="pipeline/stage/stage.py",
-        old="            self._needs_grad.clear()\n            self._overwritten",
-        new="            self._overwritten",
-    ),
-)
-
         old="            self._needs_grad.clear()\n            self._overwritten.clear()\n        arriving",
         new="            self._overwritten.clear()\n        arriving",
         why="unfreezing a parameter changes what travels back",

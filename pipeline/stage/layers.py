@@ -94,7 +94,9 @@ class LayerRunner:
 
     def release(self) -> None:
         """Lets go of what belongs to the user: the targets, the loss and what the layers share."""
-        self._targets, self._loss_fn, self._calls = (), None, ()
+        self._targets, self._loss_fn = (), None
+        if any(shared is not None for _, _, shared in self._calls):
+            self._calls = tuple((layer, key, None) for layer, key, _ in self._calls)
 
     def run(self, m: int, value: Tree, *, recording: bool) -> Tree:
         """The layers in order, each with its own random stream; the user's generators are given back

@@ -139,7 +139,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="hooks of activations passed by",
-        file="pipeline/stage/split.py",
+        file="pipeline/stage/halves/split.py",
         old="            if waiting.inputs:\n",
         new="            if False:\n",
         why="a gradient that a hook has changed is the one that a whole backward would have used",
@@ -147,7 +147,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="hooks of parameters run in both halves",
-        file="pipeline/stage/split.py",
+        file="pipeline/stage/halves/split.py",
         old="        active.clear()\n",
         new="        pass\n",
         why="a hook that changes the gradient would change it twice",
@@ -155,7 +155,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="uses of one weight added one by one",
-        file="pipeline/stage/split.py",
+        file="pipeline/stage/halves/split.py",
         old="(single if self._shared.isdisjoint(waiting.leaves) else shared)",
         new="single",
         why="a whole backward adds up the uses of a weight in a micro-batch first",
@@ -163,7 +163,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="uses of one weight added in their order in the forward",
-        file="pipeline/stage/split.py",
+        file="pipeline/stage/halves/split.py",
         old="        shared.sort(key=_ORDER, reverse=True)\n",
         new="        shared.sort(key=_ORDER)\n",
         why="a sum of three depends on the order",
@@ -171,7 +171,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="a weight's direct use before its turn",
-        file="pipeline/stage/split.py",
+        file="pipeline/stage/halves/split.py",
         old="(len(uses) > 2 and not _arrive_in_turn(uses))",
         new="False",
         why="a sum of three depends on the order",
@@ -179,7 +179,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="a weight that something unknown uses too",
-        file="pipeline/stage/split.py",
+        file="pipeline/stage/halves/split.py",
         old="if not self._rest.keys().isdisjoint(w.leaves)]:\n",
         new="if False]:\n",
         why="what the first half computes of it would be there twice",
@@ -195,7 +195,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="the outputs held until the second half",
-        file="pipeline/stage/deferrable.py",
+        file="pipeline/stage/halves/deferrable.py",
         old="    return tensor.detach()\n",
         new="    return tensor\n",
         why="a tensor that knows where it comes from holds the graph",
@@ -203,7 +203,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="checkpoints looked into",
-        file="pipeline/stage/deferrable.py",
+        file="pipeline/stage/halves/deferrable.py",
         old='    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:\n',
         new="    if False:\n",
         why="every look at what a checkpoint did not save computes all of it again",
@@ -211,7 +211,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="the first gradient copied",
-        file="pipeline/stage/waiting.py",
+        file="pipeline/stage/halves/waiting.py",
         old="            edges += (_entrance(weight), *bias)\n",
         new="            edges += (weight, *bias)\n",
         why="a copy of every weight's gradient, at the fullest moment of a stage",
@@ -219,7 +219,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="a column's product taken by rows",
-        file="pipeline/stage/deferrable.py",
+        file="pipeline/stage/halves/deferrable.py",
         old="    if down == 1 and across == rows:\n",
         new="    if False:\n",
         why="the same product computed in another layout has other bits, or strides",
@@ -272,7 +272,7 @@ GRADIENTS = (
         new="        if len(state.versions) != len(state.inputs):\n",
         why="a layer that overwrites the stage's input makes the recomputation silently wrong",
         tests=(
-            "tests/test_stage.py::test_a_layer_that_overwrites_the_stage_input_is_refused_not_silently_wrong",
+            "tests/test_in_place.py::test_a_layer_that_begins_to_overwrite_the_stage_input_is_refused_not_silently_wrong",
         ),
     ),
     Mutant(
@@ -285,7 +285,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="autocast during the backward",
-        file="pipeline/stage/layers.py",
+        file="pipeline/stage/running/layers.py",
         old="            if not self._autocast:\n",
         new="            if True:\n",
         why="the context that chose the precisions must not choose those of the backward",
@@ -296,7 +296,7 @@ GRADIENTS = (
 RANDOMNESS = (
     Mutant(
         name="one random stream for all micro-batches",
-        file="pipeline/stage/layers.py",
+        file="pipeline/stage/running/layers.py",
         old="                    generators.seed(mix(key ^ m))\n",
         new="                    generators.seed(mix(key))\n",
         why="all micro-batches would drop the same units",
@@ -304,7 +304,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="recomputation not seeded",
-        file="pipeline/stage/layers.py",
+        file="pipeline/stage/running/layers.py",
         old="                    generators.seed(mix(key ^ m))\n",
         new="                    if recording:\n                        generators.seed(mix(key ^ m))\n",
         why="the recomputation draws what the generator happens to hold",
@@ -312,7 +312,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="recomputation with another stream",
-        file="pipeline/stage/layers.py",
+        file="pipeline/stage/running/layers.py",
         old="                    generators.seed(mix(key ^ m))\n",
         new="                    generators.seed(mix(key ^ (m if recording else m + 1)))\n",
         why="the recomputation draws what another micro-batch drew",
@@ -320,7 +320,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="streams numbered within the stage",
-        file="pipeline/stage/layers.py",
+        file="pipeline/stage/running/layers.py",
         old="layer_key(self.seed, step, self.first_layer + i)",
         new="layer_key(self.seed, step, i)",
         why="masks would depend on where the model is cut",
@@ -328,7 +328,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="the loss has one stream for all micro-batches",
-        file="pipeline/stage/layers.py",
+        file="pipeline/stage/running/layers.py",
         old="self._generators.seed(mix(self._loss_key ^ m))",
         new="self._generators.seed(mix(self._loss_key))",
         why="a loss may draw too",
@@ -336,7 +336,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="the user's generator not given back",
-        file="pipeline/stage/layers.py",
+        file="pipeline/stage/running/layers.py",
         old="            if states is not None:\n                generators.restore(states)\n",
         new="",
         why="data loading after a step would repeat itself",
@@ -395,7 +395,7 @@ STATISTICS = (
     ),
     Mutant(
         name="averages see what a layer recomputes itself",
-        file="pipeline/stage/layers.py",
+        file="pipeline/stage/running/layers.py",
         old="            self.statistics.redirect(recording=False)\n",
         new="            self.statistics.redirect(recording=True)\n",
         why="a layer that checkpoints its own parts runs them once more inside the backward",
@@ -668,7 +668,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="one stage of a worker at a time",
-        file="pipeline/memory/workers.py",
+        file="pipeline/memory/stages/workers.py",
         old="            self.fullest = _sum([now, *rests], transients=self.waiting)\n",
         new="            self.fullest = _sum([now], transients=self.waiting)\n",
         why="the other stages of a worker keep what they hold",
@@ -719,7 +719,7 @@ MODELLED = (
     ),
     Mutant(
         name="memory without the boundary",
-        file="pipeline/memory/peaks.py",
+        file="pipeline/memory/stages/peaks.py",
         old="        boundary=user_bytes + boundary,\n",
         new="        boundary=user_bytes,\n",
         why="M kept inputs are what re-materialization costs",
@@ -727,7 +727,7 @@ MODELLED = (
     ),
     Mutant(
         name="memory without the gradients",
-        file="pipeline/memory/peaks.py",
+        file="pipeline/memory/stages/peaks.py",
         old="        gradients = stage.gradient_bytes if _has_gradients(stage, demand) else 0\n",
         new="        gradients = 0\n",
         why="gradients are there from the first backward on",
@@ -735,7 +735,7 @@ MODELLED = (
     ),
     Mutant(
         name="memory without the graphs in flight",
-        file="pipeline/memory/peaks.py",
+        file="pipeline/memory/stages/peaks.py",
         old="        activations = demand.graphs * stage.saved_bytes\n",
         new="        activations = 0\n",
         why="without re-materialization the graphs are nearly all",
@@ -743,7 +743,7 @@ MODELLED = (
     ),
     Mutant(
         name="a storage belongs to its latest holder",
-        file="pipeline/memory/footprint.py",
+        file="pipeline/memory/stages/footprint.py",
         old="            if name not in links.boundary and name not in holder:\n"
         "                holder[name] = index\n"
         "                saved += links.sizes[name]\n",
@@ -755,7 +755,7 @@ MODELLED = (
     ),
     Mutant(
         name="a storage charged by every holder",
-        file="pipeline/memory/footprint.py",
+        file="pipeline/memory/stages/footprint.py",
         old="            if name not in links.boundary and name not in holder:\n",
         new="            if name not in links.boundary:\n",
         why="neighbours keep the same tensor, which exists once",
@@ -1192,7 +1192,7 @@ ON_DEVICES = (
     ),
     Mutant(
         name="a graph's own gradients",
-        file="pipeline/stage/graphed.py",
+        file="pipeline/stage/running/graphed.py",
         old="None if t is None else t.clone() for t in self.results",
         new="t for t in self.results",
         why="a parameter's `.grad` would be memory that the next micro-batch overwrites",
@@ -1202,7 +1202,7 @@ ON_DEVICES = (
     ),
     Mutant(
         name="one slot for all micro-batches",
-        file="pipeline/stage/graphed.py",
+        file="pipeline/stage/running/graphed.py",
         old="        slot = free.pop()\n",
         new="        slot = free[-1]\n",
         why="micro-batches in flight would overwrite each other's activations",
@@ -1212,7 +1212,7 @@ ON_DEVICES = (
     ),
     Mutant(
         name="F is another program than R",
-        file="pipeline/stage/layers.py",
+        file="pipeline/stage/running/layers.py",
         old="if torch.is_grad_enabled() or not any(needs_grad):",
         new="if True:",
         why="a recomputation would run another compiled form than the forward did, with other roundings",
@@ -1243,7 +1243,7 @@ TREES = (
         old="t.clone() if i in copied else t",
         new="t",
         why="the recomputation would begin with what the forward left",
-        tests=("tests/test_in_place.py",),
+        tests=("tests/test_in_place.py::test_the_first_layer_of_a_stage_may_be_in_place[always-gpipe]",),
     ),
     Mutant(
         name="every rank decides about its own gradients",
@@ -1300,7 +1300,7 @@ ACCELERATED = (
     ),
     Mutant(
         name="closed without a wait for the device",
-        file="pipeline/ranks/ties.py",
+        file="pipeline/ranks/connecting/ties.py",
         old="        if not self.noticed:\n            self.synchronize()\n",
         new="",
         why="messages over NCCL that have not left would be taken back",
@@ -1308,7 +1308,7 @@ ACCELERATED = (
     ),
     Mutant(
         name="who takes leave is missed",
-        file="pipeline/ranks/heartbeats.py",
+        file="pipeline/ranks/failures/heartbeats.py",
         old="        if heard == _LEFT.encode():\n",
         new="        if heard is None:\n",
         why="a rank that is done first would end the pipeline of the others",
@@ -1327,7 +1327,7 @@ ACCELERATED = (
 HALVES_MODELLED = (
     Mutant(
         name="a bias' gradient is let go of before it is added up",
-        file="pipeline/memory/split_footprint.py",
+        file="pipeline/memory/stages/split_footprint.py",
         old="            if self._users[name] == 0 and name not in kept:\n",
         new="            if self._users[name] == 0:\n",
         why="the gradient of the output is the bias' own until the engine has added it",
@@ -1335,7 +1335,7 @@ HALVES_MODELLED = (
     ),
     Mutant(
         name="I lets go of what W waits for",
-        file="pipeline/memory/split_footprint.py",
+        file="pipeline/memory/stages/split_footprint.py",
         old=" and name not in self._awaited:\n",
         new=":\n",
         why="a storage at the end of a layer may be another layer's input in W",
@@ -1343,7 +1343,7 @@ HALVES_MODELLED = (
     ),
     Mutant(
         name="W takes the operations as the graph was walked",
-        file="pipeline/stage/split.py",
+        file="pipeline/stage/halves/split.py",
         old="        single.sort(key=_ORDER, reverse=True)\n",
         new="",
         why="where branches meet, what is let go of when would depend on the walk",
@@ -1351,7 +1351,7 @@ HALVES_MODELLED = (
     ),
     Mutant(
         name="messages wait with nobody",
-        file="pipeline/memory/workers.py",
+        file="pipeline/memory/stages/workers.py",
         old="            home[target].waiting += home[target].message_bytes(target, kind)\n",
         new="            home[target].waiting += 0\n",
         why="what has come and is not needed yet takes memory",

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule, gpipe, one_f_one_b
 from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.ranks import distributed, ties
+from gpipe_bench.pipeline.ranks import distributed
+from gpipe_bench.pipeline.ranks.connecting import ties
 from gpipe_bench.pipeline.ranks.messages.control import Control
 from gpipe_bench.pipeline.ranks.messages.gate import Gate
 from gpipe_bench.pipeline.ranks.messages.holders import Holders

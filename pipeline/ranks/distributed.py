@@ -21,8 +21,11 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.ranks.connecting.introduction import meet
+from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
+from gpipe_bench.pipeline.ranks.connecting.ties import Ties
+from gpipe_bench.pipeline.ranks.connecting.warm_up import warm_up
 from gpipe_bench.pipeline.ranks.gather import refuse_shared_devices
-from gpipe_bench.pipeline.ranks.introduction import meet
 from gpipe_bench.pipeline.ranks.messages.agreement import (
     MOST_AGREEMENTS,
     MOST_TENSORS,
@@ -38,11 +41,8 @@ from gpipe_bench.pipeline.ranks.messages.news import News
 from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import changed, conform
 from gpipe_bench.pipeline.ranks.messages.sharing import Shared, Sharing
-from gpipe_bench.pipeline.ranks.network import Network, network_of
 from gpipe_bench.pipeline.ranks.routes import header_chain, loss_route
-from gpipe_bench.pipeline.ranks.ties import Ties
 from gpipe_bench.pipeline.ranks.together import Together
-from gpipe_bench.pipeline.ranks.warm_up import warm_up
 from gpipe_bench.pipeline.ranks.ways import names_of_ways, peers, receivers, senders
 from gpipe_bench.pipeline.stage.microbatch import Message, sizes
 from gpipe_bench.pipeline.stage.stage import Gradients

@@ -14,7 +14,7 @@ import torch
 from gpipe_bench.pipeline.clock import Clock, conditions
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
-from gpipe_bench.pipeline.ranks.introduction import machine_id
+from gpipe_bench.pipeline.ranks.connecting.introduction import machine_id
 from gpipe_bench.pipeline.ranks.together import Together
 
 _ROUND_TRIPS = 10

@@ -39,10 +39,10 @@ from gpipe_bench.experiments.table1.published.traced import (
 )
 from gpipe_bench.harness.judging.unknowns import Value
 from gpipe_bench.models import example_batch
-from gpipe_bench.pipeline.memory.demands import demands
-from gpipe_bench.pipeline.memory.footprint import footprint
-from gpipe_bench.pipeline.memory.peaks import fullest_moment
 from gpipe_bench.pipeline.memory.profile import fake_copy
+from gpipe_bench.pipeline.memory.stages.demands import demands
+from gpipe_bench.pipeline.memory.stages.footprint import footprint
+from gpipe_bench.pipeline.memory.stages.peaks import fullest_moment
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import gpipe, naive

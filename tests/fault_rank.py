@@ -119,9 +119,7 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
         schedule = schedule_of(fault)
         layers = [Layer(bomb) for _ in range(schedule.num_stages)]
         bomb.at("before construction")
-        third = bomb.inside(
-            network, "backend", "in construction", lambda *_, name, **__: name == "gradients"
-        )
+        third = bomb.inside(network, "backend", "in construction", lambda *_, name, **__: name == "gradients")
         with third if fault.place == "in construction" else nullcontext():
             pipeline = Pipeline(
                 layers,

@@ -32,22 +32,6 @@ def check_equal(found: Sequence[object]) -> None:
             )
 
 
-def refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:
-    """`ValueError`, on every rank alike, if two ranks use one device; `found` is what it is and what the
-    rank calls it.
-    """
-    first: dict[str, int] = {}
-    for rank, (identity, name) in enumerate(found):
-        other = first.setdefault(identity, rank)
-        if other != rank:
-            raise ValueError(
-                f"ranks {other} and {rank} both use one GPU ({identity}; {found[other][1]} on rank {other}, "
-                f"{name} on rank {rank}), and NCCL connects no two ranks on one; start no more processes on "
-                "a host than it has GPUs, give each a device of its own (`devices=`, LOCAL_RANK, "
-                'CUDA_VISIBLE_DEVICES), or run on CPUs with devices="cpu"'
-            )
-
-
 def gather_timeline(together: Together, clock: Clock, device: torch.device, schedule: Schedule) -> Timeline:
     """The latest step of all ranks on one time axis, that of rank 0's host."""
     offset_ns = _clock_offset_ns(together)

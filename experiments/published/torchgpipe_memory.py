@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +71,11 @@ def predict(given: Published, batch_size: int = BATCH_SIZE, image_size: int = 19
 
     Raises ValueError where the balance does not name all layers.
     """
-    options = {"num_convs": given.num_convs, "num_filters": given.num_filters, "image_size": image_size}
+    options: dict[str, Any] = {
+        "num_convs": given.num_convs,
+        "num_filters": given.num_filters,
+        "image_size": image_size,
+    }
     with torch.device("meta"):
         modules: list[nn.Module] = [*MODELS["unet"](**options)]
     balance = given.balance or (len(modules),)

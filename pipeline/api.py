@@ -150,7 +150,11 @@ class Pipeline(nn.Module):
         if group is None:
             refuse_split_ties(modules, self._partition, self._devices)
             homes = [0] * num_stages
-        ties = find_ties(named, self._partition, homes)
+        ties = find_ties(
+            [("", layer) for layer in modules] if isinstance(layers, OwnLayers) else named,
+            self._partition,
+            homes,
+        )
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
         self._replicas = Replicas(replica_group, timeout_s) if replica_group is not None else None
         self._layers: dict[str, nn.Module] = {}  # those of this process, by name

@@ -20,24 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.arguments import (
-    GRAPHS,
-    Automatic,
-    Device,
-    backend_of,
-    costs_of,
-    devices_of,
-    named_layers,
-    refuse_split_statistics,
-    refuse_split_ties,
-    schedule_of,
-    worker_of,
-)
-from gpipe_bench.pipeline.calibration import Calibration
+from gpipe_bench.pipeline.arguments import GRAPHS, Automatic, Device, backend_of
+from gpipe_bench.pipeline.clipping import clip
 from gpipe_bench.pipeline.engine import Observer
+from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
-from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -45,7 +33,7 @@ from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.replicas import Replicas
-from gpipe_bench.pipeline.ranks.tied import TiedWeights, find_ties
+from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
 from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
@@ -128,40 +116,26 @@ class Pipeline(nn.Module):
         compile: bool | str = False,
     ) -> None:
         super().__init__()
-        named = named_layers(layers)
-        modules = [layer for _, layer in named]
         network = None if group is None else network_of(group)
-        self._calibration: Calibration | None = None
-        options = Automatic(action_s, link_s, most_alive)
-        sizes = (num_stages, num_microbatches, remat, num_workers, None if network is None else network.size)
-        if schedule == "auto":
-            self._schedule, self._calibration = options.begin(*sizes)
-        else:
-            options.refuse(schedule)
-            self._schedule = schedule_of(schedule, *sizes)
-        self._partition = partition(costs_of(cost, modules, example), num_stages)
-        local: Sequence[int] = range(num_stages)
-        if network is not None:
-            local = self._schedule.stages_of(worker_of(network, self._schedule))
-        mine = [modules[i] for k in local for i in self._partition[k]]
-        self._devices = devices_of(devices, num_stages, mine)
-        refuse_split_statistics(modules, self._partition)
-        homes = [self._schedule.worker(stage) for stage in range(num_stages)]
-        if group is None:
-            refuse_split_ties(modules, self._partition, self._devices)
-            homes = [0] * num_stages
-        ties = find_ties(
-            [("", layer) for layer in modules] if isinstance(layers, OwnLayers) else named,
-            self._partition,
-            homes,
+        layout = layout_of(
+            layers,
+            network,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            automatic=Automatic(action_s, link_s, most_alive),
+            num_workers=num_workers,
+            remat=remat,
+            cost=cost,
+            example=example,
+            devices=devices,
         )
+        self._schedule, self._calibration = layout.schedule, layout.calibration
+        self._partition, self._devices = layout.partition, layout.devices
+        modules, local, ties = layout.modules, layout.local, layout.ties
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
         self._replicas = Replicas(replica_group, timeout_s) if replica_group is not None else None
-        self._layers: dict[str, nn.Module] = {}  # those of this process, by name
-        for index in local:
-            span, device = self._partition[index], self._devices[index]
-            for name, layer in named[span.start : span.stop]:
-                self._layers[name] = layer if devices is None else layer.to(device)
+        self._layers = layout.layers(move=devices is not None)  # those of this process, by name
         self.seed = seed
         self.group = group
         self._backend = None if compile == GRAPHS else backend_of(compile)
@@ -169,7 +143,7 @@ class Pipeline(nn.Module):
         if self._graphs:
             recomputes = any(map(self._schedule.recomputes, range(num_microbatches)))
             refuse_graphs(modules, recomputes)
-        self._layer_names = tuple(name for name, _ in named)
+        self._layer_names = tuple(name for name, _ in layout.named)
         self._keywords = Keywords.of_all(modules)
         if isinstance(layers, OwnLayers):
             layers.give_to(self, [part for part in self._layers.values() if isinstance(part, Part)])
@@ -394,30 +368,9 @@ class Pipeline(nn.Module):
         The norm is made of one norm per parameter in the model's order, in processes or not: every K gives
         the same bits. A weight that stages share counts once. All ranks must call.
         """
-        layers = [layer for stage in self._stages.values() for layer in stage.layers]
-        everything = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
         copies = self._tied.copies if self._tied is not None else frozenset()
-        parameters = [parameter for parameter in everything if parameter not in copies]
-        device = next(iter(self._stages.values())).device
-        norms = torch.zeros(len(parameters), dtype=torch.float64, device=device)
-        present = [(i, p.grad) for i, p in enumerate(parameters) if p.grad is not None]
-        if present:
-            found = torch._foreach_norm([gradient for _, gradient in present], norm_type)
-            norms[[i for i, _ in present]] = torch.stack([norm.to(norms) for norm in found])
-        if self.group is not None:
-            # The parameters of a rank come stage by stage.
-            counts: dict[int, int] = {}
-            seen: set[nn.Parameter] = set(copies)
-            for index, stage in self._stages.items():
-                own = {p for layer in stage.layers for p in layer.parameters()} - seen
-                counts[index] = len(own)
-                seen |= own
-            of_stages = zip(counts, norms.cpu().split(list(counts.values())), strict=True)
-            found_norms = dict(pair for of_rank in self.gather(list(of_stages)) for pair in of_rank)
-            norms = torch.cat([found_norms[stage] for stage in sorted(found_norms)]).to(device)
-        total: Tensor = torch.linalg.vector_norm(norms, norm_type)
-        torch.nn.utils.clip_grads_with_norm_(everything, max_norm, total)
-        return total
+        gather = None if self.group is None else self.gather
+        return clip(self._stages, copies, gather, max_norm, norm_type)
 
     def close(self) -> None:
         """Ends a pipeline over several processes in good order; in one process there is nothing to end.

@@ -125,6 +125,17 @@ class Kept:
             watched += [(tensor, tensor._version) for tensor in entered]
         return tuple(entered)
 
+    def roots(
+        self, gradients: Sequence[Tensor | None]
+    ) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
+        """The edges that have one of the outputs' `gradients`, and these gradients."""
+        pairs = [
+            (edge, gradient)
+            for edge, place in zip(self.edges, self.places, strict=True)
+            if (gradient := gradients[place]) is not None
+        ]
+        return tuple([edge for edge, _ in pairs]), tuple([gradient for _, gradient in pairs])
+
     def split(self, edges: tuple[GradientEdge, ...]) -> Split:
         """The graph behind some of the edges, as what I computes and what W does."""
         return Split(edges, _Entry._backward_cls)

@@ -8,7 +8,7 @@ backward. Here the graph is a value that the stage holds: `recompute` builds it 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch.autograd.graph import GradientEdge
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
 from gpipe_bench.pipeline.stage.first_gradients import separate
+from gpipe_bench.pipeline.stage.habits import Habits, other_outputs, overwrites_now
 from gpipe_bench.pipeline.stage.halves.waiting import run_engine
 from gpipe_bench.pipeline.stage.inputs import Arriving, deliver
 from gpipe_bench.pipeline.stage.kept import Kept
+from gpipe_bench.pipeline.stage.losses import Losses
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.transfers import Transfers
@@ -56,31 +58,20 @@ class Stage:
         self.layers = tuple(layers)
         self.first_layer = first_layer
         self.statistics = Statistics(self.layers, gather)
-        self.losses: list[Tensor] = []  # weighted loss of each micro-batch, on the last stage
         self.outputs: list[Tree | None] = []  # of each micro-batch, on the last stage, when there is no loss
         self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
         self._runner = LayerRunner(
-            self.layers,
-            first_layer,
-            device=device,
-            seed=seed,
-            statistics=self.statistics,
-            backend=backend,
-            graphs=graphs,
-        )
-        self._parameters = tuple(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
-        self._trainable: tuple[bool, ...] = ()
+            self.layers, first_layer,
+            device=device, seed=seed, statistics=self.statistics, backend=backend, graphs=graphs,
+        )  # fmt: skip
+        self._habits = Habits(index, self.layers, device)
+        # By the kind of the inputs; they stay the same two dictionaries.
+        self._needs_grad, self._overwritten = self._habits.needs_grad, self._habits.overwritten
         self._without_grad: list[nn.Parameter] = []  # trainable, and no backward has given them one
-        # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite.
-        self._needs_grad: dict[Hashable, tuple[bool, ...]] = {}
-        self._overwritten: dict[Hashable, tuple[int, ...]] = {}
-        self._modes: tuple[bool, ...] = ()
         self._microbatches: list[Kept] = []
         self._transfers = Transfers()  # of the mini-batch and the targets
         self._feed: Sequence[Tree] | Arriving = ()
-        self._shares: tuple[float, ...] = ()
-        self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
-        self._scaler: torch.amp.GradScaler | None = None
+        self._losses = Losses()
         self._training = False
 
     # One step
@@ -110,38 +101,18 @@ class Stage:
         self.statistics.begin()
         self._buffers.begin(loss_fn)
         self._feed = deliver(feed, self.device, self._transfers, "the mini-batch", once=True)
-        self._shares, self._scaler = shares, scaler
-        self.losses, self.outputs = [], [None] * (num_microbatches if self.is_last else 0)
-        self._check_parameters()
-        trainable = tuple([parameter.requires_grad for parameter in self._parameters])
-        modes = tuple([layer.training for layer in self.layers])
-        if (trainable, modes) != (self._trainable, self._modes):
-            self._trainable, self._modes = trainable, modes
-            self._needs_grad.clear()
-            self._overwritten.clear()
+        self._losses.begin(shares, scaler)
+        self.outputs = [None] * (num_microbatches if self.is_last else 0)
+        self._habits.look()
         arriving = deliver(targets, self.device, self._transfers, "the target")
         self._runner.begin(step, arriving, loss_fn, shared)
-        self._without_grad = [p for p in self._parameters if p.requires_grad and p.grad is None]
-
-    def _check_parameters(self) -> None:
-        """Notices a model that was moved or whose parameters were replaced."""
-        first = next((p for layer in self.layers for p in layer.parameters()), None)
-        if first is None:
-            return
-        if first.device != self.device:
-            raise ValueError(
-                f"the parameters of stage {self.index} have moved from {self.device} to {first.device}; "
-                "move the model before the pipeline is built, or pass devices="
-            )
-        if first is not self._parameters[0]:
-            self._parameters = tuple(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
+        self._without_grad = self._habits.without_grad()
 
     def refresh(self) -> None:
         """Forgets which outputs need a gradient, which inputs are overwritten and which buffers change; the
         next step finds out.
         """
-        self._needs_grad.clear()
-        self._overwritten.clear()
+        self._habits.forget()
         self._buffers.forget()
 
     @property
@@ -164,20 +135,19 @@ class Stage:
         self.statistics.forget()
         self._buffers.forget()
         self._release()
-        self.losses, self.outputs = [], []
+        self._losses.forget()
+        self.outputs = []
 
     def _release(self) -> None:
         for microbatch in self._microbatches:
             microbatch.drop()
         self._feed = ()
-        self._scaler = None
+        self._losses.release()
         self._runner.release()
 
     def loss(self) -> Tensor | None:
         """The mean loss of the mini-batch, once the last stage has taken all micro-batches forward."""
-        if not self.losses or len(self.losses) < len(self._shares):
-            return None
-        return self.losses[0] if len(self.losses) == 1 else torch.stack(self.losses).sum()
+        return self._losses.mean()
 
     # Actions
 
@@ -219,7 +189,7 @@ class Stage:
                 watched.clear()
             if self.is_last:
                 loss = self._runner.loss(m, output)
-                self.losses.append(loss.detach() * self._shares[m])
+                self._losses.add(m, loss)
                 if graph:
                     state.keep_graph((loss,))
                 if state.buffers is not None:
@@ -231,10 +201,7 @@ class Stage:
         tensors = self._buffers.apart(tensors)
         needs_grad = known if known is not None else tuple([tensor.requires_grad for tensor in tensors])
         if len(needs_grad) != len(tensors):
-            raise RuntimeError(
-                f"{len(tensors)} tensors leave stage {self.index} now and {len(needs_grad)} did before, for "
-                "inputs of the same kind; call Pipeline.refresh() on every rank after changing the model"
-            )
+            raise other_outputs(self.index, len(tensors), len(needs_grad))
         self._needs_grad[kind] = needs_grad
         if graph:
             state.keep_graph(tensors, needs_grad)
@@ -256,11 +223,7 @@ class Stage:
         """R: the forward again on the kept inputs, same draws, now with a graph; its outputs are not kept."""
         state = self._microbatches[m]
         if state.versions != tuple([tensor._version for tensor in state.inputs]):
-            raise RuntimeError(
-                f"a layer of stage {self.index} has begun to change the stage's input in place, so it cannot "
-                "be recomputed; call Pipeline.refresh() on every rank before the first step in which it "
-                "does, or use the out-of-place form of the operation (inplace=False) in the first layer"
-            )
+            raise overwrites_now(self.index)
         buffers: AbstractContextManager[None] = (
             _AS_THEY_ARE if state.buffers is None else self._buffers.as_saved(state.buffers)
         )
@@ -332,24 +295,5 @@ class Stage:
                 raise RuntimeError(
                     "the loss depends on no parameter that requires a gradient; there is nothing to train"
                 )
-            return state.edges, (self._loss_gradient(m, state.edges[0]),)
-        pairs = [
-            (edge, gradient)
-            for edge, place in zip(state.edges, state.places, strict=True)
-            if (gradient := gradients[place]) is not None
-        ]
-        return tuple([edge for edge, _ in pairs]), tuple([gradient for _, gradient in pairs])
-
-    def _loss_gradient(self, m: int, edge: GradientEdge) -> Tensor:
-        """The micro-batch's share of the examples: the weight of its loss enters here and nowhere else, so
-        that no pass over the gradients follows.
-        """
-        metadata = edge.node._input_metadata[edge.output_nr]
-        key = (self._shares[m], metadata.dtype)
-        gradient = self._seeds.get(key)
-        if gradient is None or gradient.shape != tuple(metadata.shape):
-            gradient = torch.full(tuple(metadata.shape), key[0], dtype=metadata.dtype, device=metadata.device)
-            self._seeds[key] = gradient
-        if self._scaler is not None:
-            gradient = self._scaler.scale(gradient).to(metadata.dtype)
-        return gradient
+            return state.edges, (self._losses.gradient(m, state.edges[0]),)
+        return state.roots(gradients)

@@ -20,7 +20,7 @@ GRADIENTS = (
         file="pipeline/stage/stage.py",
         old="            self._runner.in_backward(run_engine, roots, seeds)\n",
         new="""\
-            last = self._parameters[-1] if m == 1 and self._parameters else None
+            last = self._habits.parameters[-1] if m == 1 and self._habits.parameters else None
             kept = None if last is None or last.grad is None else last.grad.clone()
             self._runner.in_backward(run_engine, roots, seeds)
             if last is not None:
@@ -35,8 +35,8 @@ GRADIENTS = (
         old="            self._runner.in_backward(run_engine, roots, seeds)\n",
         new="""\
             self._runner.in_backward(run_engine, roots, seeds)
-            if m == 0 and self._parameters and self._parameters[0].grad is not None:
-                self._parameters[0].grad.mul_(1.01)
+            if m == 0 and self._habits.parameters and self._habits.parameters[0].grad is not None:
+                self._habits.parameters[0].grad.mul_(1.01)
 """,
         why="a comparison that is loose, or of sums over parameters, lets this through",
         tests=TRANSPARENT,
@@ -63,7 +63,7 @@ GRADIENTS = (
         old="        self.statistics.begin()\n",
         new="""\
         self.statistics.begin()
-        for parameter in self._parameters:
+        for parameter in self._habits.parameters:
             parameter.grad = None
 """,
         why="several steps before one optimizer step must add up",
@@ -71,7 +71,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="loss not weighted by its share",
-        file="pipeline/stage/stage.py",
+        file="pipeline/stage/losses.py",
         old="        key = (self._shares[m], metadata.dtype)\n",
         new="        key = (1 / len(self._shares), metadata.dtype)\n",
         why="with micro-batches of unequal size the mean of means is not the mean",
@@ -79,9 +79,9 @@ GRADIENTS = (
     ),
     Mutant(
         name="reported loss not weighted by its share",
-        file="pipeline/stage/stage.py",
-        old="self.losses.append(loss.detach() * self._shares[m])",
-        new="self.losses.append(loss.detach() / len(self._shares))",
+        file="pipeline/stage/losses.py",
+        old="self._weighted.append(loss.detach() * self._shares[m])",
+        new="self._weighted.append(loss.detach() / len(self._shares))",
         why="the loss that is returned is the mini-batch's, too",
         tests=("tests/test_transparency.py::test_micro_batches_make_the_mean_over_the_mini_batch",),
     ),
@@ -241,9 +241,9 @@ GRADIENTS = (
     ),
     Mutant(
         name="what needs a gradient never asked again",
-        file="pipeline/stage/stage.py",
-        old="            self._needs_grad.clear()\n            self._overwritten.clear()\n        arriving",
-        new="            self._overwritten.clear()\n        arriving",
+        file="pipeline/stage/habits.py",
+        old="            self.forget()\n",
+        new="            self.overwritten.clear()\n",
         why="unfreezing a parameter changes what travels back",
         tests=("tests/test_transparency.py::test_stages_without_anything_to_train[frozen0-always]",),
     ),

@@ -191,7 +191,7 @@ class Pipeline(nn.Module):
             self._transport = self._ranks
             of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
             check_equal(self.gather((self._layer_names, self._partition, self._schedule, seed, of_ties)))
-            self._tied = TiedWeights(ties, self._ranks)
+            self._tied = TiedWeights(ties, self._ranks, self)
             self._tied.share_values()
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.ranks import network
+from gpipe_bench.pipeline.ranks.connecting import network
 from gpipe_bench.pipeline.ranks.launch import start_process
 
 WIDTH = 6

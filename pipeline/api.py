@@ -247,6 +247,12 @@ class Pipeline(nn.Module):
         follow([layer for layer in self._layers.values() if isinstance(layer, Part)], self)
         return self
 
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        found = super().load_state_dict(*arguments, **options)
+        # With assign=True there are other parameters now.
+        follow([layer for layer in self._layers.values() if isinstance(layer, Part)], self)
+        return found
+
     @property
     def schedule(self) -> Schedule:
         """What the steps take; of "auto", what they take now."""

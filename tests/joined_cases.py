@@ -148,11 +148,17 @@ class Example:
     def _plain_step(
         self, layers: list[nn.Module], batch: Tensor, target: Tensor, shared: dict[str, Any] | None
     ) -> Tensor:
+        # Gradients are summed outside of autograd, whose own sum goes wrong where two share memory.
+        parameters = [p for p in nn.Sequential(*layers).parameters() if p.requires_grad]
         total = torch.zeros((), dtype=torch.float64)
         lengths = sizes(len(batch), self.num_microbatches)
-        for x, y, length in zip(batch.clone().split(lengths), target.split(lengths), lengths, strict=True):
+        for x, y, length in zip(batch.split(lengths), target.split(lengths), lengths, strict=True):
             loss = nn.functional.mse_loss(run(layers, x.clone(), shared), y) * (length / len(batch))
-            loss.backward()
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    before = parameter.grad
+                    parameter.grad = gradient.clone() if before is None else before + gradient
             total += loss.detach()
         return total
 

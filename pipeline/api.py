@@ -165,7 +165,7 @@ class Pipeline(nn.Module):
             self._transport = self._ranks
             of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
             check_equal(self.gather((self._layer_names, self._partition, self._schedule, seed, of_ties)))
-            self._tied = TiedWeights(ties, self._ranks)
+            self._tied = TiedWeights(ties, self._ranks, self)
             self._tied.share_values()
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
@@ -220,6 +220,12 @@ class Pipeline(nn.Module):
         super()._apply(fn, recurse)
         follow([layer for layer in self._layers.values() if isinstance(layer, Part)], self)
         return self
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        found = super().load_state_dict(*arguments, **options)
+        # With assign=True there are other parameters now.
+        follow([layer for layer in self._layers.values() if isinstance(layer, Part)], self)
+        return found
 
     @property
     def schedule(self) -> Schedule:

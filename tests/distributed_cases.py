@@ -896,6 +896,41 @@ def on_gpus() -> list[float]:
     return found
 
 
+def a_loss_of_another_dtype_is_refused() -> None:
+    """The others would take its bytes for a number of the dtype that was agreed on."""
+    pair, (batch, target) = halves(), mlp_batch(6)
+
+    def halved(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target).float()
+
+    for schedule in ("gpipe", "1f1b"):
+        pipeline = pair.pipeline(seeded(mlp), schedule=schedule)
+        pipeline.step(*pair.own(batch, target), nn.functional.mse_loss)
+        with raises(RuntimeError, "the shape or dtype of the loss, () torch.float64 before"):
+            pipeline.step(*pair.own(batch, target), halved)
+
+
+def what_is_closed_stays_closed() -> None:
+    """Whatever is asked of it, it says so, and no rank is blamed."""
+    pair, (batch, target) = halves(), mlp_batch(6)
+    pipeline = pair.pipeline(seeded(mlp), schedule="1f1b")
+    pipeline.step(*pair.own(batch, target), nn.functional.mse_loss)
+    pipeline.close()
+    for ask in (
+        lambda: pipeline.step(*pair.own(batch, target), nn.functional.mse_loss),
+        lambda: pipeline(batch if pair.is_first else None),
+        lambda: pipeline.clip_grad_norm_(1.0),
+        pipeline.gather_timeline,
+    ):
+        try:
+            ask()
+            said = "nothing"
+        except RuntimeError as error:
+            said = str(error)
+        assert said == "this pipeline is closed; build a new one on every rank", said
+        pipeline.close()
+
+
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
@@ -905,6 +940,8 @@ CASES: dict[str, Callable[[], None]] = {
         bitwise_amoebanet,
         bitwise_transformer,
         clipping,
+        a_loss_of_another_dtype_is_refused,
+        what_is_closed_stays_closed,
         checkpoint_from_two_stages_to_four,
         batch_statistics_of_replicas,
         timeline_of_all_ranks,

@@ -17,6 +17,8 @@ from gpipe_bench.pipeline.stage.microbatch import Tree, sizes, split
 
 
 def parts(value: Tree) -> tuple[Tensor, ...]:
+    if isinstance(value, dict):  # what `joined_models.Packed` makes
+        return (value["x"] * value["scale"], *value["others"])
     return value if isinstance(value, tuple) else (value,)
 
 

@@ -391,3 +391,27 @@ def test_a_module_called_twice_is_cut_before_its_first_call() -> None:
     assert torch.equal(layers[0](x), model.first(x))
     assert torch.equal(layers(x), model(x))
     assert split(model, num_layers=3).names()[-1] == "again, call 2"
+
+
+@pytest.mark.parametrize("by_pipeline", [True, False])
+def test_parameters_that_loading_replaces_are_those_that_are_used(by_pipeline: bool) -> None:
+    """Also one that belongs to none of the modules that the layers call."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).tanh() * self.scale)
+
+    torch.manual_seed(0)
+    model, x, target = Scaled(), torch.randn(4, 3), torch.randn(4, 1)
+    layers = split(model, ["second"])
+    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2)
+    state = {name: 2 * value for name, value in model.state_dict().items()}
+    (pipeline if by_pipeline else layers).load_state_dict(state, assign=True)
+    loss = pipeline.step(x, target, F.mse_loss)
+    torch.testing.assert_close(loss, F.mse_loss(model(x), target).detach())
+    assert all(parameter.grad is not None for parameter in pipeline.parameters())

@@ -160,9 +160,20 @@ def a_tie_of_sparse_gradients_is_refused() -> None:
         pipeline.step(*pair.own(*words(4, 0)), nn.functional.cross_entropy)
 
 
+def a_tied_weight_that_was_replaced_is_refused() -> None:
+    """The others' copies would not learn of it."""
+    pair = pairs()
+    pipeline = pair.pipeline(seeded(lambda: tied_model(2)), 1)
+    state = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    pipeline.load_state_dict(state, assign=True)
+    with raises(RuntimeError, "parameter of '0.weight' is another one than when the pipeline was built"):
+        pipeline.step(*pair.own(*words(4, 0)), nn.functional.cross_entropy)
+
+
 CASES: tuple[Callable[[], None], ...] = (
     tied_weights_are_one_weight,
     tied_gradients_add_up,
     tied_weights_in_checkpoints,
     a_tie_of_sparse_gradients_is_refused,
+    a_tied_weight_that_was_replaced_is_refused,
 )

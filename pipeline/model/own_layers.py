@@ -73,6 +73,11 @@ class OwnLayers(nn.Module):
         follow(list(self), self)
         return self
 
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        found = super().load_state_dict(*arguments, **options)
+        follow(list(self), self)  # with assign=True there are other parameters now
+        return found
+
     def give_to(self, owner: nn.Module, parts: Sequence[Part]) -> None:
         """Makes the modules of `parts` those of `owner`, under the model's names.
 
@@ -104,7 +109,7 @@ def refuse_hooks(model: nn.Module, parts: Sequence[Part]) -> None:
 
 
 def follow(parts: Sequence[Part], tree: nn.Module) -> None:
-    """Parts whose tree was moved hold what it holds."""
+    """Parts whose tree was moved or loaded hold what it holds."""
     for part in parts:
         for name in part.held():
             part.hold(tree, name)

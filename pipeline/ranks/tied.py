@@ -67,11 +67,24 @@ class Ranks(Protocol):
 
 
 class TiedWeights:
-    """One rank's part in keeping the copies of tied weights equal; `ties` are those of the whole model."""
+    """One rank's part in keeping the copies of tied weights equal.
 
-    def __init__(self, ties: Iterable[Tie], ranks: Ranks) -> None:
+    Args:
+        ties: those of the whole model.
+        ranks: the transport.
+        model: what this rank has of the model.
+    """
+
+    def __init__(self, ties: Iterable[Tie], ranks: Ranks, model: nn.Module) -> None:
         self._ranks = ranks
         self._ties = [tie for tie in ties if len(tie.ranks) > 1 and ranks.rank in tie.ranks]
+        tied = {tie.parameter: tie for tie in self._ties}
+        self._places = [
+            (module._parameters, name, tied[parameter])
+            for module in (model.modules() if tied else ())
+            for name, parameter in module._parameters.items()
+            if parameter in tied
+        ]
         self._held: list[Tensor | None] = []
         self.copies = frozenset(tie.parameter for tie in self._ties if tie.first != ranks.rank)
         """The parameters of this rank that another one counts."""
@@ -90,7 +103,17 @@ class TiedWeights:
                     tie.parameter.copy_(value)
 
     def begin(self) -> None:
-        """Sets aside what is in `.grad` before a training step."""
+        """Sets aside what is in `.grad` before a training step.
+
+        `RuntimeError` if another parameter stands where the weight was: its gradients would not be summed.
+        """
+        for parameters, name, tie in self._places:
+            if parameters.get(name) is not tie.parameter:
+                raise RuntimeError(
+                    f"the parameter of {tie.names[0]!r} is another one than when the pipeline was built, and "
+                    "stages of other processes share it; change its values in place, as load_state_dict does "
+                    "without assign=True, or build a new pipeline on every rank"
+                )
         self._held = [tie.parameter.grad for tie in self._ties]
         for tie in self._ties:
             tie.parameter.grad = None

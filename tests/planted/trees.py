@@ -61,4 +61,22 @@ TREES = (
         why="three uses of one weight would be added in another order than in a plain backward",
         tests=("tests/test_distributed.py::test_case[tied_weights_are_one_weight]",),
     ),
+    Mutant(
+        name="ties by the layers' names",
+        file="pipeline/api.py",
+        old="if isinstance(layers, OwnLayers) else named,\n",
+        new="if not modules else named,\n",
+        why="checkpoints would not find a tied weight of a model that is no sequence",
+        tests=(
+            "tests/test_distributed.py::test_case[a_checkpoint_of_tied_weights_of_a_model_cut_by_its_graph]",
+        ),
+    ),
+    Mutant(
+        name="replaced tied weight goes unnoticed",
+        file="pipeline/ranks/tied.py",
+        old="            if parameters.get(name) is not tie.parameter:\n",
+        new="            if name not in parameters:\n",
+        why="its gradients would not be summed, and every process would train its own",
+        tests=("tests/test_distributed.py::test_case[a_tied_weight_that_was_replaced_is_refused]",),
+    ),
 )

@@ -95,7 +95,12 @@ class Ties:
             raise PeerError(None, None, "another rank has failed", timed_out=False)
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        """Ends everything because of an error here or elsewhere; what happened, as far as anybody knows."""
+        """Ends everything because of an error here or elsewhere; what happened, as far as anybody knows.
+
+        What is closed has ended: what is asked of it afterwards concerns nobody else.
+        """
+        if self._closed:
+            return ActionError(action, summary(error), self.network.rank)
         if self._failed is None:
             if self._lookout is not None:
                 self._lookout.stop()

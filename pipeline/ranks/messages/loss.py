@@ -14,7 +14,7 @@ from torch import Tensor
 from gpipe_bench.pipeline.ranks.messages.agreement import Agreement, Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Form, Work
 from gpipe_bench.pipeline.ranks.messages.control import Control, Of
-from gpipe_bench.pipeline.ranks.messages.sending import Sender
+from gpipe_bench.pipeline.ranks.messages.sending import Sender, conform
 from gpipe_bench.pipeline.ranks.routes import LossRoute
 
 _TAG = 2**29
@@ -60,6 +60,8 @@ class Loss:
         """The rank that has the loss starts to tell it, if it may be early and the others know its form; if
         not, `settle` does when the step ends.
         """
+        if agreement.loss is not None:
+            conform((loss,), Outline((agreement.loss,)), self._device, "loss")  # raises if it is another
         self._mine, self._told = loss, False
         if self._early and agreement.loss is not None:
             self._tell(loss)

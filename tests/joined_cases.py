@@ -1,0 +1,233 @@
+"""Random models, schedules and options of a step, over processes and in one: losses, gradients, norms and
+outputs are the plain model's.
+
+    PYTHONPATH=.:tests python tests/joined_cases.py --examples 500 --seed 1
+
+Beside `property_cases`: several stages per worker, every named schedule, "auto" with its change of rows,
+pytrees, shared arguments, tied weights, changes in place, scaled gradients, and evaluation between steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+from joined_models import Asking, joined_layers, run, shared_of
+from random_schedules import random_placement, random_schedule
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from gpipe_bench.pipeline import Pipeline, calibration
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Schedule
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.stage.microbatch import sizes
+
+NUM_PROCESSES = 3
+TIMEOUT_S = 30.0
+NUM_STEPS = 4
+WIDTH = 4
+SCALE = 8.0
+CLOSE = {"rtol": 1e-11, "atol": 1e-12}
+
+
+class Example:
+    """Everything about example number `number`, the same in every process."""
+
+    def __init__(self, seed: int, number: int) -> None:
+        self.generator = generator = random.Random(f"joined {seed} {number}")
+        self.num_workers = generator.choice([2, 3])
+        self.num_microbatches = generator.randint(1, 6)
+        self.remat = generator.choice(REMAT_MODES)
+        self.options: dict[str, Any] = {"schedule": self._schedule(generator)}
+        self.batch_size = self.num_microbatches * generator.choice([1, 2]) + generator.randrange(2)
+        self.layers = joined_layers(generator, generator.randint(self.num_stages, self.num_stages + 5), WIDTH)
+        self.cost = [generator.choice([1, 3]) for _ in self.layers]
+        self.share_memory = generator.random() < 0.5
+        self.zeroed = generator.random() < 0.5
+        self.scaled = generator.random() < 0.4
+        self.evaluates = [generator.random() < 0.3 for _ in range(NUM_STEPS)]
+        self.clips = generator.random() < 0.5
+        asks = any(isinstance(layer, Asking) for layer in self.layers)
+        self.shared = [shared_of(generator, WIDTH) if asks else None for _ in range(NUM_STEPS)]
+        if generator.random() < 0.3:
+            self.shared = self.shared[:1] * NUM_STEPS  # the same tensors in every step
+        self.seed = generator.randrange(2**32)
+
+    def _schedule(self, generator: random.Random) -> Schedule | str:
+        way = generator.choice(["named", "named", "random", "auto"])
+        if way == "named":
+            name = generator.choice(sorted(NAMED))
+            made = named(name, self.num_workers, self.num_microbatches, remat=self.remat)
+            self.num_stages = made.num_stages
+            return made
+        self.num_stages = self.num_workers * generator.choice([1, 2])
+        if way == "auto":
+            return "auto"
+        placement: tuple[int, ...] = ()
+        while not placement or max(placement) + 1 != self.num_workers:
+            placement = random_placement(generator, self.num_stages)
+        return random_schedule(generator, self.num_stages, self.num_microbatches, self.remat, placement)
+
+    def __str__(self) -> str:
+        schedule = self.options["schedule"]
+        name = schedule if isinstance(schedule, str) else f"{schedule.name} {schedule.placement}"
+        sizes_of = (
+            f"K={self.num_stages} workers={self.num_workers} M={self.num_microbatches} N={self.batch_size}"
+        )
+        steps = f"zeroed={self.zeroed} scaled={self.scaled} evaluates={self.evaluates}"
+        shared = [each and list(each) for each in self.shared]
+        layers = " ".join(type(layer).__name__ for layer in self.layers)
+        return f"{sizes_of} {name} remat={self.remat} memory={self.share_memory} {steps} {shared=}: {layers}"
+
+    def problems(self, group: dist.ProcessGroup | None) -> list[str]:
+        """What is wrong in this process."""
+        with mock.patch.multiple(calibration, WARM_UP_STEPS=0, TIMED_STEPS=1):  # rows change after each step
+            return self._problems(group)
+
+    def _problems(self, group: dist.ProcessGroup | None) -> list[str]:
+        plain, layers = copy.deepcopy(self.layers), self.layers
+        automatic = self.options["schedule"] == "auto"
+        pipeline = Pipeline(
+            layers,
+            num_stages=self.num_stages,
+            num_microbatches=self.num_microbatches,
+            num_workers=self.num_workers if automatic else None,
+            remat=self.remat,
+            cost=self.cost,
+            group=group,
+            timeout_s=TIMEOUT_S,
+            share_memory=self.share_memory,
+            **self.options,
+        )
+        held = {stage.index for stage in pipeline.stages}
+        is_first, is_last = 0 in held, self.num_stages - 1 in held
+        scaler = pipeline.scaler(init_scale=SCALE) if self.scaled else None
+        generator = torch.Generator().manual_seed(self.seed)
+        model, found = nn.Sequential(*plain), []
+        for step in range(NUM_STEPS):
+            batch = torch.randn(self.batch_size, WIDTH, generator=generator, dtype=torch.float64)
+            target = torch.randn(self.batch_size, 1, generator=generator, dtype=torch.float64)
+            shared = self.shared[step]
+            if self.zeroed:
+                pipeline.zero_grad()
+                model.zero_grad()
+            wanted = self._plain_step(plain, batch, target, shared)
+            loss = pipeline.step(
+                batch.clone() if is_first else None,
+                target if is_last else None,
+                nn.functional.mse_loss,
+                shared=shared if is_first else None,
+                scaler=scaler,
+            )
+            if not torch.allclose(loss, wanted, **CLOSE):
+                found.append(f"step {step}: the loss is {loss}, not {wanted}")
+            found += [f"step {step}: {text}" for text in self._differences(pipeline, model)]
+            if self.clips:
+                norm = torch.linalg.vector_norm(
+                    torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+                ) * (SCALE if self.scaled else 1)
+                ours = pipeline.clip_grad_norm_(float("inf"))
+                if not torch.allclose(ours, norm, **CLOSE):
+                    found.append(f"step {step}: the norm is {ours}, not {norm}")
+            if self.evaluates[step]:
+                output = pipeline(batch.clone() if is_first else None, shared=shared if is_first else None)
+                with torch.no_grad():
+                    split = [x.clone() for x in torch.tensor_split(batch, self.num_microbatches)]
+                    expected = torch.cat([run(plain, x, shared) for x in split])
+                if is_last and not torch.allclose(output, expected, **CLOSE):
+                    found.append(f"step {step}: an evaluation differs")
+        pipeline.close()
+        return found
+
+    def _plain_step(
+        self, layers: list[nn.Module], batch: Tensor, target: Tensor, shared: dict[str, Any] | None
+    ) -> Tensor:
+        # Gradients are summed outside of autograd, whose own sum goes wrong where two share memory.
+        parameters = [p for p in nn.Sequential(*layers).parameters() if p.requires_grad]
+        total = torch.zeros((), dtype=torch.float64)
+        lengths = sizes(len(batch), self.num_microbatches)
+        for x, y, length in zip(batch.split(lengths), target.split(lengths), lengths, strict=True):
+            loss = nn.functional.mse_loss(run(layers, x.clone(), shared), y) * (length / len(batch))
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    before = parameter.grad
+                    parameter.grad = gradient.clone() if before is None else before + gradient
+            total += loss.detach()
+        return total
+
+    def _differences(self, pipeline: Pipeline, plain: nn.Module) -> list[str]:
+        found = []
+        wanted = dict(plain.named_parameters(remove_duplicate=False))
+        largest = max(float(p.grad.abs().max()) for p in wanted.values() if p.grad is not None)
+        for name, parameter in pipeline.named_parameters(remove_duplicate=False):
+            gradient, ours = wanted[name].grad, parameter.grad
+            if gradient is None or ours is None:
+                if gradient is not None or ours is not None:
+                    found.append(f"{name} has {'no' if ours is None else 'a'} gradient")
+                continue
+            if self.scaled:
+                ours = ours / SCALE
+            if not torch.allclose(ours, gradient, rtol=1e-11, atol=1e-12 * max(largest, 1.0)):
+                found.append(f"the gradient of {name} is off by {float((ours - gradient).abs().max()):.1e}")
+        return found
+
+
+def run_all(seed: int, first: int, number: int) -> list[str]:
+    """Examples `first` and the following, in every process; what is wrong in this one."""
+    groups = {3: dist.group.WORLD, 2: dist.new_group([0, 1])}
+    found: list[str] = []
+    for index in range(first, first + number):
+        example = Example(seed, index)
+        if dist.get_rank() >= example.num_workers:
+            continue
+        try:
+            problems = example.problems(groups[example.num_workers])
+        except Exception as error:
+            problems = [f"{type(error).__name__}: {error}"]
+        found += [f"example {index} ({example}): rank {dist.get_rank()}: {text}" for text in problems[:1]]
+    return found
+
+
+def main() -> int:
+    from gpipe_bench.pipeline.ranks.launch import launch
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--examples", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--alone", action="store_true", help="in one process")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    numbers = range(arguments.first, arguments.first + arguments.examples)
+    if arguments.alone:
+        wrong = []
+        for number in numbers:
+            example = Example(arguments.seed, number)
+            try:
+                problems = example.problems(None)
+            except Exception as error:
+                problems = [f"{type(error).__name__}: {error}"]
+            wrong += [f"example {number} ({example}): {text}" for text in problems[:1]]
+    else:
+        outcomes = launch(
+            run_all, NUM_PROCESSES, arguments.seed, numbers.start, len(numbers), pin=False, device="cpu"
+        )
+        wrong = [text for of_rank in outcomes for text in of_rank]
+    print("\n".join(wrong))
+    examples = {text.split()[1] for text in wrong}
+    seconds = time.monotonic() - start
+    print(f"{len(numbers) - len(examples)} of {len(numbers)} examples right, {seconds:.0f} s")
+    return bool(examples)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,7 @@ from gpipe_bench.experiments.commands.size_schedule import describe_model, stage
 from gpipe_bench.experiments.commands.size_schedule import text as schedule_text
 from gpipe_bench.experiments.table1.paper_models import GIB
 from gpipe_bench.pipeline.memory.cut import StagePeaks
-from gpipe_bench.pipeline.memory.peaks import StageMemory
+from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import gpipe
 

@@ -16,7 +16,7 @@ from gpipe_bench.harness.report.grid import Grid
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.table1.model_costs import ModelProfile
-    from gpipe_bench.pipeline.memory.peaks import StageMemory
+    from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
     from gpipe_bench.pipeline.plan.partition import Partition
 
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
@@ -48,7 +48,7 @@ def describe(arguments: argparse.Namespace, half_name: str) -> dict[str, Any]:
 
 def describe_model(arguments: argparse.Namespace, profile: ModelProfile, optimizer: str) -> dict[str, Any]:
     """The same of any model, whose profile is of one of `arguments.num_microbatches` micro-batches."""
-    from gpipe_bench.pipeline.memory.workers import pipeline_memory
+    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
     from gpipe_bench.pipeline.plan.partition import partition
     from gpipe_bench.pipeline.plan.schedules.known import named
     from gpipe_bench.pipeline.plan.validate import validate

@@ -87,7 +87,7 @@ def commands() -> list[str]:
 
 def test_every_command_is_found() -> None:
     assert len(commands()) >= 10
-    assert sum(line.startswith("python -m experiments size") for line in commands()) == 3
+    assert sum(line.startswith("python -m experiments size") for line in commands()) == 5
 
 
 @pytest.fixture(scope="module")

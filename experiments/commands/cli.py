@@ -197,11 +197,23 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--build", metavar="COMMAND", help="run in the base's checkout before it is timed")
 
     verb = _add(verbs, "size", "the largest model for your accelerators, or where to cut one you have")
-    verb.add_argument("model", metavar="MODEL", help="transformer-lm or amoebanet-d, with Table 1's options")
+    verb.add_argument(
+        "model", metavar="MODEL",
+        help="transformer-lm or amoebanet-d, with Table 1's options; a published shape (gpt2, llama-70b, "
+        "unet-5-64 ...); one's own as module:function",
+    )  # fmt: skip
     verb.add_argument("--num-stages", type=int, required=True, metavar="K", help="accelerators")
     verb.add_argument("--cap-gib", type=float, required=True, metavar="GIB", help="memory of each")
     verb.add_argument("--num-layers", type=int, metavar="L", help="of a given model; without it, search")
     verb.add_argument("--num-filters", type=int, metavar="D", help="of a given AmoebaNet")
+    verb.add_argument(
+        "--batch-size", type=int, metavar="N",
+        help="of a shape or one's own model; default: 32, or as many as the example has",
+    )  # fmt: skip
+    verb.add_argument(
+        "--optimizer", choices=("sgd", "rmsprop", "adam"),
+        help="default: rmsprop for Table 1's models, adam for others",
+    )  # fmt: skip
     verb.add_argument("--num-microbatches", type=int, metavar="M", help="default: what needs least memory")
     verb.add_argument(
         "--precision",

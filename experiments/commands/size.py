@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
-from gpipe_bench.experiments.commands.size_schedule import PARTS, describe, text
+from gpipe_bench.experiments.commands.size_schedule import describe, stage_table, text
 from gpipe_bench.experiments.table1.paper_models import GIB, HALVES
-from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.models import SHAPES
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.table1.largest import Placement, Setting
@@ -19,19 +19,31 @@ if TYPE_CHECKING:
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what can't be placed."""
     halves = {half.model: name for name, half in HALVES.items()}
-    if arguments.model not in halves:
-        raise ValueError(f"unknown model {arguments.model!r}; known: {', '.join(halves)}")
+    if arguments.model not in halves and ":" not in arguments.model and arguments.model not in SHAPES:
+        raise ValueError(
+            f"unknown model {arguments.model!r}; known: {', '.join([*halves, *SHAPES])}, and one's own as "
+            "module:function"
+        )
     if arguments.num_stages < 1:
         raise ValueError(f"--num-stages {arguments.num_stages}: a pipeline has at least 1 stage")
     if not 0 < arguments.cap_gib < 1e6:
         raise ValueError(f"--cap-gib {arguments.cap_gib:g}: give the GiB of one accelerator, such as 16")
-    half = halves[arguments.model]
-
     import torch
 
     from gpipe_bench.experiments.table1.largest import Setting, largest
 
     torch.set_num_threads(1)
+    if arguments.model not in halves:
+        from gpipe_bench.experiments.commands.size_given import run as run_given
+
+        run_given(arguments)
+        return exits.DONE
+    half = halves[arguments.model]
+    if arguments.batch_size is not None:
+        raise ValueError(
+            f"--batch-size {arguments.batch_size}: {arguments.model} has Table 1's mini-batch of "
+            f"{HALVES[half].batch_size}; leave it out"
+        )
     if arguments.schedule is not None:
         _check_size(half, arguments)
         facts = describe(arguments, half)
@@ -45,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     attention = "fused" if half == "transformer" else "none"
     setting = Setting(
         half, arguments.num_stages, False, arguments.precision, attention, arguments.cap_gib,
-        compiled=arguments.compiled,
+        compiled=arguments.compiled, optimizer=arguments.optimizer or "rmsprop",
     )  # fmt: skip
     if arguments.num_layers is None:
         if arguments.num_filters is not None:
@@ -93,10 +105,12 @@ def _given(setting: Setting, arguments: argparse.Namespace) -> Placement:
     else:
         placement = place_anyhow(setting, arguments.num_layers, filters, arguments.num_microbatches)
     if placement.peak_bytes > setting.cap_bytes:
+        worst = max(range(len(placement.stages)), key=lambda number: placement.stages[number].peak)
         raise ValueError(
             f"{half.model} of this size needs {placement.peak_bytes / GIB:.2f} GiB on its fullest "
-            f"accelerator with {placement.num_microbatches} micro-batches, the cap is "
-            f"{arguments.cap_gib:g} GiB: use more stages, more micro-batches or a smaller model"
+            f"accelerator, stage {worst} at {placement.stages[worst].when}, with "
+            f"{placement.num_microbatches} micro-batches, the cap is {arguments.cap_gib:g} GiB: use more "
+            "stages, more micro-batches or a smaller model"
         )
     return placement
 
@@ -106,19 +120,10 @@ def _text(setting: Setting, placement: Placement) -> str:
     size = f"{placement.num_layers} layers"
     if placement.num_filters:
         size = f"({placement.num_layers}, {placement.num_filters})"
-    rows = enumerate(zip(placement.partition, placement.stages, strict=True))
-    lines = [
-        [
-            index, f"{layers.start}-{layers.stop - 1}", f"{memory.peak / GIB:.2f}", memory.when,
-            *(f"{getattr(memory, part) / GIB:.2f}" for part in PARTS),
-        ]
-        for index, (layers, memory) in rows
-    ]  # fmt: skip
-    headers = ["stage", "layers", "peak GiB", "at", *(part.replace("_", " ") for part in PARTS)]
     title = (
         f"{half.model} {size}: {placement.num_parameters:,} parameters on {setting.num_stages} x "
-        f"{setting.cap_bytes / GIB:g} GiB (modelled)\n{setting.precision}, RMSProp with momentum, "
+        f"{setting.cap_bytes / GIB:g} GiB (modelled)\n{setting.precision}, {setting.optimizer}, "
         f"mini-batch {half.batch_size} in {placement.num_microbatches} micro-batches, every one recomputed"
         + (", layers compiled" if setting.compiled else "")
     )
-    return Grid(title=title, columns=headers, lines=lines).text()
+    return stage_table(title, placement.partition, placement.stages)

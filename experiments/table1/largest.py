@@ -42,6 +42,7 @@ class Setting:
     cap_gib: float = 0.0  # 0: the paper's
     direct: bool = False  # profile every layer at its size instead of scaling from samples
     compiled: bool = False  # layers as `torch.compile` would run them
+    optimizer: str = "rmsprop"  # the paper's
 
     @property
     def cap_bytes(self) -> int:
@@ -83,6 +84,7 @@ class Setting:
             profile.layers,
             profile.loss,
             self.schedule(num_microbatches),
+            self.optimizer,
             receive_ahead=1 if self.num_stages > 1 else 0,
         )
 
@@ -193,10 +195,7 @@ def largest(setting: Setting) -> Placement:
                 filters = steps * FILTERS_STEP
                 best = (setting.profile(depth, filters, most).num_parameters, depth, filters)
     if best is None:
-        raise ValueError(
-            f"no {HALVES[setting.half].model} fits into {setting.cap_bytes / GIB:g} GiB on "
-            f"{setting.num_stages} accelerator(s) with mini-batch {setting.batch_size}: raise the cap"
-        )
+        raise ValueError(_nothing_fits(setting, most))
     _, num_layers, num_filters = best
     fewest = next(
         count for count in setting.microbatch_counts() if fits(setting, num_layers, num_filters, count)
@@ -204,6 +203,22 @@ def largest(setting: Setting) -> Placement:
     placement = place(setting, num_layers, num_filters, fewest)
     assert placement is not None, "a model that fits at the most micro-batches fits"
     return placement
+
+
+def _nothing_fits(setting: Setting, num_microbatches: int) -> str:
+    """What the smallest model that was tried would need, where, and what would help."""
+    layers, filters = max(setting.num_stages - 2, 1), 0
+    if setting.half == "amoebanet":
+        layers, filters = PAPER_NUM_LAYERS[0], FILTERS_STEP
+    smallest = place_anyhow(setting, layers, filters, num_microbatches)
+    worst = max(range(len(smallest.stages)), key=lambda number: smallest.stages[number].peak)
+    needed = -(-smallest.peak_bytes // GIB)
+    return (
+        f"no {HALVES[setting.half].model} fits into {setting.cap_bytes / GIB:g} GiB on "
+        f"{setting.num_stages} accelerator(s) with mini-batch {setting.batch_size}: the smallest needs "
+        f"{smallest.peak_bytes / GIB:.2f} GiB on stage {worst} at {smallest.stages[worst].when}; raise the "
+        f"cap to {needed} GiB, or use more stages"
+    )
 
 
 def _first_above(setting: Setting, depth: int, num_microbatches: int, parameters: int) -> int:

@@ -109,4 +109,30 @@ OWN_MODELS = (
         why="each level would be joined with another one's way down",
         tests=("tests/test_models_shapes.py::test_the_skips_of_a_unet_return_in_reverse_and_are_padded",),
     ),
+    Mutant(
+        name="a skip in every stage that it passes",
+        file="experiments/published/torchgpipe_memory.py",
+        old="    count = 1 + num_skips\n",
+        new="    count = len(entering.tensors)\n",
+        why="torchgpipe sends it past the stages between",
+        tests=(
+            "tests/test_torchgpipe_unet.py::test_a_stage_between_holds_nothing_of_the_skips_that_pass_it",
+        ),
+    ),
+    Mutant(
+        name="advice that does not help",
+        file="experiments/commands/size_given.py",
+        old="        if replace(asked, num_stages=stages).answer().peak <= cap:\n",
+        new="        if replace(asked, num_stages=stages).answer().peak:\n",
+        why="whoever follows it would be refused again",
+        tests=("tests/test_size_models.py::test_what_does_not_fit_says_where_and_what_would_do",),
+    ),
+    Mutant(
+        name="the most micro-batches where fewer would do",
+        file="experiments/commands/size_given.py",
+        old="        if fewer.peak <= cap:\n",
+        new="        if False:\n",
+        why="smaller micro-batches are slower",
+        tests=("tests/test_size_models.py::test_the_fewest_microbatches_that_fit",),
+    ),
 )

@@ -1471,12 +1471,12 @@ EXCHANGED = (
         tests=("tests/test_travel.py::test_what_cannot_be_true_is_refused",),
     ),
     Mutant(
-        name="a fault that is nobody's",
-        file="experiments/engines/examination.py",
-        old='rows.append(Row(place, check, verdict, fault.reason.removeprefix("ValueError: ")))',
-        new="pass",
-        why="an engine that raises would pass with the checks that it got through",
-        tests=("tests/test_faulty_engines.py::test_a_bad_engine_is_named_in_the_first_line",),
+        name="a process that died",
+        file="experiments/engines/isolated.py",
+        old='self.faults.append(Fault(f"{self._who(rank)} {_end_of(self.processes[rank])}"))',
+        new="self.found[rank] = None",
+        why="an engine that takes its process with it would pass for one that is done",
+        tests=("tests/test_faulty_engines.py::test_what_becomes_of_a_bad_one_is_one_line",),
     ),
 )
 

@@ -111,6 +111,7 @@ class Experiment:
         revision: raised whenever a change makes earlier records wrong: they are then run again
         options: the run options its results depend on; a case is run again for each of their values
         engines: the engine names it accepts, empty if it runs none
+        several_engines: `--engine` may name several of the user's, with commas between them
         untimed: no result depends on how long anything takes, so cases may run beside each other, in
             processes that import the experiment's functions by name
         preload: modules that its cases import and that take long to; processes for cases beside each other
@@ -134,6 +135,7 @@ class Experiment:
     revision: int = 1
     options: tuple[str, ...] = ("device", "engine", "seed")
     engines: tuple[str, ...] = ()
+    several_engines: bool = False
     untimed: bool = False
     preload: tuple[str, ...] = ()
 

@@ -65,6 +65,12 @@ def _verb(name: str) -> Callable[[argparse.Namespace], int]:
         from gpipe_bench.experiments.commands.schedule import run
     elif name == "guard":
         from gpipe_bench.experiments.commands.guard import run
+    elif name == "check-engine":
+        from gpipe_bench.experiments.commands.exchange.check_engine import run
+    elif name == "export":
+        from gpipe_bench.experiments.commands.exchange.export import run
+    elif name == "check":
+        from gpipe_bench.experiments.commands.exchange.check import run
     else:
         from gpipe_bench.experiments.commands.run import run
     return run
@@ -140,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         "--machines",
         nargs="+",
         metavar="MACHINE",
-        help="several machines in one table: names under results/reference, local, or folders of records",
+        help="several machines in one table: names under results/reference, local, folders, files of export",
     )
 
     verb = _add(
@@ -151,6 +157,10 @@ def _parser() -> argparse.ArgumentParser:
 
     verb = _add(verbs, "report", "every number of the paper beside ours, as one HTML page and markdown")
     verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")
+    verb.add_argument(
+        "--with", dest="with_", action="append", default=[], type=Path, metavar="FILE",
+        help="also the records of a file that export wrote; may be repeated",
+    )  # fmt: skip
     verb.add_argument("--no-figures", action="store_true", help="numbers and timelines only")
 
     verb = _add(verbs, "guard", "exact counters against the committed ones; speed against another revision")
@@ -195,6 +205,20 @@ def _parser() -> argparse.ArgumentParser:
         help="where its modules are, below DIR; default: DIR and DIR/src",
     )  # fmt: skip
     verb.add_argument("--build", metavar="COMMAND", help="run in the base's checkout before it is timed")
+
+    verb = _add(verbs, "check-engine", "whether an engine is right: gradients, micro-batches, recomputation")
+    verb.add_argument("engine", metavar="MODULE:ATTRIBUTE", help="your engine, or a known one")
+    verb.add_argument(
+        "--timeout-s", type=float, default=30.0, metavar="S",
+        help="after which a step counts as hung; default: %(default)g",
+    )  # fmt: skip
+
+    verb = _add(verbs, "export", "your records as one file, to send to somebody else")
+    verb.add_argument("name", nargs="*", metavar="NAME", help="experiments; default: all on record")
+    verb.add_argument("--output", type=Path, metavar="FILE.zip", help="default: the results folder's name")
+
+    verb = _add(verbs, "check", "whether a file of records is whole, unaltered and can be true")
+    verb.add_argument("file", type=Path, metavar="FILE", help="one that export wrote")
 
     verb = _add(verbs, "size", "the largest model for your accelerators, or where to cut one you have")
     verb.add_argument(

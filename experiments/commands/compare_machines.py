@@ -1,15 +1,16 @@
 """`compare NAME --machines A B`: the same cells on several machines, in one table.
 
 A machine is a folder of records: one of those committed under results/reference, by its name, or any other
-by its path.
+by its path, or a file that `export` wrote.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -23,6 +24,7 @@ from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.store import Problem, Store, left_out, lines_of
+from gpipe_bench.harness.records.travel import unpacked
 from gpipe_bench.harness.report.side import SideBySide, side_by_side, side_markdown, side_text
 
 LOCAL = "local"
@@ -31,10 +33,12 @@ LOCAL = "local"
 def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
     """Exit status of the verb. Raises ValueError for an unknown machine or one without such records."""
     problems: list[Problem] = []
-    found = {
-        name: _shown(name, folder, experiment, arguments.profile, problems)
-        for name, folder in machine_folders(arguments.machines, arguments.results).items()
-    }
+    with unpacked(Path(name) for name in arguments.machines if _is_file(name)) as folders:
+        files = dict(zip((name for name in arguments.machines if _is_file(name)), folders, strict=True))
+        found = {
+            name: _shown(name, folder, experiment, arguments.profile, problems)
+            for name, folder in machine_folders(arguments.machines, arguments.results, files=files).items()
+        }
     profiles = {name: shown.records[-1].profile for name, shown in found.items()}
     if len(set(profiles.values())) > 1:
         each = ", ".join(f"{name} has {profile}" for name, profile in profiles.items())
@@ -54,22 +58,34 @@ def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
     return exits.DONE
 
 
-def machine_folders(names: Sequence[str], results: Path, references: Path = REFERENCE) -> dict[str, Path]:
-    """Folder of each machine; `local` is the results folder. Raises ValueError naming those there are."""
+def _is_file(name: str) -> bool:
+    return Path(name).is_file()
+
+
+def machine_folders(
+    names: Sequence[str],
+    results: Path,
+    references: Path = REFERENCE,
+    files: Mapping[str, Path] = MappingProxyType({}),
+) -> dict[str, Path]:
+    """Folder of each machine; `local` is the results folder, and a file's is where it is unpacked. Raises
+    ValueError naming those there are.
+    """
     known = {path.name: path for path in sorted(references.glob("*")) if path.is_dir()}
     if results.is_dir():
         known.setdefault(LOCAL, results)
     found: dict[str, Path] = {}
     for name in names:
-        folder = known.get(name, Path(name))
+        folder = known.get(name, files.get(name, Path(name)))
         if not folder.is_dir():
             raise ValueError(
                 f"unknown machine {name!r}{suggestion(name, known)}; there are: "
-                f"{', '.join(known) or 'none'}, or give the path of a folder with records"
+                f"{', '.join(known) or 'none'}; or give a folder of records or a file of export"
             )
         if folder.resolve() in {other.resolve() for other in found.values()}:
             raise ValueError(f"machine {name!r} is given twice; side by side takes different ones")
-        label = name if name in known or folder.name in found else folder.name
+        short = Path(name).stem if name in files else folder.name
+        label = name if name in known or short in found else short
         found[label] = folder
     if len(found) < 2:
         raise ValueError(

@@ -15,6 +15,7 @@ from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.report.build import build, short_path
 from gpipe_bench.harness.records.files import write_whole
+from gpipe_bench.harness.records.travel import unpacked
 from gpipe_bench.harness.report.cells import cells_csv
 from gpipe_bench.harness.report.counts import counts_lines
 from gpipe_bench.harness.report.render import html, markdown
@@ -24,7 +25,9 @@ HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb."""
-    page = build(arguments.results, figures=not (arguments.no_figures or arguments.json))
+    with unpacked(arguments.with_) as folders:
+        others = [(path.stem, folder) for path, folder in zip(arguments.with_, folders, strict=True)]
+        page = build(arguments.results, figures=not (arguments.no_figures or arguments.json), others=others)
     for warning in page.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if arguments.json:

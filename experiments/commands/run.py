@@ -188,13 +188,21 @@ def _engine(asked: str | None, experiment: Experiment) -> str | None:
         return experiment.engines[0] if experiment.engines else None
     if not experiment.engines:
         raise ValueError(f"--engine {asked}: {experiment.name} runs no engine; leave the option out")
-    if asked not in experiment.engines and ":" not in asked:
+    if asked in experiment.engines:
+        return asked
+    names = asked.split(",") if experiment.several_engines else [asked]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"--engine {asked}: {', '.join(sorted(twice))} is given twice; name each once")
+    return ",".join(_own_engine(name, experiment) for name in names)
+
+
+def _own_engine(asked: str, experiment: Experiment) -> str:
+    if ":" not in asked:
         raise ValueError(
             f"unknown engine {asked!r}{suggestion(asked, experiment.engines)}; "
             f"known: {', '.join(experiment.engines)}, or your own as module:attribute"
         )
-    if asked in experiment.engines:
-        return asked
     from gpipe_bench.experiments.engines.setup import check_step, pinned
 
     name = pinned(asked)

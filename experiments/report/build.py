@@ -27,10 +27,18 @@ from gpipe_bench.harness.report.summary import summary
 COMMAND = "nox -s report"
 
 
-def build(results: Path, *, figures: bool = True) -> Page:
-    """The whole report as data, from the records in `results` and the committed reference records."""
+def build(results: Path, *, figures: bool = True, others: Sequence[tuple[str, Path]] = ()) -> Page:
+    """The whole report as data, from the records in `results`, the committed reference records and `others`,
+    which are names of machines and folders.
+    """
     experiments, warnings = load_all()
     places = folders(results)
+    known = {name for name, _ in places}
+    for name, folder in others:
+        while name in known:
+            name += " (another)"
+        known.add(name)
+        places.append((name, folder))
     paper = load_paper()
     found: dict[str, list[Reading]] = {}
     for experiment in experiments:

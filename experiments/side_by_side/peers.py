@@ -5,17 +5,20 @@ the layers'; with it, ours is ahead, since it recomputes while it waits for the 
 recompute inside the backward. About four minutes on two cores, which should have nothing else to do:
 
     python -m experiments run peers
-    python -m experiments run peers --engine my_engine:MyEngine
+    python -m experiments run peers --engine my_engine:MyEngine,my_engine:Another
 
 All engines get the same layers, partition, batch, micro-batches and precision; before and after the timing
 each is checked for what it really did (`engines/checks.py`). Numbers come from rounds in which all engines
 run there and back (`harness/timing/rounds.py`), so only ratios of one round are judged. torchgpipe runs in
 one process, where ours is set against it on one core.
+
+The user's engines are tried first, each in processes of its own with a limit of time: one that raises, hangs
+or leaves wrong gradients is a row with its error, and the others are measured without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.side_by_side.engine import conditions_of, void_of
@@ -25,15 +28,19 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
-from gpipe_bench.harness.timing.rounds import ratios, slowest
+from gpipe_bench.harness.timing.rounds import Times, ratios, slowest
 
 if TYPE_CHECKING:
+    from gpipe_bench.experiments.engines.isolated import Fault
     from gpipe_bench.experiments.side_by_side.peers_work import PeersJob, PeersResult
 
 SEED = 1811
 NUM_STAGES = 2
 KNOWN = "all"  # the engines that are always there; another one is added to them
 ALWAYS = "ours, recomputing all"  # as the peers do, to tell apart what comes from recomputing less
+TRIAL_S = 60.0  # after which a step of the user's engine counts as hung
+PATIENCE = 10.0  # times the estimate, after which a case with the user's engines is given up
+MEMORY = "of what a step's operations make: activations, gradients, messages; counted, not timed"
 START_S = 8.0  # until all processes are up and the engines checked
 
 # (where, remat, M) -> rounds by profile; 0 leaves the case out. A round takes longer the larger M.
@@ -69,22 +76,26 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def engines_of(where: str, remat: str, extra: str | None) -> dict[str, tuple[str, str]]:
-    """Arm -> engine and remat. The user's engine is named without the digest of its file."""
+    """Arm -> engine and remat. The user's engines, comma-separated, are named without the digests of their
+    files.
+    """
     names = ["torchgpipe"] if where == "one process" else ["torch-gpipe", "torch-1f1b"]
     arms = {"ours": ("ours", remat), **{name: (name, remat) for name in names}}
     if where == "processes" and remat == "never":
         arms["ours-1f1b"] = ("ours-1f1b", remat)
     elif where == "processes":
         arms[ALWAYS] = ("ours", "always")
-    if extra not in (None, KNOWN):
-        assert extra is not None
-        arms[extra.partition("@")[0]] = (extra, remat)
+    arms |= {name.partition("@")[0]: (name, remat) for name in own_engines(extra)}
     return arms
 
 
+def own_engines(extra: str | None) -> list[str]:
+    """The user's engines as named by `--engine`."""
+    return [] if extra in (None, KNOWN) else str(extra).split(",")
+
+
 def run(case: Case, options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.measuring.processes import run_processes
-    from gpipe_bench.experiments.side_by_side.peers_work import PeersJob, work
+    from gpipe_bench.experiments.side_by_side.peers_work import PeersJob
 
     key: dict[str, Any] = case.key
     model, model_options, microbatch_size, _ = MODELS[key["model"]]
@@ -99,12 +110,59 @@ def run(case: Case, options: RunOptions) -> Outcome:
         model, model_options, microbatch_size, NUM_STAGES, key["num_microbatches"], engines, in_process,
         ROUNDS[key["where"], key["remat"], key["num_microbatches"]][options.profile], SEED,
     )  # fmt: skip
-    found: list[PeersResult] = run_processes(work, 1 if in_process else NUM_STAGES, job)
-    return outcome(job, found)
+    own = [name.partition("@")[0] for name in own_engines(options.engine)]
+    faulty = {name: fault for name in own if (fault := fault_in(job, name)) is not None}
+    found, late = measured(job, [name for name in own if name not in faulty], faulty, case.estimate_s)
+    return outcome(job, found, {**faulty, **late})
 
 
-def outcome(job: PeersJob, found: Sequence[PeersResult]) -> Outcome:
-    """What the processes of a case found, as numbers."""
+def fault_in(job: PeersJob, name: str) -> Fault | None:
+    """What is wrong with an engine, found out in processes of its own."""
+    from gpipe_bench.experiments.engines.isolated import IsolatedError, run_isolated
+    from gpipe_bench.experiments.side_by_side.peers_work import tried
+
+    try:
+        run_isolated(tried, _processes(job), job, name, timeout_s=TRIAL_S)
+    except IsolatedError as error:
+        return error.fault
+    return None
+
+
+def measured(
+    job: PeersJob, own: Sequence[str], without: Iterable[str], estimate_s: float
+) -> tuple[list[PeersResult], dict[str, Fault]]:
+    """What the processes of a case found with all engines but those `without`, and what went wrong beside the
+    others with the user's `own`: then the others are measured once more, without them.
+    """
+    from gpipe_bench.experiments.engines.isolated import IsolatedError, run_isolated
+    from gpipe_bench.experiments.measuring.processes import run_processes
+    from gpipe_bench.experiments.side_by_side.peers_work import work, work_told
+
+    def only(left_out: Iterable[str]) -> PeersJob:
+        gone = set(left_out)
+        return job._replace(engines={name: arm for name, arm in job.engines.items() if name not in gone})
+
+    if not own:
+        return run_processes(work, _processes(job), only(without)), {}
+    patience_s = TRIAL_S + PATIENCE * estimate_s
+    try:
+        return run_isolated(work_told, _processes(job), only(without), timeout_s=patience_s), {}
+    except IsolatedError as error:
+        beside = error.fault._replace(reason=f"beside the others: {error.fault.reason}")
+    return run_processes(work, _processes(job), only([*without, *own])), dict.fromkeys(own, beside)
+
+
+def _processes(job: PeersJob) -> int:
+    return 1 if job.in_process else job.num_stages
+
+
+def outcome(
+    job: PeersJob, found: Sequence[PeersResult], faulty: Mapping[str, Fault] | None = None
+) -> Outcome:
+    """What the processes of a case found, as numbers. With `faulty` engines the case has failed, and has the
+    numbers of the others.
+    """
+    faulty = faulty or {}
     times = slowest([result.times for result in found])
     first = found[0]
     quantities = [
@@ -119,13 +177,15 @@ def outcome(job: PeersJob, found: Sequence[PeersResult]) -> Outcome:
         for arm in times
         if arm != "ours"
     ]  # fmt: skip
+    quantities += _among_others(times)
     quantities += [
-        from_samples(
-            f"{same} against {arm}", ratios(times, arm, same), "ratio", higher_is_better=True,
-            note="both with the same schedule",
+        Quantity(
+            name=f"peak memory of {arm}", key={"process": rank}, value=num_bytes, unit="bytes",
+            provenance="measured", higher_is_better=False,
+            note=MEMORY if num_bytes is not None else "its operations run in threads, where none is seen",
         )
-        for arm, same in SAME_SCHEDULE.items()
-        if arm in times and same in times
+        for rank, result in enumerate(found)
+        for arm, num_bytes in result.peak_bytes.items()
     ]  # fmt: skip
     actions_ms = {name: 1e3 * s for result in found for name, s in result.actions_s.items()}
     quantities.append(
@@ -142,6 +202,8 @@ def outcome(job: PeersJob, found: Sequence[PeersResult]) -> Outcome:
         },
         "checks": [result.checks for result in found],  # by process
         "refused": first.refused,
+        "faulty": {name: fault.reason for name, fault in faulty.items()},
+        **({"traceback": "\n".join(fault.traceback for fault in faulty.values())} if faulty else {}),
         "partition": [[span.start, span.stop] for span in first.partition],
         "microbatch_size": job.microbatch_size,
         "precision": "float32",
@@ -151,7 +213,25 @@ def outcome(job: PeersJob, found: Sequence[PeersResult]) -> Outcome:
         "cpu_s": [result.usage.cpu_s for result in found],
         **void_of(quantities),
     }
+    if faulty:
+        reason = "; ".join(f"{name}: {fault.reason}" for name, fault in faulty.items())
+        return Outcome(tuple(quantities), details, "failed", reason)
     return Outcome(tuple(quantities), details)
+
+
+def _among_others(times: Times) -> list[Quantity]:
+    """The speed of each other engine over that of every one, once for each two of them."""
+    others = [arm for arm in times if arm != "ours"]
+    pairs = [(a, b) for i, a in enumerate(others) for b in others[i + 1 :]]
+    # A schedule of ours stands first beside the same schedule of another engine.
+    pairs = [(b, a) if SAME_SCHEDULE.get(a) == b else (a, b) for a, b in pairs]
+    return [
+        from_samples(
+            f"{a} against {b}", ratios(times, b, a), "ratio", higher_is_better=True,
+            note="both with the same schedule" if SAME_SCHEDULE.get(b) == a else "",
+        )
+        for a, b in pairs
+    ]  # fmt: skip
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:
@@ -180,4 +260,5 @@ EXPERIMENT = Experiment(
     docs="docs/own-engine.md",
     options=("engine",),
     engines=(KNOWN,),
+    several_engines=True,
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gpipe_bench.experiments.side_by_side.engine_text import Target, measured, verdict, void_by
 from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Record, Scalar
+from gpipe_bench.harness.records.record import Quantity, Record, Scalar
 from gpipe_bench.harness.report.grid import Grid
 
 # (where, remat, M) -> ours must be so many times as fast as the peers.
@@ -40,12 +41,16 @@ def _heading(records: Sequence[Record]) -> str:
 
 def _block(record: Record) -> str:
     title = title_of(record.case)
-    if record.status != "done":
+    faulty = record.details.get("faulty", {})
+    if record.status != "done" and not faulty:
         return f"{title}: {record.status}: {record.reason}"
     target = TARGETS.get((str(record.case["where"]), str(record.case["remat"]), _count(record.case)))
     void = void_by(record.quantity("control"))
     lines = []
     for arm in record.details["engines"]:
+        if arm in faulty:
+            lines.append([arm, "-", "-", "", f"failed: {faulty[arm]}"])
+            continue
         if arm in record.details["refused"]:
             lines.append([arm, "-", "-", "", f"skipped: {record.details['refused'][arm]}"])
             continue
@@ -60,7 +65,43 @@ def _block(record: Record) -> str:
         lines.append(line)
     headings = ["engine", "ms per step [95 %]", "our speed / its [95 %]", "target", "holds?"]
     table = Grid(columns=headings, lines=lines).text()
-    return f"{title}\n{table}\n{_conditions(record)}"
+    return "\n".join([f"{title}\n{table}", *_among(record), _conditions(record)])
+
+
+def speed_of(record: Record, engine: str, other: str) -> Quantity | None:
+    """How many times as fast an engine is as another one, whichever of the two is on record."""
+    found = record.quantity(f"{engine} against {other}")
+    if found is not None:
+        return found
+    inverse = record.quantity(f"{other} against {engine}")
+    if inverse is None or not inverse.value or not inverse.low or not inverse.high:
+        return None
+    return replace(
+        inverse, name=f"{engine} against {other}", value=1 / inverse.value, low=1 / inverse.high,
+        high=1 / inverse.low, samples=(), key={},
+    )  # fmt: skip
+
+
+def _among(record: Record) -> list[str]:
+    """Where the user's engines ran: each against every other one, and what all need."""
+    engines = [arm for arm in record.details["engines"] if record.quantity(f"step of {arm}") is not None]
+    own = [arm for arm in engines if ":" in arm]
+    if not own:
+        return []
+    speeds: list[list[str]] = []
+    for arm in engines:
+        against = [speed_of(record, each, arm) for each in own]
+        speeds.append(
+            [arm, *("" if ratio is None else measured(ratio) for ratio in against), _peak(record, arm)]
+        )
+    columns = ["against", *(f"speed of {arm} [95 %]" for arm in own), "peak by process"]
+    return ["", Grid(columns=columns, lines=speeds).text()]
+
+
+def _peak(record: Record, arm: str) -> str:
+    """`1.2 MB, 0.8 MB`: of every process."""
+    found = [each for each in record.quantities if each.name == f"peak memory of {arm}"]
+    return ", ".join("not seen" if each.value is None else show(each.value, each.unit, 3) for each in found)
 
 
 def title_of(case: dict[str, Scalar]) -> str:

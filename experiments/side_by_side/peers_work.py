@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from gpipe_bench.experiments.engines.checks import reference, verify
+from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
+from gpipe_bench.experiments.engines.isolated import Tell
 from gpipe_bench.experiments.engines.known import Ours
-from gpipe_bench.experiments.engines.setup import Engine, NoStepError, Setup, build
+from gpipe_bench.experiments.engines.setup import Engine, NoStepError, Setup, build, clear
 from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
 from gpipe_bench.experiments.measuring.turns import measure
 from gpipe_bench.experiments.side_by_side.engine_work import mean_actions_s
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.clock import conditions
+from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 
 PARTITION_MICROBATCHES = 4  # of the step that times single layers
@@ -51,6 +53,7 @@ class PeersResult(NamedTuple):
     conditions: dict[str, str]
     times: dict[str, list[float]]
     usage: Usage
+    peak_bytes: dict[str, int | None]  # of what a step's operations make; None where they can't be seen
 
 
 def work(job: PeersJob) -> PeersResult:
@@ -94,7 +97,51 @@ def work(job: PeersJob) -> PeersResult:
     assert isinstance(ours, Ours)
     actions_s = mean_actions_s(ours.pipeline)
     checked()  # still right after all rounds
-    return PeersResult(checks, refused, spans, actions_s, conditions(), *measured)
+    peaks = {
+        name: peak_bytes(step, setups[name]) for name, step in steps.items() if step is not None
+    }  # behind the timing, which must not meet what this leaves behind
+    return PeersResult(checks, refused, spans, actions_s, conditions(), *measured, peaks)
+
+
+def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:
+    """Most bytes that a step's operations have alive at a time in this process. None where that is less than
+    the gradients, which it surely makes: then the operations run in threads of its own.
+    """
+    clear(setup.layers)
+    if dist.is_initialized():
+        dist.barrier()
+    with LiveMemory() as memory:
+        step()
+    gradients = [p.grad for p in named_parameters(setup).values() if p.grad is not None]
+    least = sum(gradient.nbytes for gradient in gradients)
+    clear(setup.layers)
+    peak = memory.peak_bytes[""]
+    return peak if peak >= least else None
+
+
+def work_told(tell: Tell, job: PeersJob) -> PeersResult:
+    """`work`, where it is given up when it takes too long."""
+    return work(job)
+
+
+def tried(tell: Tell, job: PeersJob, name: str) -> None:
+    """Lets one engine do what it will be timed for, before the others depend on it. Raises what it raises,
+    RuntimeError where it does something else; nothing if it can't run this.
+    """
+    torch.manual_seed(job.seed)
+    layers = list(MODELS[job.model](**job.options))
+    engine_name, remat = job.engines[name]
+    size = job.microbatch_size * job.num_microbatches
+    batch, target = example_batch(job.model, size, **job.options)
+    loss = loss_fn(job.model, **job.options)
+    spans = partition([1.0] * len(layers), job.num_stages)
+    group = None if job.in_process else dist.group.WORLD
+    setup = Setup(layers, spans, job.num_microbatches, remat, torch.device("cpu"), group)
+    expected = reference(setup, batch, target, loss)
+    tell("the plain model's gradients are known")
+    engine, reason = built(engine_name, setup)
+    if not _first_of_all(reason) and engine is not None:
+        verify(name, engine, setup, batch, target, loss, expected)
 
 
 def built(name: str, setup: Setup) -> tuple[Engine | None, str]:

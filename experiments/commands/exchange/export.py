@@ -1,0 +1,58 @@
+"""`export`: the records of a results folder as one file that somebody else can check and read.
+
+Exit status 0; 2 where there is nothing to export.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from gpipe_bench.experiments.commands import exits
+from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.harness.records.codec import encode
+from gpipe_bench.harness.records.files import write_whole
+from gpipe_bench.harness.records.store import Store, latest, lines_of
+from gpipe_bench.harness.records.travel import SUFFIX, pack
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb. Raises ValueError where there is nothing to export or no place for it."""
+    lines, counts = collected(Store(arguments.results), arguments.name or list(EXPERIMENTS))
+    if not lines:
+        raise ValueError(f"no records to export in {arguments.results}; make some with: run NAME")
+    path = arguments.output or Path(f"{arguments.results.resolve().name}{SUFFIX}")
+    content = pack(lines)
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise ValueError(f"can't write {path}: {error.strerror or error}; choose another --output") from error
+    if arguments.json:
+        facts = {"file": str(path), "bytes": len(content), "records": counts}
+        print_line(msgspec.json.encode(facts))
+    else:
+        said = ", ".join(f"{count} of {name}" for name, count in counts.items())
+        print(f"export: {path}: {sum(counts.values())} records: {said}")
+        print(f"look at it as its reader will: check {path}")
+    return exits.DONE
+
+
+def collected(store: Store, names: Sequence[str]) -> tuple[dict[str, bytes], dict[str, int]]:
+    """The latest record of each case as lines, and their numbers, by experiment."""
+    lines: dict[str, bytes] = {}
+    counts: dict[str, int] = {}
+    for name in names:
+        load(name)  # ValueError for an unknown one
+        loaded = store.load(name)
+        for problem in lines_of(loaded.problems):
+            print(f"warning: {problem}; left out", file=sys.stderr)
+        records = latest(loaded.records).values()
+        if records:
+            lines[name] = b"".join(encode(record) + b"\n" for record in records)
+            counts[name] = len(records)
+    return lines, counts

@@ -1,0 +1,140 @@
+"""Whether records that came from elsewhere can be true, as far as that can be told without their machine.
+
+A digest says that nothing was edited afterwards, not that it was ever measured. What can be computed again is
+computed again: the median of the samples, what needs no machine, how often a step runs forward and backward.
+What makes a number weak, but not wrong, is said and refuses nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.harness.judging.units import UNITS
+from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness.records.record import Quantity, Record
+from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.records.travel import Parcel
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, recomputes
+
+_SLACK = 1e-6  # relative; a median of the same samples differs by rounding alone
+_EXACT = 1e-9
+_NEEDED = ("cpu_model", "python", "versions", "code_sha256")
+
+
+class Remark(NamedTuple):
+    """What there is to say. `weight`: "refused" where it can't be true, "note" where it makes it weak."""
+
+    weight: str
+    text: str
+
+
+def remarks(parcel: Parcel) -> list[Remark]:
+    """All that speaks against the records, and what a reader should know."""
+    found: list[Remark] = []
+    if not any(parcel.records.values()):
+        return [Remark("refused", "it holds no records")]
+    for name, records in parcel.records.items():
+        if name not in EXPERIMENTS:
+            found.append(Remark("refused", f"{name}.jsonl: no experiment of that name is known here"))
+            continue
+        experiment = load(name)
+        exact = _exact_numbers(name)
+        for record in records:
+            place = f"{name} {record.label} ({record.profile})"
+            if record.revision != experiment.revision:
+                text = f"{place}: of revision {record.revision}, while {experiment.revision} is read here"
+                found.append(Remark("note", text))
+                continue
+            found += [each._replace(text=f"{place}: {each.text}") for each in _of_record(record, exact)]
+    found += _of_all([record for records in parcel.records.values() for record in records])
+    return found
+
+
+def _of_record(record: Record, exact: dict[Any, Quantity]) -> Iterator[Remark]:
+    missing = [name for name in _NEEDED if not record.environment.get(name)]
+    if missing:
+        yield Remark("refused", f"its environment lacks {', '.join(missing)}")
+    if record.duration_s < 0:
+        yield Remark("refused", f"it took {record.duration_s:g} s")
+    for quantity in record.quantities:
+        text = _implausible(quantity)
+        known = exact.get((record.identity, quantity.label))
+        if not text and known is not None and not _near(quantity.value, known.value, _EXACT):
+            text = f"is {quantity.value}; the committed records have {known.value}, and no machine matters"
+        if text:
+            yield Remark("refused", f"{quantity.label} {text}")
+    control = record.quantity("control")
+    if control is not None and control.low is not None and control.high is not None:
+        off = not control.low <= 1 <= control.high
+        if off and not record.details.get("void"):
+            yield Remark("refused", f"the control is {control.low:.3f} to {control.high:.3f}, but not void")
+        elif off:
+            yield Remark("note", f"void, by its control of {control.low:.3f} to {control.high:.3f}")
+    yield from _counts(record)
+    if record.status not in ("done", "skipped"):
+        yield Remark("note", f"{record.status}: {record.reason}")
+
+
+def _implausible(quantity: Quantity) -> str:
+    """Why the number can't be what it says, or nothing."""
+    value, samples = quantity.value, quantity.samples
+    kind = UNITS[quantity.unit][0] if quantity.unit in UNITS else ""
+    numbers = [each for each in (value, *samples) if each is not None]
+    if kind in ("time", "memory", "parameters", "throughput", "bandwidth") and any(n < 0 for n in numbers):
+        if quantity.provenance == "measured" and kind == "time" and quantity.low is not None:
+            return ""  # a difference of two times may be
+        return "is negative"
+    if value is None or not samples or quantity.provenance != "measured" or quantity.low is None:
+        return ""
+    middle = statistics.median(samples)
+    if not min(samples) <= quantity.low <= (quantity.high or 0.0) <= max(samples):
+        return "has an interval outside its samples"
+    return (
+        "" if _near(value, middle, _SLACK) else f"is {value:g}, but the median of its samples is {middle:g}"
+    )
+
+
+def _near(a: float | None, b: float | None, slack: float) -> bool:
+    return a == b or (a is not None and b is not None and abs(a - b) <= slack * max(abs(a), abs(b)))
+
+
+def _exact_numbers(name: str) -> dict[Any, Quantity]:
+    """What the committed records have by computation alone, by case and label."""
+    return {
+        (record.identity, quantity.label): quantity
+        for folder in (sorted(REFERENCE.iterdir()) if REFERENCE.is_dir() else ())
+        for record in Store(folder).load(name).records
+        if not any(each.provenance != "modelled" for each in record.quantities)
+        for quantity in record.quantities
+    }
+
+
+def _counts(record: Record) -> Iterator[Remark]:
+    """How often the stages of the engines ran forward and backward, which follows from M and `remat`."""
+    count, remat = record.case.get("num_microbatches"), record.case.get("remat")
+    checks = record.details.get("checks")
+    if not isinstance(count, int) or remat not in REMAT_MODES or not isinstance(checks, list):
+        return
+    engines = record.details.get("engines")
+    for process in checks:
+        for arm, found in process.items() if isinstance(process, dict) else ():
+            asked = engines.get(arm, {}).get("remat", remat) if isinstance(engines, dict) else remat
+            modes = ("except_last", "always") if asked == "except_last" else (asked,)
+            allowed = {count + sum(recomputes(mode, m, count) for m in range(count)) for mode in modes}
+            got = (found.get("forwards"), found.get("backwards")) if isinstance(found, dict) else (None, None)
+            if got[0] not in allowed or got[1] != count:
+                text = f"{arm} ran {got[0]} forwards and {got[1]} backwards for M = {count}, remat {asked}"
+                yield Remark("refused", text)
+
+
+def _of_all(records: Iterable[Record]) -> Iterator[Remark]:
+    every = list(records)
+    smoke = sum(record.profile == "smoke" for record in every)
+    if smoke:
+        yield Remark("note", f"{smoke} of {len(every)} records are smoke runs, which prove the path alone")
+    dirty = sum(bool(record.environment.get("git_dirty")) for record in every)
+    if dirty:
+        yield Remark("note", f"{dirty} of {len(every)} records come from code with uncommitted changes")

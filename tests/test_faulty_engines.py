@@ -1,0 +1,256 @@
+"""Engines that raise, hang, die or are wrong: named with their error, and nobody else's results are lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import call, lines
+
+from gpipe_bench.experiments.engines import examination as examination_module
+from gpipe_bench.experiments.engines.examination import Row, faults
+from gpipe_bench.experiments.engines.isolated import IsolatedError, fault_of, place_of, run_isolated
+from gpipe_bench.experiments.side_by_side import peers
+from gpipe_bench.experiments.side_by_side.peers import MODELS
+
+ROOT = Path(__file__).parents[1]
+SCENE = """
+import os
+import time
+
+from own_engine_example import FillDrain
+
+
+class Good(FillDrain):
+    pass
+
+
+class Raises(FillDrain):
+    def step(self, batch, target, loss_fn):
+        raise RuntimeError("boom of the engine\\nand more of it")
+
+
+class Hangs(FillDrain):
+    def step(self, batch, target, loss_fn):
+        while True:
+            time.sleep(0.05)
+
+
+class Wrong(FillDrain):
+    def step(self, batch, target, loss_fn):
+        return super().step(batch, target, lambda output, wanted: loss_fn(output, wanted) * self.count)
+
+
+class Dies(FillDrain):
+    def step(self, batch, target, loss_fn):
+        os._exit(7)
+
+
+class Late(FillDrain):
+    def forward(self, stage, value, m):
+        if self.setup.remat == "always":
+            raise KeyError("always")
+        return super().forward(stage, value, m)
+
+
+class Empty:
+    def __init__(self, setup):
+        pass
+
+
+class Refuses:
+    def __init__(self, setup):
+        raise ValueError("needs another kind of computer")
+
+    def step(self, batch, target, loss_fn):
+        pass
+"""
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "scene_engines.py").write_text(SCENE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT / "docs"), str(tmp_path), *sys.path])
+    return tmp_path
+
+
+def check(name: str, *options: str) -> tuple[int, str, list[str]]:
+    status, out, err = call("check-engine", f"scene_engines:{name}", *options)
+    head, _, rest = out.partition("\n")
+    return status, head or err.strip(), rest.splitlines()
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
+    kept = {place: examination_module.PLACES[place] for place in places}
+    monkeypatch.setattr(examination_module, "PLACES", kept)
+
+
+# In processes of their own
+
+
+def answer(tell: Any, value: int) -> int:
+    tell(value)
+    return 2 * value
+
+
+def boom(tell: Any) -> None:
+    raise ZeroDivisionError("by nothing")
+
+
+def silent(tell: Any) -> None:
+    import time
+
+    while True:
+        time.sleep(0.05)
+
+
+def crash(tell: Any) -> None:
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_what_they_tell_and_return_arrives() -> None:
+    told: list[tuple[int, int]] = []
+    assert run_isolated(answer, 1, 21, timeout_s=60, on_news=lambda *news: told.append(news)) == [42]
+    assert told == [(0, 21)]
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout_s", "said"),
+    [
+        (boom, 60.0, "ZeroDivisionError: by nothing"),
+        (silent, 0.5, "no answer within 0.5 s: its process was in line"),
+        (crash, 60.0, "its process was ended by SIGSEGV"),
+    ],
+)
+def test_what_becomes_of_a_bad_one_is_one_line(function: Any, timeout_s: float, said: str) -> None:
+    with pytest.raises(IsolatedError) as caught:
+        run_isolated(function, 1, timeout_s=timeout_s)
+    assert caught.value.fault.reason.startswith(said)
+    assert "\n" not in caught.value.fault.reason
+    assert not caught.value.fault.refused
+
+
+def test_the_place_is_the_users_own_innermost_one() -> None:
+    assert place_of(f'  File "{sys.prefix}/x.py", line 1, in f\n') == ""
+    frames = '  File "/home/me/mine.py", line 12, in step\n  File "/home/me/parts.py", line 3, in send\n'
+    assert place_of(frames) == "line 3 of parts.py (send)"
+    assert place_of(frames, latest_first=True) == "line 12 of mine.py (step)"
+    assert fault_of(ValueError("")).reason == "ValueError"
+
+
+# check-engine
+
+
+@pytest.mark.slow
+def test_a_good_engine_passes_in_one_process_and_over_two(scene: Path) -> None:
+    status, out, err = call("check-engine", "scene_engines:Good", "--json")
+    assert status == 0, err
+    rows = lines(out)
+    by_check = {(row["place"], row["check"]): row["verdict"] for row in rows}
+    checks = ("step", "micro-batches", "gradients", "loss", "adds up", "remat except_last", "remat always",
+              "tuples between stages")  # fmt: skip
+    for place in ("one process", "two processes"):
+        assert {by_check[place, each] for each in checks} == {"ok"}
+        assert by_check[place, "uneven micro-batches"] == "can't"
+    assert err.strip().endswith("scene_engines:Good: 16 checks passed, 2 that it can't")
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "first"),
+    [
+        ("Raises", 3, "RuntimeError: boom of the engine, in line 14 of scene_engines.py (step) [step, one"),
+        ("Dies", 3, "its process ended with status 7 [step, one process]"),
+        (
+            "Wrong",
+            1,
+            "every gradient is 4 times that of the mean loss over the mini-batch: the losses of the",
+        ),
+        ("Empty", 1, "engine 'scene_engines:Empty' returned Empty, which has no method step(batch, target,"),
+        ("Refuses", 1, "it can do nothing that was asked: needs another kind of computer"),
+    ],
+)
+def test_a_bad_engine_is_named_in_the_first_line(
+    scene: Path, monkeypatch: pytest.MonkeyPatch, name: str, status: int, first: str
+) -> None:
+    only(monkeypatch, "one process")
+    found, head, _ = check(name)
+    assert found == status
+    assert head.startswith(f"scene_engines:{name}: {first}")
+
+
+def test_one_that_hangs_is_ended_and_its_place_named(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "one process")
+    status, head, rest = check("Hangs", "--timeout-s", "1")
+    assert status == 3
+    assert "no answer within 1 s: its process was in line 20 of scene_engines.py (step)" in head
+    assert sum("not tried" in line for line in rest) == len(examination_module.SETTINGS) - 1
+
+
+def test_what_breaks_one_setting_costs_only_that(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "one process")
+    status, head, rest = check("Late")
+    assert status == 3
+    assert head.startswith("scene_engines:Late: KeyError: 'always'")
+    verdicts = {line[2:24].strip(): line[24:33].strip() for line in rest if line.startswith("  ")}
+    assert verdicts["remat except_last"] == "ok"
+    assert verdicts["remat always"] == "broken"
+    assert verdicts["tuples between stages"] == "ok"
+
+
+def test_a_name_that_leads_nowhere_is_bad_usage(scene: Path) -> None:
+    status, head, _ = check("Missing")
+    assert (status, head) == (
+        2,
+        "error: engine 'scene_engines:Missing': scene_engines has no attribute 'Missing'; "
+        "name a class or function that takes a Setup",
+    )
+    assert check("Good", "--timeout-s", "0")[:2] == (2, "error: --timeout-s is 0; give seconds, such as 30")
+
+
+def test_broken_comes_before_wrong() -> None:
+    wrong = Row("one process", "gradients", "failed", "x")
+    broken = Row("two processes", "step", "broken", "y")
+    assert faults([wrong, broken]) == [broken, wrong]
+    assert faults([Row("one process", "step", "can't", "z"), Row("two processes", "step", "ok", "")]) == []
+
+
+# run peers
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
+def test_three_bad_engines_and_a_good_one_are_three_reasons_and_a_result(
+    scene: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = {"num_layers": 6, "vocab_size": 8, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8}
+    monkeypatch.setitem(MODELS, "transformer", (MODELS["transformer"][0], tiny, 2, "a tiny Transformer"))
+    monkeypatch.setattr(peers, "TRIAL_S", 20.0)
+    names = [f"scene_engines:{name}" for name in ("Raises", "Hangs", "Wrong", "Good")]
+    status, out, err = call(
+        "run", "peers", "--profile", "smoke", "--engine", ",".join(names), "--results", scene / "results",
+        "--only", "where=processes", "--only", "model=transformer",
+    )  # fmt: skip
+    assert status == 3, err
+    (found,) = [json.loads(line) for line in (scene / "results/peers.jsonl").read_text().splitlines()]
+    assert found["status"] == "failed"
+    faulty = found["details"]["faulty"]
+    assert list(faulty) == names[:3]
+    assert faulty[names[0]].startswith("RuntimeError: boom of the engine, in line 14 of scene_engines.py")
+    assert faulty[names[1]].startswith("no answer within 20 s: process 0 was in line 20 of scene_engines.py")
+    assert "gradients of scene_engines:Wrong are wrong" in faulty[names[2]]
+    numbers = {quantity["name"]: quantity for quantity in found["quantities"]}
+    for engine in ("ours", "torch-gpipe", "torch-1f1b", names[3]):
+        assert numbers[f"step of {engine}"]["value"] > 0
+        assert numbers[f"peak memory of {engine}"]["value"] > 0
+    assert f"torch-gpipe against {names[3]}" in numbers
+    shown = [line for line in out.splitlines() if not line.startswith("{")]
+    for name in names[:3]:
+        (row,) = [line for line in shown if line.startswith(f"{name} ")]
+        assert row.endswith(f"failed: {faulty[name]}")

@@ -1,0 +1,253 @@
+"""Files of records: what comes out is what went in, and nothing else is taken."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import call, lines
+from records import quantity, record
+
+from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness.records.codec import encode
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.records.travel import MANIFEST, pack, unpack
+
+ENVIRONMENT = {
+    "cpu_model": "a processor",
+    "python": "3.12",
+    "versions": {"torch": "2.13"},
+    "code_sha256": "0",
+}
+
+
+def a_record(**changes: Any) -> Record:
+    """One of an experiment that is known."""
+    return record(**{"experiment": "computed", "environment": ENVIRONMENT, **changes})
+
+
+def lines_of(*records: Record) -> bytes:
+    return b"".join(encode(each) + b"\n" for each in records)
+
+
+def parcel(path: Path, *records: Record) -> Path:
+    path.write_bytes(pack({"computed": lines_of(*(records or (a_record(),)))}))
+    return path
+
+
+def rewritten(path: Path, change: Any) -> Path:
+    """The archive with its files as `change` leaves them: a dictionary of names and contents."""
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    change(files)
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    path.write_bytes(target.getvalue())
+    return path
+
+
+def refusal(path: Path) -> str:
+    """The one line that `check` refuses the file with."""
+    status, out, err = call("check", path)
+    assert (status, err) == (1, "")
+    line, last = out.splitlines()
+    assert last == f"check: {path}: not to be taken in"
+    return line
+
+
+def test_the_records_come_back_byte_for_byte_and_the_file_is_the_same_each_time(tmp_path: Path) -> None:
+    content = lines_of(a_record(), a_record(step=2))
+    path = tmp_path / "mine.zip"
+    path.write_bytes(pack({"computed": content}))
+    assert path.read_bytes() == pack({"computed": content})
+    found = unpack(path)
+    assert found.contents == {"computed": content}
+    assert found.records["computed"] == (a_record(), a_record(step=2))
+    assert [machine["cpu_model"] for machine in found.manifest.machines] == ["a processor"]
+
+
+def test_export_then_check_of_the_committed_records(tmp_path: Path) -> None:
+    (machine,) = (path for path in REFERENCE.iterdir() if path.name == "cpu-2-cores")
+    path = tmp_path / "records.zip"
+    status, out, err = call("export", "--results", machine, "--output", path, "--json")
+    assert (status, err) == (0, "")
+    (facts,) = lines(out)
+    assert facts["records"]["table1"] == len(unpack(path).records["table1"])
+    status, out, err = call("check", path)
+    assert (status, err) == (0, ""), out
+    assert out.splitlines()[-1] == f"check: {path}: nothing speaks against it"
+
+
+def test_nothing_on_record_is_bad_usage(tmp_path: Path) -> None:
+    status, out, err = call("export", "--results", tmp_path / "none")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: no records to export in")
+    status, _, err = call("check", tmp_path / "none.zip")
+    assert status == 2
+    assert "No such file or directory; give a file that export wrote" in err
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "it.zip"
+    path.write_bytes(b"")
+    assert refusal(path) == "refused: foreign: it is empty, so `export` has not written it"
+    path.write_text("hello")
+    assert refusal(path) == "refused: foreign: it is no zip archive, so `export` has not written it"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("table1.jsonl", "")
+    assert refusal(path) == f"refused: foreign: it has no {MANIFEST}, so `export` has not written it"
+
+
+@pytest.mark.parametrize(
+    "name", ["../escaped.jsonl", "/tmp/escaped.jsonl", "a/b.jsonl", "setup.py", "..jsonl"]
+)
+def test_no_name_leads_out_and_nothing_is_written(tmp_path: Path, name: str) -> None:
+    path = rewritten(parcel(tmp_path / "it.zip"), lambda files: files.update({name: b"x"}))
+    assert refusal(path).startswith(f"refused: foreign: it holds {name!r}")
+    status, _, err = call("compare", "computed", "--machines", "cpu-2-cores", path)
+    assert (status, f"it holds {name!r}" in err) == (2, True)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    path = parcel(tmp_path / "it.zip")
+    whole = path.read_bytes()
+    for size in (4, 30, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert refusal(path).startswith("refused: truncated: ")
+
+
+def test_no_changed_bit_changes_what_is_read(tmp_path: Path) -> None:
+    path = parcel(tmp_path / "it.zip")
+    whole, contents = path.read_bytes(), unpack(path).contents
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo("computed.jsonl")
+        start = info.header_offset + 30 + len(info.filename)
+    refused = 0
+    for place in range(start, start + info.compress_size, 37):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            same = unpack(path).contents == contents  # a bit that the compression does not need
+        except ValueError as error:
+            same, refused = "altered: " in str(error), refused + 1
+        assert same, place
+    assert refused
+
+
+def edited(files: dict[str, bytes]) -> None:
+    files["computed.jsonl"] = files["computed.jsonl"].replace(b'"value":1.5', b'"value":1.4')
+
+
+def edited_with_a_new_manifest(files: dict[str, bytes]) -> None:
+    edited(files)
+    manifest = json.loads(files[MANIFEST])
+    content = files["computed.jsonl"]
+    manifest["files"]["computed.jsonl"]["sha256"] = hashlib.sha256(content).hexdigest()
+    files[MANIFEST] = json.dumps(manifest).encode()
+
+
+def newer(files: dict[str, bytes]) -> None:
+    files[MANIFEST] = files[MANIFEST].replace(b'"version": 1', b'"version": 9')
+
+
+def gone(files: dict[str, bytes]) -> None:
+    del files["computed.jsonl"]
+
+
+def other_machine(files: dict[str, bytes]) -> None:
+    files[MANIFEST] = files[MANIFEST].replace(b"a processor", b"a better one")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (edited, "altered: computed.jsonl is not what the manifest says (bytes, lines or sha256)"),
+        (edited_with_a_new_manifest, "altered: computed.jsonl, line 1: its digest does not fit"),
+        (newer, "written by a newer version: 9, while this one reads up to 1; update first"),
+        (gone, "altered: computed.jsonl is in the manifest, but not in the file"),
+        (other_machine, "altered: the machines in the manifest are not those of the records"),
+    ],
+)
+def test_an_altered_file_is_refused_with_what_is_wrong(tmp_path: Path, change: Any, said: str) -> None:
+    assert refusal(rewritten(parcel(tmp_path / "it.zip"), change)).startswith(f"refused: {said}")
+
+
+SAMPLES = (1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"quantities": (quantity(2.5, low=1.0, high=3.0, samples=SAMPLES),)},
+            "time is 2.5, but the median of",
+        ),
+        (
+            {"quantities": (quantity(2.0, low=0.5, high=3.0, samples=SAMPLES),)},
+            "time has an interval outside",
+        ),
+        ({"quantities": (quantity(-2.0, unit="bytes"),)}, "time is negative"),
+        ({"environment": {}}, "its environment lacks cpu_model, python, versions, code_sha256"),
+        (
+            {"quantities": (quantity(1.2, name="control", unit="ratio", low=1.1, high=1.3),)},
+            "the control is 1.100 to 1.300, but not void",
+        ),
+        (
+            {
+                "case": {"num_microbatches": 4, "remat": "always"},
+                "details": {"checks": [{"mine:Engine": {"forwards": 4, "backwards": 4}}]},
+            },
+            "mine:Engine ran 4 forwards and 4 backwards for M = 4, remat always",
+        ),
+    ],
+)
+def test_what_cannot_be_true_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    found = refusal(parcel(tmp_path / "it.zip", a_record(**changes)))
+    assert said in found
+    assert found.startswith("refused: computed ")
+
+
+def test_a_number_that_needs_no_machine_must_be_the_committed_one(tmp_path: Path) -> None:
+    known = Store(REFERENCE / "cpu-2-cores").load("computed").records
+    of = next(
+        r for r in known if r.quantities and all(q.provenance == "modelled" and q.value for q in r.quantities)
+    )
+    first = of.quantities[0]
+    assert first.value is not None
+    wrong = quantity(2 * first.value, name=first.name, key=first.key, unit=first.unit, provenance="modelled")
+    changes: dict[str, Any] = {
+        name: getattr(of, name) for name in ("case", "profile", "options", "revision", "environment")
+    }
+    path = parcel(tmp_path / "it.zip", a_record(**changes, quantities=(wrong,)))
+    assert "and no machine matters" in refusal(path).partition("\n")[0]
+
+
+def test_what_makes_it_weak_is_said_and_taken(tmp_path: Path) -> None:
+    off = quantity(1.2, name="control", unit="ratio", low=1.1, high=1.3)
+    changes: dict[str, Any] = {"quantities": (off,), "details": {"void": "the control is not 1"}}
+    path = parcel(tmp_path / "it.zip", a_record(profile="smoke", **changes))
+    status, out, _ = call("check", path, "--json")
+    assert status == 0
+    texts = [line["text"] for line in lines(out)[:-1]]
+    assert any("void, by its control of 1.100 to 1.300" in text for text in texts)
+    assert "1 of 1 records are smoke runs, which prove the path alone" in texts
+
+
+def test_a_file_stands_beside_other_machines(tmp_path: Path) -> None:
+    machine = REFERENCE / "cpu-2-cores"
+    path = tmp_path / "another.zip"
+    assert call("export", "computed", "--results", machine, "--output", path)[0] == 0
+    status, out, err = call("compare", "computed", "--machines", "cpu-2-cores", path)
+    assert status == 0, err
+    assert "another (profile" in out.splitlines()[0]
+    status, out, err = call("report", "--with", path, "--json", "--results", tmp_path / "none")
+    assert status == 0, err
+    assert lines(out)

@@ -38,9 +38,11 @@ from gpipe_bench.pipeline.engine import Observer
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
 from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.pipeline.plan.portals import lines_of
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.portals import with_portals
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.network import Network, network_of
@@ -51,6 +53,7 @@ from gpipe_bench.pipeline.stage.graphed import refuse_graphs
 from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
+from gpipe_bench.pipeline.stage.portals import declarations, refuse_graphed_portals, runner_of
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.steps import Steps
 from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
@@ -139,7 +142,9 @@ class Pipeline(nn.Module):
         else:
             options.refuse(schedule)
             self._schedule = schedule_of(schedule, *sizes)
+        self._portals = declarations(modules)
         self._partition = partition(costs_of(cost, modules, example), num_stages)
+        self._lines = lines_of(self._portals, self._partition)
         local: Sequence[int] = range(num_stages)
         if network is not None:
             local = self._schedule.stages_of(worker_of(network, self._schedule))
@@ -165,6 +170,7 @@ class Pipeline(nn.Module):
         if self._graphs:
             recomputes = any(map(self._schedule.recomputes, range(num_microbatches)))
             refuse_graphs(modules, recomputes)
+            refuse_graphed_portals(self._portals)
         self._layer_names = tuple(name for name, _ in named)
         self._keywords = Keywords.of_all(modules)
         if isinstance(layers, OwnLayers):
@@ -183,12 +189,19 @@ class Pipeline(nn.Module):
                 self._devices[local[0]],
                 timeout_s=timeout_s,
                 share_memory=share_memory,
+                portals=self._lines,
             )
             self._transport = self._ranks
             of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
-            check_equal(self.gather((self._layer_names, self._partition, self._schedule, seed, of_ties)))
+            check_equal(
+                self.gather(
+                    (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
+                )
+            )
             self._tied = TiedWeights(ties, self._ranks)
             self._tied.share_values()
+        if self._lines:
+            self._transport = with_portals(self._transport, self._lines, self._devices)
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
@@ -206,6 +219,7 @@ class Pipeline(nn.Module):
                 gather=None if self._replicas is None else self._replicas.gather,
                 backend=self._backend,
                 graphs=self._graphs,
+                runner=runner_of(self._portals, self._partition, self._lines, index),
             )
             for index in local
         }

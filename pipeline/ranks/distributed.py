@@ -12,7 +12,7 @@ batch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
+from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.ranks.gather import refuse_shared_devices
 from gpipe_bench.pipeline.ranks.introduction import meet
@@ -39,6 +40,7 @@ from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import changed, conform
 from gpipe_bench.pipeline.ranks.messages.sharing import Shared, Sharing
 from gpipe_bench.pipeline.ranks.network import Network, network_of
+from gpipe_bench.pipeline.ranks.portals import LinesBetweenRanks, portal_peers, refuse_portals
 from gpipe_bench.pipeline.ranks.routes import header_chain, loss_route
 from gpipe_bench.pipeline.ranks.ties import Ties
 from gpipe_bench.pipeline.ranks.together import Together
@@ -54,8 +56,8 @@ class PointToPoint:
     """The transport of one worker in a process group whose rank k runs the stages of worker k.
 
     `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
-    tensors through memory. After a failure the pipeline's own connections are closed on all ranks; `group`
-    itself is not touched.
+    tensors through memory; `portals` are the lines between all stages. After a failure the pipeline's own
+    connections are closed on all ranks; `group` itself is not touched.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class PointToPoint:
         *,
         timeout_s: float,
         share_memory: bool = True,
+        portals: Sequence[Line] = (),
     ) -> None:
         network = network_of(group)
+        refuse_portals(portals, schedule, accelerated=network.is_accelerated(device))
         self.rank, self.size = network.rank, network.size
         self._schedule, self._device = schedule, device
         ties = self._ties = Ties(network, device, timeout_s=timeout_s)
@@ -79,7 +83,7 @@ class PointToPoint:
                 near = meet(
                     ties.store,
                     self.rank,
-                    peers(schedule, self.rank),
+                    peers(schedule, self.rank) | portal_peers(portals, schedule, self.rank),
                     willing=share_memory,
                     timeout_s=timeout_s,
                 )
@@ -96,6 +100,7 @@ class PointToPoint:
             loss = self._ways[True, False]
             if accelerated and schedule.placement:
                 loss = ties.connect("loss", near, accelerated=accelerated)
+            of_portals = ties.connect("portals", near) if portals else None
             ties.look_out()
             if accelerated:
                 warm_up(ties, schedule, self._ways, loss)
@@ -116,6 +121,9 @@ class PointToPoint:
         self._patient = False
         self._control = Control(control, self.rank, header_chain(schedule))
         self._own: dict[tuple[int, int, bool], Message | Gradients] = {}  # sent by this rank to itself
+        self.lines: LinesBetweenRanks | None = None
+        if of_portals is not None:
+            self.lines = LinesBetweenRanks(of_portals, self._control, portals, schedule, self.rank, device)
         self._take_ends()
         route = loss_route(schedule, self.rank, accelerated=accelerated)
         self._loss = Loss(loss, self._control, route, device, early=not accelerated)
@@ -148,6 +156,8 @@ class PointToPoint:
             receiver.close()
         self._schedule = schedule
         self._take_ends()
+        if self.lines is not None:
+            self.lines.follow(schedule)
 
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""
@@ -189,6 +199,8 @@ class PointToPoint:
                 receiver.begin(agreement.of_stage[stage].gradients, agreement.lengths, training=True)
             self._loss.post(agreement.loss)
         self._news.begin(agreement)
+        if self.lines is not None:
+            self.lines.take_up(agreement, training=self._training)
         return Plan(examples, self._training, message)
 
     def _number(self, signature: Hashable) -> int:

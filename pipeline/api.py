@@ -43,17 +43,17 @@ from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.portals import with_portals
+from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
-from gpipe_bench.pipeline.ranks.network import Network, network_of
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import TiedWeights, find_ties
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
-from gpipe_bench.pipeline.stage.graphed import refuse_graphs
 from gpipe_bench.pipeline.stage.keywords import Keywords
-from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
 from gpipe_bench.pipeline.stage.portals import declarations, refuse_graphed_portals, runner_of
+from gpipe_bench.pipeline.stage.running.graphed import refuse_graphs
+from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.steps import Steps
 from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
@@ -101,7 +101,7 @@ class Pipeline(nn.Module):
         transport: another in-process transport, such as `InProcess(copy=True)`.
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
             chooses that. What cannot be compiled runs as it is, and a warning says why. "graphs" records what
-            a stage gives to a GPU and starts it at once (`stage.graphed`); never run on a GPU so far.
+            a stage gives to a GPU and starts it at once (`stage.running.graphed`); never run on a GPU so far.
 
     `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
     and pickled between two steps: the copy trains like the original and apart from it.
@@ -155,7 +155,11 @@ class Pipeline(nn.Module):
         if group is None:
             refuse_split_ties(modules, self._partition, self._devices)
             homes = [0] * num_stages
-        ties = find_ties(named, self._partition, homes)
+        ties = find_ties(
+            [("", layer) for layer in modules] if isinstance(layers, OwnLayers) else named,
+            self._partition,
+            homes,
+        )
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
         self._replicas = Replicas(replica_group, timeout_s) if replica_group is not None else None
         self._layers: dict[str, nn.Module] = {}  # those of this process, by name

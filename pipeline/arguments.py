@@ -22,9 +22,9 @@ from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.schedules.automatic import automatic
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.schedules.placement import shared_by
-from gpipe_bench.pipeline.ranks.network import Network
-from gpipe_bench.pipeline.stage.compiled import BACKEND
+from gpipe_bench.pipeline.ranks.connecting.network import Network
 from gpipe_bench.pipeline.stage.microbatch import Tree
+from gpipe_bench.pipeline.stage.running.compiled import BACKEND
 
 Device = torch.device | str
 GRAPHS = "graphs"  # instead of a backend: graphs of the device

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from gpipe_bench.pipeline.api import Pipeline
 from gpipe_bench.pipeline.checkpoint_file import Planner, Reader
 from gpipe_bench.pipeline.errors import summary
-from gpipe_bench.pipeline.ranks.network import network_of
+from gpipe_bench.pipeline.ranks.connecting.network import network_of
 
 # Optimizer entries by name: positions in a parameter group depend on the split.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)

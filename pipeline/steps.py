@@ -22,7 +22,6 @@ from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage import shared as shared_arguments
-from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import (
     Message,
     Tree,
@@ -32,6 +31,7 @@ from gpipe_bench.pipeline.stage.microbatch import (
     split,
     tensors_of,
 )
+from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.trees import Nested
 from gpipe_bench.pipeline.transport import Plan, Transport

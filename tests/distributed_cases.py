@@ -41,8 +41,9 @@ from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Action, Kind, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.validate import validate
-from gpipe_bench.pipeline.ranks import distributed, introduction
-from gpipe_bench.pipeline.ranks.failure import Lookout
+from gpipe_bench.pipeline.ranks import distributed
+from gpipe_bench.pipeline.ranks.connecting import introduction
+from gpipe_bench.pipeline.ranks.failures.failure import Lookout
 from gpipe_bench.pipeline.ranks.messages import receiving, sending
 from gpipe_bench.pipeline.ranks.messages.connection import Connection
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.ranks import distributed
+from gpipe_bench.pipeline.ranks.connecting import network
 from gpipe_bench.pipeline.ranks.launch import start_process
 
 WIDTH = 6
@@ -119,9 +119,7 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
         schedule = schedule_of(fault)
         layers = [Layer(bomb) for _ in range(schedule.num_stages)]
         bomb.at("before construction")
-        third = bomb.inside(
-            distributed, "backend", "in construction", lambda *_, name, **__: name == "gradients"
-        )
+        third = bomb.inside(network, "backend", "in construction", lambda *_, name, **__: name == "gradients")
         with third if fault.place == "in construction" else nullcontext():
             pipeline = Pipeline(
                 layers,

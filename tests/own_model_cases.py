@@ -6,8 +6,10 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from own_graphs import CASES as MODELS
 from ranks import Ranks, assert_own_gradients
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.pipeline import Pipeline, checkpoint, split
@@ -51,4 +53,61 @@ def a_checkpoint_of_a_model_cut_by_its_graph() -> None:
         assert torch.equal(value, alone.state_dict()[key]), key
 
 
-CASES = (a_model_cut_by_its_graph, a_checkpoint_of_a_model_cut_by_its_graph)
+class Tied(nn.Module):
+    """A model whose output layer has the embedding's weight, and which uses a layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.first = nn.Embedding(7, 4), nn.Linear(4, 4)
+        self.second, self.output = nn.Linear(4, 4), nn.Linear(4, 7)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.first(self.embedding(words)).tanh()
+        return self.output(self.first(self.second(x)).tanh())
+
+
+def a_checkpoint_of_tied_weights_of_a_model_cut_by_its_graph() -> None:
+    """Written and read by any number of processes: a tied weight is one entry, by the model's first name."""
+    ranks = Ranks()
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    words, target = torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(1))
+
+    def built(group: Ranks | None) -> tuple[Pipeline, torch.optim.Optimizer]:
+        layers = split(Tied(), ["first", "second", "output"])
+        options = {"schedule": "1f1b", "seed": 3}
+        pipeline = (
+            Pipeline(layers, num_stages=1, num_microbatches=1, **options)
+            if group is None
+            else group.pipeline(layers, 1, **options)
+        )
+        return pipeline, torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+
+    def train(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+        own = (words, target) if pipeline.group is None else ranks.own(words, target)
+        pipeline.step(*own, F.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    alone, over_processes = built(None), built(ranks)
+    for run, name in ((alone, "one"), (over_processes, "four")):
+        train(*run)
+        if name == "four" or ranks.is_first:
+            checkpoint.save(Path(folder[0]) / name, *run)
+    train(*alone)
+    dist.barrier()
+    for name in ("one", "four"):
+        for run in (built(None), built(ranks)):
+            checkpoint.load(Path(folder[0]) / name, *run)
+            train(*run)
+            for key, value in run[0].state_dict().items():
+                torch.testing.assert_close(value, alone[0].state_dict()[key], msg=f"{name}: {key}")
+
+
+CASES = (
+    a_model_cut_by_its_graph,
+    a_checkpoint_of_a_model_cut_by_its_graph,
+    a_checkpoint_of_tied_weights_of_a_model_cut_by_its_graph,
+)

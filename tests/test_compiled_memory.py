@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from gpipe_bench.models import MODELS, example_batch
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.footprint import footprint
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.story import LayerProfile
 
 CELLS = {"num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True}

@@ -11,9 +11,9 @@ import pytest
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks import failure
 from gpipe_bench.pipeline.ranks import store as store_module
-from gpipe_bench.pipeline.ranks.failure import Blackboard
+from gpipe_bench.pipeline.ranks.failures import failure
+from gpipe_bench.pipeline.ranks.failures.failure import Blackboard
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 
 

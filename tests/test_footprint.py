@@ -11,8 +11,8 @@ from real_steps import Step, count, profiles
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.footprint import footprint
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.story import Received
 from gpipe_bench.pipeline.plan.schedule import Kind
 

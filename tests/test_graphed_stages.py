@@ -13,8 +13,8 @@ from tiny_models import copy_of, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.stage import graphed
-from gpipe_bench.pipeline.stage.graphed import Tensors
+from gpipe_bench.pipeline.stage.running import graphed
+from gpipe_bench.pipeline.stage.running.graphed import Tensors
 
 mse_loss = nn.functional.mse_loss
 

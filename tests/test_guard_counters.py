@@ -12,7 +12,7 @@ from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.counters import CASES, content, counters, of_schedule
 from gpipe_bench.harness.guard.counters import differences, encode, load
 from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
-from gpipe_bench.pipeline.stage.layers import LayerRunner
+from gpipe_bench.pipeline.stage.running.layers import LayerRunner
 
 SMALL = CASES[0]
 

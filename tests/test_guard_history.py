@@ -48,7 +48,7 @@ def test_github_action_benchmark_gets_what_it_asks_for() -> None:
 def test_pytest_benchmark_compares_the_files(tmp_path: Path) -> None:
     """Two runs, compared by its own command line."""
     for _ in range(2):
-        _, run = save(tmp_path, [ENTRY], COMMIT, NOW)
+        *_, run = save(tmp_path, [ENTRY], COMMIT, NOW)
     names = sorted(path.name for path in run.parent.iterdir())
     assert names == [f"000{n}_0123456789ab_20260301_120005.json" for n in (1, 2)]
     command = [sys.executable, "-m", "pytest_benchmark", "--storage", f"file://{tmp_path}", "compare"]

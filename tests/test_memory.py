@@ -15,11 +15,11 @@ from real_steps import Counted, Step, compare
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.table1.verify_memory import verify
-from gpipe_bench.pipeline.memory.demands import demands
-from gpipe_bench.pipeline.memory.footprint import Footprint
-from gpipe_bench.pipeline.memory.moments import Moment
-from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory, stage_memory
-from gpipe_bench.pipeline.memory.workers import pipeline_memory
+from gpipe_bench.pipeline.memory.stages.demands import demands
+from gpipe_bench.pipeline.memory.stages.footprint import Footprint
+from gpipe_bench.pipeline.memory.stages.moments import Moment
+from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory, stage_memory
+from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Action, Kind, Schedule, gpipe, naive, one_f_one_b
 
 C, SIDE = 8, 8

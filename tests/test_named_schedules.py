@@ -242,7 +242,7 @@ def test_the_table_of_the_documentation() -> None:
     """Four workers, eight micro-batches: every named schedule, with the numbers that it has."""
     page = (Path(__file__).parents[1] / "docs" / "schedules.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
-    found = {row[0].strip("`"): row[2:] for row in rows if row and row[0].startswith("`")}
+    found = {row[0].strip("`"): row[2:] for row in rows if len(row) > 2 and row[0].startswith("`")}
     assert list(found) == list(NAMED)
     for name, cells in found.items():
         plain, again = named(name, 4, 8), named(name, 4, 8, remat="always")

@@ -13,10 +13,10 @@ from test_failure import Board
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import channels, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.ranks.heartbeats import Heartbeats
+from gpipe_bench.pipeline.ranks.connecting.warm_up import meetings
+from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, nccl_options, unreachable
 from gpipe_bench.pipeline.ranks.store import bounded
-from gpipe_bench.pipeline.ranks.warm_up import meetings
 
 DUPLICATE = """\
 NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule, gpipe, one_f_one_b
 from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.ranks import distributed, ties
+from gpipe_bench.pipeline.ranks.connecting import opening, ties
 from gpipe_bench.pipeline.ranks.messages.control import Control
 from gpipe_bench.pipeline.ranks.messages.gate import Gate
 from gpipe_bench.pipeline.ranks.messages.holders import Holders
@@ -194,7 +194,7 @@ PLANTED = {
     ),
     "activations and gradients in one queue": Planted(
         trains(one_f_one_b(3, 5), lambda: layers(3)),
-        patched((distributed, "names_of_ways", lambda s: {(False, True): "all", (True, False): "all"})),
+        patched((opening, "names_of_ways", lambda s: {(False, True): "all", (True, False): "all"})),
         (Deadlock, AssertionError),
     ),
     "a receive of gpipe is posted before its producer's needs": Planted(
@@ -209,13 +209,13 @@ PLANTED = {
     ),
     "the loss is awaited from the beginning": Planted(
         trains(named("zb-v", 2, 4), lambda: layers(4), observe=waits_for_device("1F0")),
-        patched((Loss, "post", Loss._post)),
+        patched((Loss, "post", lambda loss, form: None if form is None else loss._post(form))),
         (Deadlock,),
     ),
     "unequal sizes": Planted(trains(gpipe(2, 4), lambda: layers(2)), larger_outline, (RuleBroken,)),
     "no warm-up": Planted(
         a_rank_fails_before_the_first_message,
-        patched((distributed, "warm_up", lambda *arguments: None)),
+        patched((opening, "warm_up", lambda *arguments: None)),
         (Deadlock,),
     ),
     "a message is freed before it has left": Planted(

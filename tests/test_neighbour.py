@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.ranks.introduction import machine_id, meet
+from gpipe_bench.pipeline.ranks.connecting.introduction import machine_id, meet
 from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 
 TIMEOUT_S = 10.0

@@ -16,8 +16,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.footprint import footprint
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.story import LayerProfile, Story
 
 N, C, SIDE = 2, 4, 8  # examples, channels, height and width

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from records import record
 from scipy.stats import t
 
-from gpipe_bench.experiments.measuring.replay_error import next_error, prediction_interval, replayed_spread
+from gpipe_bench.experiments.measuring.tables.replay_error import (
+    next_error,
+    prediction_interval,
+    replayed_spread,
+)
 from gpipe_bench.harness.records.record import Quantity
 
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.peaks import stage_memory
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.workers import action_bytes, peak_bytes, stage_footprints
+from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
+from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
+from gpipe_bench.pipeline.memory.stages.workers import action_bytes, peak_bytes, stage_footprints
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named

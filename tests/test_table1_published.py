@@ -12,20 +12,14 @@ from gpipe_bench.experiments.table1.experiment import EXPERIMENT
 from gpipe_bench.experiments.table1.hypotheses import hypotheses
 from gpipe_bench.experiments.table1.largest import Setting, place_anyhow
 from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES, Column, column
-from gpipe_bench.experiments.table1.published.activation_memory import (
-    costs_of,
-    counted,
-    cuts_of,
-    needed,
-    quadratic,
-    stages_of,
-)
+from gpipe_bench.experiments.table1.published.activation_memory import counted, needed, stages_of
 from gpipe_bench.experiments.table1.published.capacity import (
     capacity_combinations,
     choices,
     largest,
     last_that,
 )
+from gpipe_bench.experiments.table1.published.cuts import costs_of, cuts_of, quadratic
 from gpipe_bench.experiments.table1.published.settings import Combination, allowed, combinations, spread_of
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.compare import compare

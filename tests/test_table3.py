@@ -17,7 +17,7 @@ from gpipe_bench.experiments.measuring.bandwidths import (
     slowdowns,
     spread_evenly,
 )
-from gpipe_bench.experiments.measuring.sentences import TABLE
+from gpipe_bench.experiments.measuring.tables.sentences import TABLE
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, lay_out
 from gpipe_bench.experiments.published.estimate import Estimate
 from gpipe_bench.experiments.report.figures import draw

@@ -7,7 +7,7 @@ import torch
 from real_steps import Step, compare, profiles
 from torch import nn
 
-from gpipe_bench.pipeline.memory.workers import memories, pipeline_memory, stage_footprints
+from gpipe_bench.pipeline.memory.stages.workers import memories, pipeline_memory, stage_footprints
 from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
 from gpipe_bench.pipeline.plan.schedules.known import named
 

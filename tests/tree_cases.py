@@ -16,7 +16,7 @@ from tree_models import ByKey, Keyed, tree_batch, tree_loss, tree_model
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.ranks import distributed
+from gpipe_bench.pipeline.ranks.messages import agreement
 from gpipe_bench.pipeline.ranks.messages.control import Control, Of
 from gpipe_bench.pipeline.stage.rng import run_plain
 
@@ -103,7 +103,7 @@ def keys_that_bring_other_tensors() -> None:
     ranks = pairs()
     plain = seeded(lambda: nn.Sequential(ByKey(), nn.Linear(6, 6)))
     pipeline = ranks.pipeline(seeded(lambda: nn.Sequential(ByKey(), nn.Linear(6, 6))), 2)
-    with mock.patch.object(distributed, "MOST_AGREEMENTS", 2):
+    with mock.patch.object(agreement, "MOST_AGREEMENTS", 2):
         for step, key in enumerate(("left", "right", "left", None, "right", "left")):
             x, target = mlp_batch(4, seed=step)
             batch = {"hidden": x, **({key: x + 1, "factor": step} if key else {})}

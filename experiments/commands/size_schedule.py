@@ -22,7 +22,7 @@ def describe(arguments: argparse.Namespace, half_name: str) -> dict[str, Any]:
     Raises ValueError, naming value and remedy, for what is no such model or does not fit.
     """
     from gpipe_bench.experiments.table1.model_costs import given_profile
-    from gpipe_bench.pipeline.memory.workers import pipeline_memory
+    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
     from gpipe_bench.pipeline.plan.partition import partition
     from gpipe_bench.pipeline.plan.schedules.known import named
     from gpipe_bench.pipeline.plan.validate import validate

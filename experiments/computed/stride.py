@@ -19,8 +19,8 @@ from gpipe_bench.harness.judging.spread import Part, Spread
 from gpipe_bench.harness.judging.unknowns import Value, load_unknowns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.footprint import footprint
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.footprint import footprint
 
 TABLE = "control-stride"
 NUM_LAYERS, NUM_FILTERS = 6, 256  # v1 counts the normal cells of one stack: (2, 256)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from gpipe_bench.experiments.table1.model_costs import ModelProfile, amoebanet_profile, transformer_profile
-from gpipe_bench.pipeline.memory.footprint import footprint
-from gpipe_bench.pipeline.memory.workers import pipeline_memory
+from gpipe_bench.pipeline.memory.stages.footprint import footprint
+from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import gpipe
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.figure3.hypotheses import hypotheses
 from gpipe_bench.experiments.figure3.sentences import sentences
-from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
-from gpipe_bench.experiments.measuring.step_text import (
+from gpipe_bench.experiments.measuring.tables.replay_error import UNKNOWN, next_error, replayed_spread
+from gpipe_bench.experiments.measuring.tables.step_text import (
     SMOKE,
     interval,
     percent,

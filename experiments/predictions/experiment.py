@@ -2,7 +2,8 @@
 
 What predicts the paper's tables for accelerators that are not here (experiments/published) predicts,
 unchanged, what others published with all their settings: torchgpipe's speeds on P40s, and the size of a model
-that the paper quotes. Half a minute on any machine:
+that the paper quotes; and the memory model predicts the U-Nets that torchgpipe fits. Half a minute on any
+machine:
 
     python -m experiments run predictions
 
@@ -12,7 +13,7 @@ What the replay makes of bubble rates that others published stands in the experi
 
 from __future__ import annotations
 
-from gpipe_bench.experiments.predictions.tables import TORCHGPIPE, cells, tables
+from gpipe_bench.experiments.predictions.tables import TORCHGPIPE, UNETS, cells, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.unknowns import load_unknowns
 from gpipe_bench.harness.records.record import Quantity
@@ -26,12 +27,18 @@ def cases(options: RunOptions) -> list[Case]:
     smoke = options.profile == "smoke"
     return [
         *(speeds[1:2] if smoke else speeds),
+        *([] if smoke else [Case({"part": "memory", "column": column}, 3.0) for column in UNETS]),
         Case({"part": "count"}, 2.0),
     ]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    return _speeds(str(case.key["script"])) if case.key["part"] == "torchgpipe" else _count()
+    match case.key["part"]:
+        case "torchgpipe":
+            return _speeds(str(case.key["script"]))
+        case "memory":
+            return _memory(str(case.key["column"]))
+    return _count()
 
 
 def _speeds(script: str) -> Outcome:
@@ -45,6 +52,20 @@ def _speeds(script: str) -> Outcome:
         predicted.append({"cell": list(cell), "spread": walk.spread(cell).to_data()})
     return Outcome(
         tuple(quantities), {"title": TITLES[script], "reference": walk.settings, "predicted": predicted}
+    )
+
+
+def _memory(column: str) -> Outcome:
+    from gpipe_bench.experiments.published.torchgpipe_memory import PUBLISHED, TABLE, predict
+
+    given = next(each for each in PUBLISHED if each.column == column)
+    found = predict(given)
+    return Outcome(
+        (
+            _quantity((TABLE, "parameters", column), found.num_parameters, "parameters"),
+            _quantity((TABLE, "memory", column), sum(found.peaks) / 2**30, "GiB"),
+        ),
+        {"title": f"U-Net ({given.num_convs}, {given.num_filters})", "peaks_bytes": list(found.peaks)},
     )
 
 
@@ -93,6 +114,16 @@ def _quantity(cell: tuple[str, str, str], value: float, unit: str) -> Quantity:
 
 
 PAPER_TABLES = {
+    "unet-memory": PaperTable(
+        title="torchgpipe's largest U-Nets",
+        short="torchgpipe, U-Net memory",
+        about="Counted on the zoo's U-Net; memory by the memory model, with torchgpipe's batches and cuts.",
+    ),
+    "unet-speed": PaperTable(
+        title="torchgpipe's U-Net speeds",
+        short="torchgpipe, U-Net speed",
+        about="torchgpipe's own numbers; predicted where a skip goes to the next stage only.",
+    ),
     "resnet101-accuracy": PaperTable(
         title="torchgpipe's ResNet-101 accuracy and throughput",
         short="torchgpipe, ResNet-101",

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gpipe_bench.experiments.measuring.step_text import SMOKE
+from gpipe_bench.experiments.measuring.tables.step_text import SMOKE
 from gpipe_bench.experiments.published.elsewhere import errors
 from gpipe_bench.harness.judging.allowed import Allowed, about, at_least, within_factor
 from gpipe_bench.harness.judging.entry import Entry

@@ -3,7 +3,10 @@ left to choose.
 
 What its documentation does not state is what the paper does not state either: the share of the peak, and the
 link between GPUs of one host, whose ranges are those of Table 3. Its settings are those of its benchmark
-scripts (benchmarks/amoebanetd-speed, resnet101-speed and resnet101-accuracy of version 0.0.7).
+scripts (benchmarks/amoebanetd-speed, resnet101-speed, resnet101-accuracy and unet-speed of version 0.0.7).
+
+Its U-Nets on four and eight GPUs are left out: there a skip goes directly from the stage that makes it to the
+one that takes it, past the stages between them, and the steps here have links between neighbours only.
 """
 
 from __future__ import annotations
@@ -78,6 +81,15 @@ def _accuracy(row: str, balance: tuple[int, ...], batch_size: int, m: int) -> Se
     )  # fmt: skip
 
 
+def _unet(
+    column: str, balance: tuple[int, ...], batch_size: int, m: int, remat: str = "except_last"
+) -> Setting:
+    return Setting(
+        table="unet-speed", row="throughput", column=column, ratio="normalized throughput",
+        batch_size=batch_size, num_microbatches=m, balance=balance, remat=remat,
+    )  # fmt: skip
+
+
 _EIGHT = (26, 22, 33, 44, 44, 66, 66, 69)
 _AMOEBANET_EIGHT = (2, 2, 2, 3, 3, 4, 4, 4)
 
@@ -105,6 +117,11 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
         _accuracy("pipeline-1k", _EIGHT, 1024, 64),
         _accuracy("pipeline-4k", _EIGHT, 4096, 64),
     ),
+    "unet": (
+        _unet("naive-1", (241,), 40, 1, "never"),
+        _unet("pipeline-1", (241,), 80, 2),
+        _unet("pipeline-2", (104, 137), 512, 32),
+    ),
 }
 """By model and script; the first of each is what the ratios are relative to."""
 
@@ -112,6 +129,7 @@ TITLES = {
     "amoebanet": "AmoebaNet-D (18, 256) on P40s",
     "resnet101": "ResNet-101 on P40s",
     "resnet101-accuracy": "ResNet-101 on P40s, reading ImageNet",
+    "unet": "U-Net (5, 64) on P40s",
 }
 
 _RESNET = {"num_classes": 1000, "image_size": 224}
@@ -123,6 +141,7 @@ MODELS = {
     ),
     "resnet101": FullSize("resnet101", _RESNET, "sgd"),
     "resnet101-accuracy": FullSize("resnet101", _RESNET, "momentum"),
+    "unet": FullSize("unet", {"num_convs": 5, "num_filters": 64}, "sgd"),
 }
 
 

@@ -96,7 +96,7 @@ def run(name: str, profile: str, num_microbatches: int) -> Outcome:
 
 def of_cell(cell: Cell, layers: Sequence[LayerProfile], loss: LayerProfile) -> Iterator[Quantity]:
     """Step, bubble and peak of each schedule."""
-    from gpipe_bench.pipeline.memory.workers import peak_bytes, stage_footprints
+    from gpipe_bench.pipeline.memory.stages.workers import peak_bytes, stage_footprints
 
     for name in NAMES:
         costs = cell.costs_of(name)

@@ -22,7 +22,7 @@ from gpipe_bench.experiments.table1.published.traced import (
     transformer_at,
 )
 from gpipe_bench.pipeline.memory.cut import StagePeaks
-from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory
+from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Schedule, gpipe, naive
 

@@ -26,7 +26,7 @@ from gpipe_bench.models import example_batch, loss_fn
 from gpipe_bench.pipeline import devices, engine
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.peaks import StageMemory
+from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.schedule import Schedule

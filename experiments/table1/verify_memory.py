@@ -16,10 +16,10 @@ from torch import nn
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
-from gpipe_bench.pipeline.memory.workers import pipeline_memory
 from gpipe_bench.pipeline.transport import InProcess
 
 BATCH_SIZE = 8  # divisible by every number of micro-batches below

@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from gpipe_bench.experiments.measuring.replay_error import next_error
-from gpipe_bench.experiments.measuring.sentences import computed, quotient, sentence, word
-from gpipe_bench.experiments.measuring.step_text import SMOKE
+from gpipe_bench.experiments.measuring.tables.replay_error import next_error
+from gpipe_bench.experiments.measuring.tables.sentences import computed, quotient, sentence, word
+from gpipe_bench.experiments.measuring.tables.step_text import SMOKE
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, take_apart
 from gpipe_bench.harness.judging.allowed import at_least, at_most, within_factor
 from gpipe_bench.harness.judging.entry import Entry

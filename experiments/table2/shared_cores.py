@@ -20,8 +20,8 @@ from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
-from gpipe_bench.pipeline.memory.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import gpipe
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
-from gpipe_bench.experiments.measuring.step_text import (
+from gpipe_bench.experiments.measuring.tables.replay_error import UNKNOWN, next_error, replayed_spread
+from gpipe_bench.experiments.measuring.tables.step_text import (
     SMOKE,
     interval,
     percent,

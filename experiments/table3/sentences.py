@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.measuring.replay_error import next_error
-from gpipe_bench.experiments.measuring.sentences import TABLE, computed, quotient, sentence, word
-from gpipe_bench.experiments.measuring.step_text import SMOKE, published
+from gpipe_bench.experiments.measuring.tables.replay_error import next_error
+from gpipe_bench.experiments.measuring.tables.sentences import TABLE, computed, quotient, sentence, word
+from gpipe_bench.experiments.measuring.tables.step_text import SMOKE, published
 from gpipe_bench.harness.judging.allowed import about
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Quantity, Record, find

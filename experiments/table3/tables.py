@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
-from gpipe_bench.experiments.measuring.step_text import SMOKE, interval, percent, published
+from gpipe_bench.experiments.measuring.tables.replay_error import UNKNOWN, next_error, replayed_spread
+from gpipe_bench.experiments.measuring.tables.step_text import SMOKE, interval, percent, published
 from gpipe_bench.experiments.published.entries import as_published, predicted_text, prediction_text
 from gpipe_bench.experiments.table3.sentences import sentences
 from gpipe_bench.harness.judging.compare import Comparison

@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import (
     by_turn,
@@ -27,7 +26,8 @@ from gpipe_bench.experiments.measuring.step_results import (
     measure,
     results,
 )
-from gpipe_bench.experiments.measuring.step_text import SMOKE, replay_errors
+from gpipe_bench.experiments.measuring.tables.replay_error import UNKNOWN, next_error, replayed_spread
+from gpipe_bench.experiments.measuring.tables.step_text import SMOKE, replay_errors
 from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.published import cases as predictions

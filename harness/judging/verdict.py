@@ -165,7 +165,7 @@ def _factor(verdict: Verdict, allowed: Allowed, low: float, high: float) -> floa
 
 
 def _apart(factor: float | None) -> str:
-    if factor is None:
+    if not factor:  # nothing, or too small for a number of its own
         return ""
     times = max(factor, 1 / factor)
     return f", at least a factor of {times:.{3 if times >= 1.005 else 5}g} away"

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from gpipe_bench.pipeline.memory.demands import Demand, demands
-from gpipe_bench.pipeline.memory.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory, fullest_moment
 from gpipe_bench.pipeline.memory.signature import Same
+from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
+from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
+from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory, fullest_moment
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.partition import Partition, can_partition_by, partition_by
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule

@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.workers import memories
+from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
+from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+from gpipe_bench.pipeline.memory.stages.workers import memories
 from gpipe_bench.pipeline.plan.portals import Declared, Line, arriving, leaving, lines_of
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.portals import declarations

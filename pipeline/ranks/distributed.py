@@ -22,12 +22,13 @@ from torch import distributed as dist
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.ranks.gather import refuse_shared_devices
-from gpipe_bench.pipeline.ranks.introduction import meet
+from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
+from gpipe_bench.pipeline.ranks.connecting.opening import open_connections
+from gpipe_bench.pipeline.ranks.connecting.ties import Ties
 from gpipe_bench.pipeline.ranks.messages.agreement import (
-    MOST_AGREEMENTS,
     MOST_TENSORS,
     Agreement,
+    Agreements,
     Outline,
     first_tag,
 )
@@ -39,13 +40,10 @@ from gpipe_bench.pipeline.ranks.messages.news import News
 from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import changed, conform
 from gpipe_bench.pipeline.ranks.messages.sharing import Shared, Sharing
-from gpipe_bench.pipeline.ranks.network import Network, network_of
-from gpipe_bench.pipeline.ranks.portals import LinesBetweenRanks, portal_peers, refuse_portals
+from gpipe_bench.pipeline.ranks.portals import LinesBetweenRanks, refuse_portals
 from gpipe_bench.pipeline.ranks.routes import header_chain, loss_route
-from gpipe_bench.pipeline.ranks.ties import Ties
 from gpipe_bench.pipeline.ranks.together import Together
-from gpipe_bench.pipeline.ranks.warm_up import warm_up
-from gpipe_bench.pipeline.ranks.ways import names_of_ways, peers, receivers, senders
+from gpipe_bench.pipeline.ranks.ways import receivers, senders
 from gpipe_bench.pipeline.stage.microbatch import Message, sizes
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Nested
@@ -77,33 +75,9 @@ class PointToPoint:
         ties = self._ties = Ties(network, device, timeout_s=timeout_s)
         accelerated = ties.is_accelerated
         try:
-            ties.store.connect(timeout_s)
-            near = {}
-            if not accelerated:
-                near = meet(
-                    ties.store,
-                    self.rank,
-                    peers(schedule, self.rank) | portal_peers(portals, schedule, self.rank),
-                    willing=share_memory,
-                    timeout_s=timeout_s,
-                )
-            # Headers and outlines are read by the host, so they never go through NCCL.
-            control = ties.connect("control", near)
-            self._together = Together(control, self.rank, self.size)
-            if accelerated:
-                refuse_shared_devices(self._together.gather((network.identity(device), str(device))))
-            self._ways = {
-                way: ties.connect(name, near, accelerated=accelerated)
-                for way, name in names_of_ways(schedule).items()
-            }
-            # With the gradients where tags tell them apart, or where these go the same way.
-            loss = self._ways[True, False]
-            if accelerated and schedule.placement:
-                loss = ties.connect("loss", near, accelerated=accelerated)
-            of_portals = ties.connect("portals", near) if portals else None
-            ties.look_out()
-            if accelerated:
-                warm_up(ties, schedule, self._ways, loss)
+            control, self._together, self._ways, loss, of_portals = open_connections(
+                ties, schedule, portals, share_memory=share_memory
+            )
         except (PeerError, StoreError) as error:
             raise self.abort(None, error) from error
         except Exception as error:
@@ -112,8 +86,7 @@ class PointToPoint:
         # Dropped, or when the process ends; without an accelerator nothing is on its way then.
         self.close = weakref.finalize(self, ties.close)
         self.close.atexit = accelerated
-        self._agreements: list[Agreement] = []
-        self._numbers: dict[Hashable, int] = {}  # of the agreements, by signature, on the first rank
+        self._agreements = Agreements()
         self._agreement = Agreement(())
         self._training = True
         # A receiver that knows no outline yet has posted nothing, and may wait for something else than it is
@@ -161,8 +134,7 @@ class PointToPoint:
 
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""
-        self._agreements.clear()
-        self._numbers.clear()
+        self._agreements.forget()
 
     # A step
 
@@ -170,7 +142,7 @@ class PointToPoint:
         self._ties.refuse_after_failure()
         self._ties.refuse_after_notice()
         if plan is not None:
-            number = self._number(signature)
+            number = self._agreements.number(signature)
             shared = self._sharing.announce(plan.shared)
             header = Header(number, plan.examples, plan.training, shared)
         else:
@@ -178,14 +150,12 @@ class PointToPoint:
         self._control.send_header(header, bounded=self._patient)
         number, examples, self._training, told = header
         message = self._sharing.pass_on(Shared(told), plan and plan.shared, bounded=self._patient)
-        if number < 0:
-            self._agreements.clear()
-            number = 0
-        self._patient = number < len(self._agreements)
-        if not self._patient:
-            stages = self._schedule.stages_of(self.rank)
-            self._agreements.append(Agreement(sizes(examples, self._schedule.num_microbatches), stages))
-        agreement = self._agreement = self._agreements[number]
+        agreement = self._agreements.find(number)
+        self._patient = agreement is not None
+        if agreement is None:
+            lengths = sizes(examples, self._schedule.num_microbatches)
+            agreement = self._agreements.add(Agreement(lengths, self._schedule.stages_of(self.rank)))
+        self._agreement = agreement
         self._own.clear()
         if self._gate is not None:
             self._gate.begin(training=self._training)
@@ -202,15 +172,6 @@ class PointToPoint:
         if self.lines is not None:
             self.lines.take_up(agreement, training=self._training)
         return Plan(examples, self._training, message)
-
-    def _number(self, signature: Hashable) -> int:
-        """The number of the agreement for steps of this kind, on the first rank; -1 if all are to be
-        forgotten and this is the first of new ones.
-        """
-        if signature in self._numbers or len(self._numbers) < MOST_AGREEMENTS:
-            return self._numbers.setdefault(signature, len(self._numbers))
-        self._numbers = {signature: 0}
-        return -1
 
     @property
     def _bounded(self) -> bool:

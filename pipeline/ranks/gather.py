@@ -14,7 +14,7 @@ import torch
 from gpipe_bench.pipeline.clock import Clock, conditions
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
-from gpipe_bench.pipeline.ranks.introduction import machine_id
+from gpipe_bench.pipeline.ranks.connecting.introduction import machine_id
 from gpipe_bench.pipeline.ranks.together import Together
 
 _ROUND_TRIPS = 10
@@ -29,22 +29,6 @@ def check_equal(found: Sequence[object]) -> None:
             raise ValueError(
                 f"rank {rank} builds another pipeline than rank 0: its layers, cuts, schedule or seed "
                 "differ; give all ranks the same arguments"
-            )
-
-
-def refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:
-    """`ValueError`, on every rank alike, if two ranks use one device; `found` is what it is and what the
-    rank calls it.
-    """
-    first: dict[str, int] = {}
-    for rank, (identity, name) in enumerate(found):
-        other = first.setdefault(identity, rank)
-        if other != rank:
-            raise ValueError(
-                f"ranks {other} and {rank} both use one GPU ({identity}; {found[other][1]} on rank {other}, "
-                f"{name} on rank {rank}), and NCCL connects no two ranks on one; start no more processes on "
-                "a host than it has GPUs, give each a device of its own (`devices=`, LOCAL_RANK, "
-                'CUDA_VISIBLE_DEVICES), or run on CPUs with devices="cpu"'
             )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
-from gpipe_bench.pipeline.ranks.failure import Blackboard
+from gpipe_bench.pipeline.ranks.failures.failure import Blackboard
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, backend
 from gpipe_bench.pipeline.ranks.store import Store
 from gpipe_bench.pipeline.ranks.together import Together

@@ -35,16 +35,20 @@ class Tie:
 def find_ties(
     named: Sequence[tuple[str, nn.Module]], spans: Iterable[range], homes: Sequence[int]
 ) -> tuple[Tie, ...]:
-    """The parameters with several names among the named layers; `homes` are the ranks of the stages."""
+    """The parameters with several places in the layers; `homes` are the ranks of the stages.
+
+    A layer's name stands before those of its parameters; without one they have the model's names already, and
+    a module that several layers use has but one.
+    """
     places: dict[nn.Parameter, list[tuple[str, int]]] = {}
     for home, span in zip(homes, spans, strict=True):
         for prefix, layer in named[span.start : span.stop]:
             for name, parameter in layer.named_parameters(remove_duplicate=False):
-                places.setdefault(parameter, []).append((f"{prefix}.{name}", home))
+                places.setdefault(parameter, []).append((f"{prefix}.{name}" if prefix else name, home))
     return tuple(
         Tie(
             parameter,
-            tuple(name for name, _ in found),
+            tuple(dict.fromkeys(name for name, _ in found)),
             tuple(dict.fromkeys(home for _, home in reversed(found))),
             found[0][1],
         )

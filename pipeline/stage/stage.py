@@ -19,11 +19,11 @@ from torch.autograd.graph import GradientEdge
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
 from gpipe_bench.pipeline.stage.first_gradients import separate
+from gpipe_bench.pipeline.stage.halves.waiting import run_engine
 from gpipe_bench.pipeline.stage.inputs import Arriving, deliver
 from gpipe_bench.pipeline.stage.kept import Kept
-from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
-from gpipe_bench.pipeline.stage.waiting import run_engine
+from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.transfers import Transfers
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message

@@ -17,10 +17,10 @@ import torch
 
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.peaks import stage_memory
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.scaling import ScaledProfile, fit
+from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
+from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.schedule import Schedule, gpipe
 

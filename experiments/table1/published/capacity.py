@@ -14,14 +14,8 @@ from functools import cache, partial
 from itertools import product
 
 from gpipe_bench.experiments.table1.paper_models import Column
-from gpipe_bench.experiments.table1.published.activation_memory import (
-    ADDED,
-    PLAIN,
-    Stage,
-    model_of,
-    needed,
-    stages_of,
-)
+from gpipe_bench.experiments.table1.published.activation_memory import ADDED, Stage, needed, stages_of
+from gpipe_bench.experiments.table1.published.models import PLAIN, model_of
 from gpipe_bench.experiments.table1.published.settings import CAP, SHARED, Combination, unknown
 from gpipe_bench.harness.judging.unknowns import Value
 

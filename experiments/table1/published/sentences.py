@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.measuring.sentences import TABLE, word
+from gpipe_bench.experiments.measuring.tables.sentences import TABLE, word
 from gpipe_bench.experiments.table1.published.choices import capacity_choices, capacity_record, ranged
 from gpipe_bench.experiments.table1.published.settings import spread_of
 from gpipe_bench.harness.judging.allowed import at_least

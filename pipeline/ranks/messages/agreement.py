@@ -6,7 +6,7 @@ of, and likewise its gradient; from then on receives of that kind can be posted 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from gpipe_bench.pipeline.ranks.messages.connection import Form
@@ -58,3 +58,37 @@ class Agreement:
         self.of_stage = {stage: Outlines() for stage in stages}
         self.of_portals: dict[tuple[int, bool], dict[int, Outline]] = {}  # by line, and whether of gradients
         self.loss: Form | None = None
+
+
+class Agreements:
+    """The agreements of all kinds of steps so far, by the numbers that the first rank gives them."""
+
+    def __init__(self) -> None:
+        self._found: list[Agreement] = []
+        self._numbers: dict[Hashable, int] = {}  # by signature, on the first rank
+
+    def number(self, signature: Hashable) -> int:
+        """The number of steps of this kind, on the first rank; -1 if all are to be forgotten and this is the
+        first of new ones.
+        """
+        if signature in self._numbers or len(self._numbers) < MOST_AGREEMENTS:
+            return self._numbers.setdefault(signature, len(self._numbers))
+        self._numbers = {signature: 0}
+        return -1
+
+    def find(self, number: int) -> Agreement | None:
+        """The agreement of that number; None if it is the first step of its kind."""
+        if number < 0:
+            self._found.clear()
+            return None
+        return self._found[number] if number < len(self._found) else None
+
+    def add(self, agreement: Agreement) -> Agreement:
+        """A new one, with the next number."""
+        self._found.append(agreement)
+        return agreement
+
+    def forget(self) -> None:
+        """Forgets all of them, on every rank alike."""
+        self._found.clear()
+        self._numbers.clear()

@@ -14,11 +14,11 @@ import torch
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.failure import Blackboard, Lookout
-from gpipe_bench.pipeline.ranks.heartbeats import Heartbeats
+from gpipe_bench.pipeline.ranks.connecting.network import Network
+from gpipe_bench.pipeline.ranks.failures.failure import Blackboard, Lookout
+from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats
 from gpipe_bench.pipeline.ranks.messages.connection import NCCL_TYPES, Connection
 from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
-from gpipe_bench.pipeline.ranks.network import Network
 from gpipe_bench.pipeline.ranks.store import Store
 
 # A killed process gives no sign of life, and neither does one that holds Python's lock for so long.

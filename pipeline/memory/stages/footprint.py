@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from gpipe_bench.pipeline.memory.links import Links, link, names_in
-from gpipe_bench.pipeline.memory.moments import Halves, Moment
-from gpipe_bench.pipeline.memory.split_footprint import halves_of
+from gpipe_bench.pipeline.memory.stages.links import Links, link, names_in
+from gpipe_bench.pipeline.memory.stages.moments import Halves, Moment
+from gpipe_bench.pipeline.memory.stages.split_footprint import halves_of
 from gpipe_bench.pipeline.memory.story import LayerProfile, Received, Story
 
 

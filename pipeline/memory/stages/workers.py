@@ -20,9 +20,10 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Protocol
 
-from gpipe_bench.pipeline.memory.demands import Demand, Walk
-from gpipe_bench.pipeline.memory.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.peaks import (
+from gpipe_bench.pipeline.memory.signature import Same
+from gpipe_bench.pipeline.memory.stages.demands import Demand, Walk
+from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
+from gpipe_bench.pipeline.memory.stages.peaks import (
     Optimizer,
     StageMemory,
     memory_at,
@@ -30,7 +31,6 @@ from gpipe_bench.pipeline.memory.peaks import (
     rule_of,
     stage_memory,
 )
-from gpipe_bench.pipeline.memory.signature import Same
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule

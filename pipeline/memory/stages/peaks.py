@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, attrgetter
 
-from gpipe_bench.pipeline.memory.demands import Demand, demands
-from gpipe_bench.pipeline.memory.footprint import Footprint
-from gpipe_bench.pipeline.memory.moments import Moment
+from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
+from gpipe_bench.pipeline.memory.stages.footprint import Footprint
+from gpipe_bench.pipeline.memory.stages.moments import Moment
 from gpipe_bench.pipeline.plan.schedule import Action, Kind
 
 

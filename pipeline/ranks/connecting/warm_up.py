@@ -21,9 +21,9 @@ from torch import Tensor
 
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.schedule import Schedule, channels
+from gpipe_bench.pipeline.ranks.connecting.ties import Ties
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, Work
 from gpipe_bench.pipeline.ranks.routes import loss_chain
-from gpipe_bench.pipeline.ranks.ties import Ties
 from gpipe_bench.pipeline.ranks.ways import Way
 
 _TAG = 2**29 + 1

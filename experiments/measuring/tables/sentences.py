@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.measuring.replay_error import UNKNOWN, replayed_spread
+from gpipe_bench.experiments.measuring.tables.replay_error import UNKNOWN, replayed_spread
 from gpipe_bench.harness.judging.allowed import Allowed
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples

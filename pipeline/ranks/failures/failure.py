@@ -22,9 +22,9 @@ from typing import Any
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.heartbeats import Heartbeats
+from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats
+from gpipe_bench.pipeline.ranks.failures.watching import watch_in_thread
 from gpipe_bench.pipeline.ranks.store import Store
-from gpipe_bench.pipeline.ranks.watching import watch_in_thread
 
 # How long a rank that is let down waits for what the others have to say. One that raises writes it before it
 # closes anything; one that waited in vain writes for whom, but gloo has closed its connections by then, and

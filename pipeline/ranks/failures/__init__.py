@@ -1,0 +1,1 @@
+"""How a rank learns that another one has failed or is gone."""

@@ -1,0 +1,1 @@
+"""The deliberate mistakes of `mutants`, a file for each part of the code."""

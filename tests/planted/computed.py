@@ -1,0 +1,126 @@
+"""Predictions of the paper's numbers, and the reasons for differences, that leave something out."""
+
+from __future__ import annotations
+
+from planted.mutant import Mutant
+
+COMPUTED = (
+    Mutant(
+        name="the stride control without its reduction",
+        file="models/amoebanet/network.py",
+        old="        stride = (2 if reduce else 1) * (2 if name == moved else 1)\n",
+        new="        stride = 2 if reduce else 1\n",
+        why="the map must end as small as the original's",
+        tests=(
+            "tests/test_models_moved_stride.py::"
+            "test_maps_have_twice_the_side_up_to_the_layer_that_the_stride_moves_to",
+        ),
+    ),
+    Mutant(
+        name="a matched input reduced by two whatever the stride",
+        file="models/amoebanet/network.py",
+        old="            prev_stride=before,\n",
+        new="",
+        why="behind a stride of four the input of two cells before is four times as large",
+        tests=(
+            "tests/test_models_moved_stride.py::"
+            "test_maps_have_twice_the_side_up_to_the_layer_that_the_stride_moves_to",
+        ),
+    ),
+    Mutant(
+        name="the auxiliary head always counted",
+        file="experiments/computed/stride.py",
+        old='        counted = head == "counted in"\n',
+        new="        counted = True\n",
+        why="whether it counts is not stated, so the range has both",
+        tests=("tests/test_computed.py::test_the_range_goes_over_everything_that_is_not_stated",),
+    ),
+    Mutant(
+        name="a part of the range with other settings moved along",
+        file="experiments/computed/stride.py",
+        old="ratios[*first[:place], value, *first[place + 1 :]]",
+        new="ratios[*first[:place], value, *[v[-1] for v in list(allowed.values())[place + 1 :]]]",
+        why="a part says what one setting does alone",
+        tests=("tests/test_computed.py::test_the_range_goes_over_everything_that_is_not_stated",),
+    ),
+    Mutant(
+        name="numbers of others among the paper's",
+        file="experiments/computed/experiment.py",
+        old='        source = "write-up" if table == WRITTEN else "paper"\n',
+        new='        source = "paper"\n',
+        why="what a web page claims counts nowhere among the paper's numbers",
+        tests=(
+            "tests/test_computed.py::test_every_number_answers_as_published_and_those_of_others_stand_apart",
+        ),
+    ),
+    Mutant(
+        name="a backward for nothing",
+        file="experiments/computed/write_ups.py",
+        old="    return float(forward / both)\n",
+        new="    return float(forward / (both - forward))\n",
+        why="the share is of forward and backward together",
+        tests=("tests/test_computed.py::test_a_recomputed_forward_is_a_third_of_the_step",),
+    ),
+)
+
+TESTED_REASONS = (
+    Mutant(
+        name="rounding is no excuse",
+        file="harness/judging/hypotheses.py",
+        old="max(cell.target_rounding, NEAR * cell.target)",
+        new="NEAR * cell.target",
+        why="a hypothesis that meets a roughly printed number would not account for it",
+        tests=("tests/test_hypotheses.py::test_a_number_is_accounted_for_within_its_rounding_or_a_tenth",),
+    ),
+    Mutant(
+        name="fewer numbers rank higher",
+        file="harness/judging/hypotheses.py",
+        old="(-len(fit.ratios), fit.overall, order",
+        new="(fit.overall, order",
+        why="a hypothesis that says nothing of the hard cells would be the best",
+        tests=("tests/test_hypotheses.py::test_a_hypothesis_without_some_numbers_comes_last_however_near",),
+    ),
+    Mutant(
+        name="parts of unlike company",
+        file="experiments/table1/published/settings.py",
+        old="if len(values) == most]",
+        new="if values]",
+        why="what a setting does alone would contain what others do beside it",
+        tests=("tests/test_table1_published.py::test_a_part_is_only_what_was_tried_with_the_same_others",),
+    ),
+    Mutant(
+        name="the search stops one early",
+        file="experiments/table1/published/capacity.py",
+        old="    while high - low > 1:\n",
+        new="    while high - low > 2:\n",
+        why="the largest model that fits would be one step too small",
+        tests=("tests/test_table1_published.py::test_the_last_that_holds_is_found_from_any_guess",),
+    ),
+    Mutant(
+        name="the makespan as the cost",
+        file="experiments/schedules/zero_bubble.py",
+        old="return max(events[-1].end_s - events[0].start_s for events in ends)",
+        new="return max(events[-1].end_s for events in ends)",
+        why="a schedule that keeps its skew from step to step would have a bubble that nobody sees",
+        tests=("tests/test_schedules_experiment.py::test_the_cost_of_zb_h2_is_a_span_and_not_the_makespan",),
+    ),
+    Mutant(
+        name="graphs alive from F although recomputed",
+        file="experiments/schedules/grid.py",
+        old="alive += action.kind is (Kind.R if key in again else Kind.F)",
+        new="alive += action.kind is Kind.F",
+        why="recomputation would seem to save no memory",
+        tests=(
+            "tests/test_schedules_experiment.py"
+            "::test_graphs_alive_are_counted_from_recomputation_to_the_weights",
+        ),
+    ),
+    Mutant(
+        name="the frontier keeps what is beaten",
+        file="experiments/schedules/figures.py",
+        old="if not best or point.memory < best[-1].memory:",
+        new="if not best or point.memory <= best[-1].memory:",
+        why="the line would join schedules that take longer for the same memory",
+        tests=("tests/test_schedules_experiment.py::test_nothing_beats_a_schedule_on_the_frontier",),
+    ),
+)

@@ -1,0 +1,129 @@
+"""Devices that do not wait for one another, and steps of a GPU measured or recorded wrongly."""
+
+from __future__ import annotations
+
+from planted.mutant import Mutant
+
+STREAMS = "tests/test_streams.py::test_"
+
+DEVICES = (
+    Mutant(
+        name="the receiver does not wait",
+        file="pipeline/transfers.py",
+        old="            stream.wait_event(mark.event)\n",
+        new="            pass\n",
+        why="a device would compute with what has not arrived, now and then",
+        tests=(STREAMS + "every_use_of_memory_is_ordered_and_the_host_never_waits[gpipe]",),
+    ),
+    Mutant(
+        name="a message given back while it is copied",
+        file="pipeline/transfers.py",
+        old="            devices.record_stream(tensor, self._leaving)\n",
+        new="            pass\n",
+        why="the sender's next tensor would be written over what the copy still reads",
+        tests=(STREAMS + "every_use_of_memory_is_ordered_and_the_host_never_waits[1f1b]",),
+    ),
+    Mutant(
+        name="copies among the receiver's computations",
+        file="pipeline/transfers.py",
+        old="devices.new_stream(target) if",
+        new="devices.current_stream(target) if",
+        why="a device would stand still until the sender of what it needs later has come to it",
+        tests=(STREAMS + "devices_wait_for_nothing_but_what_they_receive[1f1b]",),
+    ),
+    Mutant(
+        name="the first event happened when it was enqueued",
+        file="pipeline/clock.py",
+        old="    return (before_ns + after_ns) / 2 - event.elapsed_time(now) * 1e6\n",
+        new="    return (before_ns + after_ns) / 2 - event.elapsed_time(now) * 0\n",
+        why="devices that are behind the host would be shifted against each other",
+        tests=(STREAMS + "a_device_that_is_behind_does_not_shift_the_timeline",),
+    ),
+    Mutant(
+        name="whatever device is current",
+        file="pipeline/steps.py",
+        old="            if self._on_accelerators:\n",
+        new="            if False:\n",
+        why="a layer that names no device would put its tensors on the first one",
+        tests=(STREAMS + "a_layer_that_names_no_device_works_on_its_stages",),
+    ),
+)
+
+ON_DEVICES = (
+    Mutant(
+        name="rank 1 on the only GPU",
+        file="pipeline/ranks/launch.py",
+        old='if kind != "cpu" and count < num_processes:',
+        new='if kind != "cpu" and count == 0:',
+        why="processes would be given GPUs that are not there",
+        tests=("tests/test_launch.py::test_more_processes_than_gpus_are_refused_before_any_starts",),
+    ),
+    Mutant(
+        name="one core in front of a GPU",
+        file="pipeline/ranks/launch.py",
+        old='pin=pin and kind == "cpu"',
+        new="pin=pin",
+        why="the threads that feed a GPU would take turns on one core",
+        tests=("tests/test_launch.py::test_a_process_in_front_of_a_gpu_keeps_all_cores",),
+    ),
+    Mutant(
+        name="an absolute peak",
+        file="experiments/table1/stage_alone.py",
+        old="devices.peak_bytes(self._device) - self._baseline,",
+        new="devices.peak_bytes(self._device),",
+        why="a stage's peak would have the libraries' workspaces and earlier tensors in it",
+        tests=("tests/test_stage_alone.py::test_an_allocators_absolute_numbers_become_those_of_the_stage",),
+    ),
+    Mutant(
+        name="targets everywhere",
+        file="experiments/table1/stage_alone.py",
+        old="    del inputs, target  #",
+        new="    del inputs  #",
+        why="a stage would be charged with targets that only the last one holds",
+        tests=("tests/test_stage_alone.py::test_an_allocators_absolute_numbers_become_those_of_the_stage",),
+    ),
+    Mutant(
+        name="out of memory alone",
+        file="experiments/measuring/configuration.py",
+        old="    dist.all_gather_object(found, mine)\n",
+        new="    found[0] = mine\n",
+        why="a process that ran out of memory would leave the others waiting for it",
+        tests=("tests/test_timing.py::test_all_processes_give_up_together",),
+    ),
+    Mutant(
+        name="a rehearsal is a result",
+        file="experiments/gpu/run.py",
+        old="if taken.rehearsed == rehearsed}",
+        new="if not rehearsed or taken.rehearsed}",
+        why="steps would pass for done on a GPU that were rehearsed on a CPU",
+        tests=("tests/test_gpu_steps.py::test_a_rehearsal_is_not_taken_for_the_real_thing",),
+    ),
+    Mutant(
+        name="a graph's own gradients",
+        file="pipeline/stage/running/graphed.py",
+        old="None if t is None else t.clone() for t in self.results",
+        new="t for t in self.results",
+        why="a parameter's `.grad` would be memory that the next micro-batch overwrites",
+        tests=(
+            "tests/test_graphed_stages.py::test_gradients_are_the_plain_models_over_steps_and_uneven_micro_batches",
+        ),
+    ),
+    Mutant(
+        name="one slot for all micro-batches",
+        file="pipeline/stage/running/graphed.py",
+        old="        slot = free.pop()\n",
+        new="        slot = free[-1]\n",
+        why="micro-batches in flight would overwrite each other's activations",
+        tests=(
+            "tests/test_graphed_stages.py::test_gradients_are_the_plain_models_over_steps_and_uneven_micro_batches",
+        ),
+    ),
+    Mutant(
+        name="F is another program than R",
+        file="pipeline/stage/running/layers.py",
+        old="if torch.is_grad_enabled() or not any(needs_grad):",
+        new="if True:",
+        why="a recomputation would run another compiled form than the forward did, with other roundings",
+        tests=("tests/test_compiled_stages.py::test_layers_of_a_kind_are_compiled_once",),
+    ),
+)

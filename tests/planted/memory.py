@@ -1,0 +1,132 @@
+"""Partitions that are not the best, and bytes that the memory model leaves out or counts twice."""
+
+from __future__ import annotations
+
+from planted.mutant import Mutant
+
+PARTITION = ("tests/test_partition.py::test_bottleneck_equals_brute_force",)
+FOOTPRINT = ("tests/test_footprint.py::test_a_storage_is_freed_by_the_earliest_layer_that_holds_it",)
+MEMORY = ("tests/test_memory.py::test_what_is_charged_at_the_fullest_moment",)
+SPLIT_MEMORY = "tests/test_split_memory.py::"
+
+MODELLED = (
+    Mutant(
+        name="partition's bisection skips a cap",
+        file="pipeline/plan/partition.py",
+        old="            low = cap + 1\n",
+        new="            low = cap + 2\n",
+        why="the split is near the optimum and not the optimum",
+        tests=PARTITION,
+    ),
+    Mutant(
+        name="partition fills below the cap",
+        file="pipeline/plan/partition.py",
+        old="        stop = min(bisect_right(prefix, prefix[start] + cap) - 1, num_layers - remaining)\n",
+        new="        stop = min(bisect_left(prefix, prefix[start] + cap) - 1, num_layers - remaining)\n",
+        why="a stage that is exactly full is full, not over",
+        tests=PARTITION,
+    ),
+    Mutant(
+        name="partition's ties go to later stages",
+        file="pipeline/plan/partition.py",
+        old="                (squares + (end - prefix[start]) ** 2, -start)\n",
+        new="                (squares + (end - prefix[start]) ** 2, start)\n",
+        why="equal costs must be split the same way everywhere",
+        tests=("tests/test_partition.py::test_ties_fill_earlier_stages_first",),
+    ),
+    Mutant(
+        name="a model fits only if greedy filling says so",
+        file="pipeline/plan/partition.py",
+        old="    return bool(_suffix_counts(edges, num_layers, cap)[0] >> num_stages & 1)\n",
+        new="    return False\n",
+        why="filling to the brim may miss a split, and the largest model with it",
+        tests=("tests/test_partition.py::test_a_split_that_filling_to_the_brim_misses_is_found",),
+    ),
+    Mutant(
+        name="memory without the boundary",
+        file="pipeline/memory/stages/peaks.py",
+        old="        boundary=user_bytes + boundary,\n",
+        new="        boundary=user_bytes,\n",
+        why="M kept inputs are what re-materialization costs",
+        tests=MEMORY,
+    ),
+    Mutant(
+        name="memory without the gradients",
+        file="pipeline/memory/stages/peaks.py",
+        old="        gradients = stage.gradient_bytes if _has_gradients(stage, demand) else 0\n",
+        new="        gradients = 0\n",
+        why="gradients are there from the first backward on",
+        tests=("tests/test_memory.py::test_gradients_exist_from_the_first_backward_on_and_none_before",),
+    ),
+    Mutant(
+        name="memory without the graphs in flight",
+        file="pipeline/memory/stages/peaks.py",
+        old="        activations = demand.graphs * stage.saved_bytes\n",
+        new="        activations = 0\n",
+        why="without re-materialization the graphs are nearly all",
+        tests=MEMORY,
+    ),
+    Mutant(
+        name="a storage belongs to its latest holder",
+        file="pipeline/memory/stages/footprint.py",
+        old="            if name not in links.boundary and name not in holder:\n"
+        "                holder[name] = index\n"
+        "                saved += links.sizes[name]\n",
+        new="            if name not in links.boundary:\n"
+        "                saved += links.sizes[name] if name not in holder else 0\n"
+        "                holder[name] = index\n",
+        why="what two layers keep is freed in the backward of the earlier one",
+        tests=FOOTPRINT,
+    ),
+    Mutant(
+        name="a storage charged by every holder",
+        file="pipeline/memory/stages/footprint.py",
+        old="            if name not in links.boundary and name not in holder:\n",
+        new="            if name not in links.boundary:\n",
+        why="neighbours keep the same tensor, which exists once",
+        tests=FOOTPRINT,
+    ),
+    Mutant(
+        name="a result known for other lengths",
+        file="pipeline/memory/fake_tensors.py",
+        old="    numbers = {1: 1, 0: 0}\n",
+        new="    numbers: dict[int, int] = {}\n",
+        why="a dimension of length 1 is stretched to another's, and any other is not",
+        tests=("tests/test_fake_tensors.py::test_results_are_those_of_torch",),
+    ),
+)
+
+HALVES_MODELLED = (
+    Mutant(
+        name="a bias' gradient is let go of before it is added up",
+        file="pipeline/memory/stages/split_footprint.py",
+        old="            if self._users[name] == 0 and name not in kept:\n",
+        new="            if self._users[name] == 0:\n",
+        why="the gradient of the output is the bias' own until the engine has added it",
+        tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[many bytes-1]",),
+    ),
+    Mutant(
+        name="I lets go of what W waits for",
+        file="pipeline/memory/stages/split_footprint.py",
+        old=" and name not in self._awaited:\n",
+        new=":\n",
+        why="a storage at the end of a layer may be another layer's input in W",
+        tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[many bytes-1]",),
+    ),
+    Mutant(
+        name="W takes the operations as the graph was walked",
+        file="pipeline/stage/halves/split.py",
+        old="        single.sort(key=_ORDER, reverse=True)\n",
+        new="",
+        why="where branches meet, what is let go of when would depend on the walk",
+        tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[awkward-1]",),
+    ),
+    Mutant(
+        name="messages wait with nobody",
+        file="pipeline/memory/stages/workers.py",
+        old="            home[target].waiting += home[target].message_bytes(target, kind)\n",
+        new="            home[target].waiting += 0\n",
+        why="what has come and is not needed yet takes memory",
+        tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[awkward-3]",),
+    ),
+)

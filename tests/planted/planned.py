@@ -1,0 +1,56 @@
+"""Schedules chosen for measured times: what is timed, what is joined, and when messages leave."""
+
+from __future__ import annotations
+
+from planted.mutant import Mutant
+
+PLANNED = (
+    Mutant(
+        name="the loss is told in the end",
+        file="pipeline/engine.py",
+        old="elif (loss := stage.loss()) is not None:",
+        new="elif action is program[-1].action and (loss := stage.loss()) is not None:",
+        why="in a V everybody would wait for the longest row to learn a number",
+        tests=("tests/test_engine.py::test_the_loss_is_told_after_the_last_forward",),
+    ),
+    Mutant(
+        name="a chosen schedule may drain in reverse",
+        file="pipeline/plan/schedules/generator.py",
+        old="        if in_order and not _in_order(candidate):\n",
+        new="        if not in_order and not _in_order(candidate):\n",
+        why="the last bits of the weights would depend on what the clock said",
+        tests=("tests/test_automatic.py::test_random_times",),
+    ),
+    Mutant(
+        name="halves are joined whatever it takes",
+        file="pipeline/plan/schedules/fusing.py",
+        old="        if candidate_s <= makespan_s:\n",
+        new="        if candidate_s:\n",
+        why="the worker before would wait for the weights' half, too",
+        tests=("tests/test_automatic.py::test_halves_stay_apart_where_the_one_is_waited_for",),
+    ),
+    Mutant(
+        name="the warm-up is timed",
+        file="pipeline/calibration.py",
+        old="timed = self._timelines[WARM_UP_STEPS:]",
+        new="timed = self._timelines[:WARM_UP_STEPS]",
+        why="the choice would be made for what the first step of a process takes, and without B",
+        tests=("tests/test_automatic.py::test_the_choice_is_made_for_what_was_timed",),
+    ),
+    Mutant(
+        name="no place for the next input",
+        file="pipeline/plan/ring.py",
+        old="max(schedule.in_flight(stage - 1), in_flight + halved)",
+        new="max(schedule.in_flight(stage - 1), in_flight)",
+        why="an input that comes when a W ends would wait until its sender has computed on",
+        tests=("tests/test_ring.py::test_inputs_of_split_schedules_find_a_place",),
+    ),
+    Mutant(
+        name="only neighbours share memory",
+        file="pipeline/ranks/ways.py",
+        old="{end for pair in pairs if rank in pair for end in pair} - {rank}",
+        new="{end for pair in pairs if rank in pair for end in pair if abs(end - rank) == 1}",
+        why="what goes from the last rank to the first would take the network on one host",
+        tests=("tests/test_ways.py::test_peers",),
+    ),
+)

@@ -21,6 +21,7 @@ from planted.memory import HALVES_MODELLED, MODELLED
 from planted.models import MODELS, OWN_MODELS
 from planted.mutant import Mutant
 from planted.planned import PLANNED
+from planted.portals import PORTALS
 from planted.randomness import RANDOMNESS
 from planted.schedules import SCHEDULES
 from planted.statistics import STATISTICS
@@ -29,5 +30,5 @@ from planted.trees import TREES
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
     *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *DEVICES, *ON_DEVICES, *TREES, *ACCELERATED,
-    *HALVES_MODELLED, *PLANNED, *OWN_MODELS,
+    *HALVES_MODELLED, *PLANNED, *OWN_MODELS, *PORTALS,
 )  # fmt: skip

@@ -22,9 +22,9 @@ from torch import nn
 from gpipe_bench.models import MODELS, count_parameters, example_batch, loss_fn
 from gpipe_bench.models.unet import Join, Stash
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.footprint import footprint
-from gpipe_bench.pipeline.memory.peaks import stage_memory
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.footprint import footprint
+from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
 from gpipe_bench.pipeline.plan.schedule import gpipe
 
 TABLE = "unet-memory"

@@ -1,14 +1,14 @@
 """Portals between processes: straight from the rank that stashes to the one that pops.
 
 They have a connection and tags of their own, so that none queues behind another message, and their receives
-are posted ahead into rings of their own (`plan.portals`). A send is never waited for before the step ends;
-what has left is let go of at the next send. What a portal consists of is told once for each size of
-micro-batch, as for the other messages (`messages.agreement`).
+are posted ahead into rings of their own (`plan.portals`). No send is waited for while it may still be on its
+way. Through shared memory it says itself when it has left; over a network, which says nothing before somebody
+waits, a portal has arrived when its gradient is back, and a gradient when the step is over. What a portal
+consists of is told once for each size of micro-batch, as for the other messages (`messages.agreement`).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,14 +36,14 @@ class _Sending(NamedTuple):
     work: Work
     tensor: Tensor  # kept until it is gone
     version: int
-    name: str  # of a portal in it
+    line: Line
+    microbatch: int
     target: int
     action: Action  # what receives it
 
     @property
     def is_gone(self) -> bool:
-        work = self.work
-        return work.gone if isinstance(work, Departure) else bool(work.is_completed())  # type: ignore[attr-defined]
+        return isinstance(self.work, Departure) and self.work.gone
 
 
 def refuse_portals(lines: Sequence[Line], schedule: Schedule, *, accelerated: bool) -> None:
@@ -94,7 +94,7 @@ class LinesBetweenRanks:
         self._agreement = Agreement(())
         self._own: dict[tuple[Line, int], Arrived] = {}  # sent by this rank to itself
         self._own_gradients: dict[tuple[Line, int], Gradients] = {}
-        self._sent: deque[_Sending] = deque()
+        self._sent: list[_Sending] = []
         self._receivers: dict[tuple[int, bool], Receiver] = {}
         self._training = True
         self.follow(schedule)
@@ -170,7 +170,10 @@ class LinesBetweenRanks:
         if (line.number, True) not in self._receivers:
             return self._own_gradients.pop((line, microbatch))
         source = Action(line.target, self._kinds[line.target, microbatch], microbatch)
-        return self._receive(line, microbatch, source, gradients=True)[0]
+        gradients = self._receive(line, microbatch, source, gradients=True)[0]
+        known = (line, microbatch, Kind.F)
+        self._let_go([s for s in self._sent if (s.line, s.microbatch, s.action.kind) == known])
+        return gradients
 
     def _send(
         self,
@@ -191,12 +194,11 @@ class LinesBetweenRanks:
             self._control.send_outline(outline, rank, _OUTLINES + 2 * tag, target, bounded=False)
         elif made.needs_grad != outline.needs_grad:
             raise changed(f"what needs a gradient of {what}")
-        while self._sent and self._sent[0].is_gone:
-            _check(self._sent.popleft())
+        self._let_go([sending for sending in self._sent if sending.is_gone])
         for i, tensor in enumerate(conform(tensors, outline, self._device, what)):
             if tensor.numel():
                 work = self._connection.send(tensor, rank, tag * MOST_TENSORS + i, target)
-                self._sent.append(_Sending(work, tensor, version(tensor), line.names[0], rank, target))
+                self._sent.append(_Sending(work, tensor, version(tensor), line, microbatch, rank, target))
 
     def _receive(
         self, line: Line, microbatch: int, source: Action, *, gradients: bool
@@ -217,17 +219,20 @@ class LinesBetweenRanks:
             receiver.release(microbatch)
 
     def finish(self) -> None:
-        while self._sent:
-            sending = self._sent.popleft()
+        self._let_go(self._sent)
+
+    def _let_go(self, arrived: list[_Sending]) -> None:
+        """Ends sends that have arrived, or at the end of a step will."""
+        if not arrived:
+            return
+        for sending in arrived:
             self._connection.wait(sending.work, sending.action, sending.target)
-            _check(sending)
+            if version(sending.tensor) != sending.version:
+                raise overwritten(sending.line.names[0])
+        over = {id(sending) for sending in arrived}
+        self._sent = [sending for sending in self._sent if id(sending) not in over]
 
     def abort(self) -> None:
         self._own.clear()
         self._own_gradients.clear()
         self._sent.clear()
-
-
-def _check(sending: _Sending) -> None:
-    if version(sending.tensor) != sending.version:
-        raise overwritten(sending.name)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from gpipe_bench.models import MODELS
 from gpipe_bench.pipeline import Pipeline, Pop, PortalSequential, Stash
 from gpipe_bench.pipeline.plan.portals import Declared, Line, lines_of, portal_rings, portal_transfers
-from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.transport import InProcess
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.transport import BetweenDevices, InProcess
 
 SPLIT = "zb-h1"
 UNET = {"num_convs": 1, "num_filters": 4, "depth": 2, "dropout": 0.0, "image_size": 8}
@@ -98,12 +98,18 @@ def test_a_stash_that_several_layers_pop(num_stages: int, schedule: str, remat: 
     _assert_as_plain(_encoder_to_all(), inputs, target, num_stages=num_stages, schedule=schedule, remat=remat)
 
 
-def test_several_stages_per_worker() -> None:
-    inputs, target = torch.randn(7, 3).double(), torch.randn(7, 3).double()
-    _assert_as_plain(
-        _encoder_to_all(), inputs, target, num_stages=4, num_workers=2, schedule="interleaved",
-        num_microbatches=4, remat="always",
-    )  # fmt: skip
+@pytest.mark.parametrize("name", NAMED)
+def test_every_named_schedule_with_devices_of_their_own(name: str) -> None:
+    """Several stages per worker, V-shaped placements and split backwards among them."""
+    inputs, target = torch.randn(9, 3).double(), torch.randn(9, 3).double()
+    num_microbatches = 1 if name == "naive" else 4
+    for remat in ("never", "always"):
+        schedule = named(name, 2, num_microbatches, remat=remat)
+        num_stages = schedule.num_stages
+        _assert_as_plain(
+            _encoder_to_all(), inputs, target, num_stages=num_stages, num_microbatches=num_microbatches,
+            schedule=schedule, transport=BetweenDevices([torch.device("cpu")] * num_stages),
+        )  # fmt: skip
 
 
 def test_a_cut_right_behind_a_stash_and_right_before_a_pop() -> None:

@@ -2,7 +2,8 @@
 
 A simplified U-Net of five levels: B convolutions on each level, C channels on the first and twice as many on
 each further one. What travels is the activations with the skips of all levels above, the innermost first; a
-skip passes through every stage between its two ends. The layers are the ones that torchgpipe's published
+skip passes through every stage between its two ends, unless it is a portal, which goes from the one end to
+the other. The layers are the ones that torchgpipe's published
 partitions count: 241 for (B, C) = (5, 64).
 """
 
@@ -32,14 +33,28 @@ class OnActivations(nn.Module):
 
 
 class Stash(nn.Module):
-    """x -> (x, x): the activations become the innermost skip too; nothing is copied."""
+    """x -> (x, x): the activations become the innermost skip too; nothing is copied.
+
+    With a `portal`, a name, the second x does not travel but waits for the `Join` of that name.
+    """
+
+    def __init__(self, portal: str | None = None) -> None:
+        super().__init__()
+        self.stashes = () if portal is None else (portal,)
 
     def forward(self, state: State) -> State:
         return (state, state) if isinstance(state, Tensor) else (state[0], *state)
 
 
 class Join(nn.Module):
-    """(x, skip, ...) -> the channels of x and of the skip, x padded to the skip's size where that was odd."""
+    """(x, skip, ...) -> the channels of x and of the skip, x padded to the skip's size where that was odd.
+
+    With a `portal` the skip is what the `Stash` of that name gave.
+    """
+
+    def __init__(self, portal: str | None = None) -> None:
+        super().__init__()
+        self.pops = () if portal is None else (portal,)
 
     def forward(self, state: tuple[Tensor, ...]) -> State:
         x, skip, *rest = state
@@ -48,6 +63,25 @@ class Join(nn.Module):
             x = F.pad(x, [0, missing[1], 0, missing[0]])
         joined = torch.cat((x, skip), dim=1)
         return (joined, *rest) if rest else joined
+
+
+class WithPortals(nn.Sequential):
+    """The layers one after another, each `Join` given what its `Stash` gave."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        state: State = images
+        skips: dict[str, Tensor] = {}
+        for layer in self:
+            pops, stashes = getattr(layer, "pops", ()), getattr(layer, "stashes", ())
+            if pops:
+                assert isinstance(state, Tensor)
+                state = (state, *[skips.pop(name) for name in pops])
+            state = layer(state)
+            if stashes:
+                state, *given = state
+                skips.update(zip(stashes, given, strict=True))
+        assert isinstance(state, Tensor)
+        return state
 
 
 def unet(
@@ -59,6 +93,7 @@ def unet(
     image_size: int = 192,
     input_channels: int = 3,
     output_channels: int = 1,
+    portals: bool = False,
 ) -> nn.Sequential:
     """Builds a U-Net: images (N, 3, S, S) -> logits of each pixel (N, 1, S, S).
 
@@ -69,6 +104,7 @@ def unet(
         dropout: share of the channels dropped behind each convolution.
         image_size: S in pixels, the size of the example batches; the network takes any of at least 2^depth.
         input_channels, output_channels: of the images and of the result.
+        portals: whether the skips are portals, which a pipeline sends past the stages between their ends.
 
     Raises:
         ValueError: an option is out of range.
@@ -97,12 +133,12 @@ def unet(
     for i in range(depth):
         level(f"down{i}", channels, num_filters << i, num_filters << i)
         channels = num_filters << i
-        layers[f"down{i}_stash"] = Stash()
+        layers[f"down{i}_stash"] = Stash(f"skip{i}" if portals else None)
         layers[f"down{i}_pool"] = OnActivations(nn.MaxPool2d(2))
     level("bottom", channels, 2 * channels, channels)
     for i in reversed(range(depth)):
         layers[f"up{i}_scale"] = OnActivations(nn.Upsample(scale_factor=2))
-        layers[f"up{i}_join"] = Join()
+        layers[f"up{i}_join"] = Join(f"skip{i}" if portals else None)
         level(f"up{i}", 2 * (num_filters << i), (num_filters << i) // 2, (num_filters << i) // 2)
     layers["segment"] = nn.Conv2d(num_filters // 2, output_channels, 1, bias=False)
-    return nn.Sequential(layers)
+    return WithPortals(layers) if portals else nn.Sequential(layers)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.model.layers_of import layers_of
     from gpipe_bench.pipeline.model.split import split
     from gpipe_bench.pipeline.ranks.launch import launch, start_process
+    from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
 
 _HOMES = {
     "Pipeline": "api",
@@ -24,6 +25,9 @@ _HOMES = {
     "split": "model.split",
     "launch": "ranks.launch",
     "start_process": "ranks.launch",
+    "Stash": "stage.portals",
+    "Pop": "stage.portals",
+    "PortalSequential": "stage.portals",
     "Profiler": "memory.profile",
     "pipeline_memory": "memory.stages.workers",
     "StagePeaks": "memory.cut",
@@ -31,6 +35,7 @@ _HOMES = {
 
 __all__ = [
     "Pipeline", "layers_of", "split", "launch", "start_process", "Profiler", "pipeline_memory", "StagePeaks",
+    "Stash", "Pop", "PortalSequential",
 ]  # fmt: skip
 
 

@@ -26,9 +26,11 @@ from gpipe_bench.pipeline.engine import Observer
 from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
+from gpipe_bench.pipeline.plan.portals import lines_of
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.portals import with_portals
 from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
@@ -37,6 +39,7 @@ from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
 from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
+from gpipe_bench.pipeline.stage.portals import declarations, refuse_graphed_portals, runner_of
 from gpipe_bench.pipeline.stage.running.graphed import refuse_graphs
 from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
@@ -133,6 +136,8 @@ class Pipeline(nn.Module):
         self._schedule, self._calibration = layout.schedule, layout.calibration
         self._partition, self._devices = layout.partition, layout.devices
         modules, local, ties = layout.modules, layout.local, layout.ties
+        self._portals = declarations(modules)
+        self._lines = lines_of(self._portals, self._partition)
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
         self._replicas = Replicas(replica_group, timeout_s) if replica_group is not None else None
         self._layers = layout.layers(move=devices is not None)  # those of this process, by name
@@ -143,6 +148,7 @@ class Pipeline(nn.Module):
         if self._graphs:
             recomputes = any(map(self._schedule.recomputes, range(num_microbatches)))
             refuse_graphs(modules, recomputes)
+            refuse_graphed_portals(self._portals)
         self._layer_names = tuple(name for name, _ in layout.named)
         self._keywords = Keywords.of_all(modules)
         if isinstance(layers, OwnLayers):
@@ -161,12 +167,19 @@ class Pipeline(nn.Module):
                 self._devices[local[0]],
                 timeout_s=timeout_s,
                 share_memory=share_memory,
+                portals=self._lines,
             )
             self._transport = self._ranks
             of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
-            check_equal(self.gather((self._layer_names, self._partition, self._schedule, seed, of_ties)))
+            check_equal(
+                self.gather(
+                    (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
+                )
+            )
             self._tied = TiedWeights(ties, self._ranks, self)
             self._tied.share_values()
+        if self._lines:
+            self._transport = with_portals(self._transport, self._lines, self._devices)
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
@@ -184,6 +197,7 @@ class Pipeline(nn.Module):
                 gather=None if self._replicas is None else self._replicas.gather,
                 backend=self._backend,
                 graphs=self._graphs,
+                runner=runner_of(self._portals, self._partition, self._lines, index),
             )
             for index in local
         }

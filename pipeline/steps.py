@@ -17,6 +17,7 @@ from gpipe_bench.pipeline import devices, engine
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.errors import ActionError, PeerError
 from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
@@ -56,7 +57,8 @@ class Steps:
         self._transport, self._replicas, self._tied = transport, replicas, tied
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
-        self._asks = isinstance(transport, PointToPoint)  # which mini-batches have messages of equal shapes
+        messages = transport.inner if isinstance(transport, PortalTransport) else transport
+        self._asks = isinstance(messages, PointToPoint)  # which mini-batches have messages of equal shapes
         self._programs = {
             training: engine.prepare(schedule, stages, training=training) for training in (True, False)
         }

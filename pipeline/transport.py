@@ -129,6 +129,10 @@ class InProcess:
         self._loss = None
         return ActionError(action, summary(error))
 
+    def carry(self, tensors: Sequence[Sent], receiver: int) -> tuple[Sent, ...]:
+        """The tensors as stage `receiver` gets them."""
+        return self._copies(tensors, receiver) if self._copy else tuple(tensors)
+
     def _copies(self, tensors: Sequence[Sent], receiver: int) -> tuple[Sent, ...]:
         copies = []
         for tensor in tensors:

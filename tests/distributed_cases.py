@@ -22,6 +22,7 @@ from unittest import mock
 
 import alias_cases
 import own_model_cases
+import portal_cases
 import tied_cases
 import torch
 import tree_cases
@@ -976,6 +977,7 @@ CASES: dict[str, Callable[[], None]] = {
         *tied_cases.CASES,
         *tree_cases.CASES,
         *own_model_cases.CASES,
+        *portal_cases.CASES,
     )
 }
 

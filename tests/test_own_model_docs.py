@@ -25,7 +25,12 @@ def sections() -> list[tuple[str, str]]:
 
 def test_the_page_has_its_snippets() -> None:
     titles = [title for title, _ in sections()]
-    assert titles == ["A sequence of layers", *["Any module"] * 2, *["A model of Hugging Face"] * 2]
+    assert titles == [
+        "A sequence of layers",
+        "Portals: skips past stages",
+        *["Any module"] * 2,
+        *["A model of Hugging Face"] * 2,
+    ]
 
 
 @pytest.mark.parametrize(("title", "code"), sections(), ids=lambda text: text.splitlines()[0][:20])

@@ -12,7 +12,7 @@ batch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
+from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.connecting.opening import open_connections
@@ -39,6 +40,7 @@ from gpipe_bench.pipeline.ranks.messages.news import News
 from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import changed, conform
 from gpipe_bench.pipeline.ranks.messages.sharing import Shared, Sharing
+from gpipe_bench.pipeline.ranks.portals import LinesBetweenRanks, refuse_portals
 from gpipe_bench.pipeline.ranks.routes import header_chain, loss_route
 from gpipe_bench.pipeline.ranks.together import Together
 from gpipe_bench.pipeline.ranks.ways import receivers, senders
@@ -52,8 +54,8 @@ class PointToPoint:
     """The transport of one worker in a process group whose rank k runs the stages of worker k.
 
     `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
-    tensors through memory. After a failure the pipeline's own connections are closed on all ranks; `group`
-    itself is not touched.
+    tensors through memory; `portals` are the lines between all stages. After a failure the pipeline's own
+    connections are closed on all ranks; `group` itself is not touched.
     """
 
     def __init__(
@@ -64,15 +66,17 @@ class PointToPoint:
         *,
         timeout_s: float,
         share_memory: bool = True,
+        portals: Sequence[Line] = (),
     ) -> None:
         network = network_of(group)
+        refuse_portals(portals, schedule, accelerated=network.is_accelerated(device))
         self.rank, self.size = network.rank, network.size
         self._schedule, self._device = schedule, device
         ties = self._ties = Ties(network, device, timeout_s=timeout_s)
         accelerated = ties.is_accelerated
         try:
-            control, self._together, self._ways, loss = open_connections(
-                ties, schedule, share_memory=share_memory
+            control, self._together, self._ways, loss, of_portals = open_connections(
+                ties, schedule, portals, share_memory=share_memory
             )
         except (PeerError, StoreError) as error:
             raise self.abort(None, error) from error
@@ -90,6 +94,9 @@ class PointToPoint:
         self._patient = False
         self._control = Control(control, self.rank, header_chain(schedule))
         self._own: dict[tuple[int, int, bool], Message | Gradients] = {}  # sent by this rank to itself
+        self.lines: LinesBetweenRanks | None = None
+        if of_portals is not None:
+            self.lines = LinesBetweenRanks(of_portals, self._control, portals, schedule, self.rank, device)
         self._take_ends()
         route = loss_route(schedule, self.rank, accelerated=accelerated)
         self._loss = Loss(loss, self._control, route, device, early=not accelerated)
@@ -122,6 +129,8 @@ class PointToPoint:
             receiver.close()
         self._schedule = schedule
         self._take_ends()
+        if self.lines is not None:
+            self.lines.follow(schedule)
 
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""
@@ -160,6 +169,8 @@ class PointToPoint:
                 receiver.begin(agreement.of_stage[stage].gradients, agreement.lengths, training=True)
             self._loss.post(agreement.loss)
         self._news.begin(agreement)
+        if self.lines is not None:
+            self.lines.take_up(agreement, training=self._training)
         return Plan(examples, self._training, message)
 
     @property

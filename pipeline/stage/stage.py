@@ -8,7 +8,7 @@ backward. Here the graph is a value that the stage holds: `recompute` builds it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,7 +37,8 @@ class Stage:
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
-    `torch.compile`, for layers that shall be compiled; `graphs` runs them as graphs of the device.
+    `torch.compile`, for layers that shall be compiled; `graphs` runs them as graphs of the device;
+    `runner` is what calls them.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Stage:
         gather: Gather | None = None,
         backend: str | None = None,
         graphs: bool = False,
+        runner: Callable[..., LayerRunner] = LayerRunner,
     ) -> None:
         self.index, self.device, self.seed = index, device, seed
         self.is_first, self.is_last = index == 0, is_last
@@ -60,7 +62,7 @@ class Stage:
         self.statistics = Statistics(self.layers, gather)
         self.outputs: list[Tree | None] = []  # of each micro-batch, on the last stage, when there is no loss
         self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
-        self._runner = LayerRunner(
+        self._runner = runner(
             self.layers, first_layer,
             device=device, seed=seed, statistics=self.statistics, backend=backend, graphs=graphs,
         )  # fmt: skip

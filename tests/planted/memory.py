@@ -124,7 +124,7 @@ HALVES_MODELLED = (
     Mutant(
         name="messages wait with nobody",
         file="pipeline/memory/stages/workers.py",
-        old="            home[target].waiting += home[target].message_bytes(target, kind)\n",
+        old="            home[target].waiting += num_bytes\n",
         new="            home[target].waiting += 0\n",
         why="what has come and is not needed yet takes memory",
         tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[awkward-3]",),

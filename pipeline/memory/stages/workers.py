@@ -15,9 +15,10 @@ posted a number of receives ahead, as over processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import lru_cache
+from typing import Protocol
 
 from gpipe_bench.pipeline.memory.signature import Same
 from gpipe_bench.pipeline.memory.stages.demands import Demand, Walk
@@ -118,14 +119,37 @@ def pipeline_memory(
 
 
 def memories(
-    stages: Sequence[Footprint], schedule: Schedule, optimizer: str, receive_ahead: int | None
+    stages: Sequence[Footprint],
+    schedule: Schedule,
+    optimizer: str,
+    receive_ahead: int | None,
+    portals: PortalWaits | None = None,
 ) -> tuple[StageMemory, ...]:
-    """The fullest moment of each worker; arguments and errors as of `peak_bytes`."""
-    return _walk(stages, schedule, optimizer, receive_ahead)[0]
+    """The fullest moment of each worker; arguments and errors as of `peak_bytes`. `portals` are known in one
+    process alone.
+    """
+    return _walk(stages, schedule, optimizer, receive_ahead, portals)[0]
+
+
+class PortalWaits(Protocol):
+    """What portals add to the messages of neighbours (`portals.Waits`)."""
+
+    def received(self, stage: int, num_bytes: int, *, gradients: bool) -> int:
+        """All that a stage has been sent for an action, whose message is `num_bytes` with its portals."""
+
+    def main(self, stage: int, num_bytes: int, *, gradients: bool) -> int:
+        """What of it comes from the stage beside it."""
+
+    def sent(self, stage: int, *, gradients: bool) -> Iterable[tuple[int, int]]:
+        """Where an action of a stage sends portals or their gradients, and how many bytes."""
 
 
 def _walk(
-    stages: Sequence[Footprint], schedule: Schedule, optimizer: str, receive_ahead: int | None
+    stages: Sequence[Footprint],
+    schedule: Schedule,
+    optimizer: str,
+    receive_ahead: int | None,
+    portals: PortalWaits | None = None,
 ) -> tuple[tuple[StageMemory, ...], dict[Action, int]]:
     """The fullest moment of each worker, and bytes in each action."""
     _check_number(stages, schedule)
@@ -146,10 +170,19 @@ def _walk(
         else:
             source = target = -1
         if 0 <= source <= last and (counts_all or home[source] is worker):
-            worker.waiting -= worker.message_bytes(stage, kind)
+            num_bytes = worker.message_bytes(stage, kind)
+            if portals is not None:
+                num_bytes = portals.received(stage, num_bytes, gradients=kind is not Kind.F)
+            worker.waiting -= num_bytes
         held[action] = worker.take(action)
         if 0 <= target <= last and (counts_all or home[target] is worker):
-            home[target].waiting += home[target].message_bytes(target, kind)
+            num_bytes = home[target].message_bytes(target, kind)
+            if portals is not None:
+                num_bytes = portals.main(target, num_bytes, gradients=kind is not Kind.F)
+            home[target].waiting += num_bytes
+        if portals is not None and kind in (Kind.F, Kind.B, Kind.I):
+            for end, num_bytes in portals.sent(stage, gradients=kind is not Kind.F):
+                home[end].waiting += num_bytes
     return tuple([worker.fullest for worker in workers]), held
 
 

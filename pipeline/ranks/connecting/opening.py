@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.ranks.connecting.introduction import meet
 from gpipe_bench.pipeline.ranks.connecting.ties import Ties
 from gpipe_bench.pipeline.ranks.connecting.warm_up import warm_up
 from gpipe_bench.pipeline.ranks.messages.connection import Connection
+from gpipe_bench.pipeline.ranks.portals import portal_peers
 from gpipe_bench.pipeline.ranks.together import Together
 from gpipe_bench.pipeline.ranks.ways import Way, names_of_ways, peers
 
@@ -26,15 +28,19 @@ class Opened(NamedTuple):
         together: what all ranks exchange outside of steps, by `control`
         ways: activations and gradients, by the way that they take
         loss: the loss on its way from the last stage
+        portals: what goes past stages, if anything does
     """
 
     control: Connection
     together: Together
     ways: dict[Way, Connection]
     loss: Connection
+    portals: Connection | None
 
 
-def open_connections(ties: Ties, schedule: Schedule, *, share_memory: bool) -> Opened:
+def open_connections(
+    ties: Ties, schedule: Schedule, portals: Sequence[Line] = (), *, share_memory: bool
+) -> Opened:
     """Connects the rank of `ties` with all others, which must call too, and watches them from then on.
 
     `PeerError` or `StoreError` for a rank that does not come within the timeout; `ValueError`, on every rank
@@ -47,7 +53,7 @@ def open_connections(ties: Ties, schedule: Schedule, *, share_memory: bool) -> O
         near = meet(
             ties.store,
             network.rank,
-            peers(schedule, network.rank),
+            peers(schedule, network.rank) | portal_peers(portals, schedule, network.rank),
             willing=share_memory,
             timeout_s=ties.timeout_s,
         )
@@ -64,10 +70,11 @@ def open_connections(ties: Ties, schedule: Schedule, *, share_memory: bool) -> O
     loss = ways[True, False]
     if accelerated and schedule.placement:
         loss = ties.connect("loss", near, accelerated=accelerated)
+    of_portals = ties.connect("portals", near) if portals else None
     ties.look_out()
     if accelerated:
         warm_up(ties, schedule, ways, loss)
-    return Opened(control, together, ways, loss)
+    return Opened(control, together, ways, loss, of_portals)
 
 
 def _refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:

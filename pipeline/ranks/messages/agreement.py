@@ -56,6 +56,7 @@ class Agreement:
     def __init__(self, lengths: tuple[int, ...], stages: Iterable[int] = ()) -> None:
         self.lengths = lengths  # examples in each micro-batch
         self.of_stage = {stage: Outlines() for stage in stages}
+        self.of_portals: dict[tuple[int, bool], dict[int, Outline]] = {}  # by line, and whether of gradients
         self.loss: Form | None = None
 
 

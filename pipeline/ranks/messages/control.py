@@ -105,14 +105,16 @@ class Control:
         return Message(tuple(tensors), outline.structure, (False,) * len(tensors))
 
     def send_outline(
-        self, outline: Outline, target: int, of: Of, action: Action | None, *, bounded: bool
+        self, outline: Outline, target: int, of: int, action: Action | None, *, bounded: bool
     ) -> None:
-        """To rank `target`, of the message for `action`; `bounded` as in `Sender.send`."""
+        """To rank `target`, of the message for `action`; `of` is `Of` or another tag, which the next one
+        follows, `bounded` as in `Sender.send`.
+        """
         data = torch.frombuffer(bytearray(pickle.dumps(outline)), dtype=torch.uint8)
         length = torch.tensor([len(data)])
         self._sender(target).send([length, data], of, action, bounded=bounded)
 
-    def receive_outline(self, source: int, of: Of, action: Action | None) -> Outline:
+    def receive_outline(self, source: int, of: int, action: Action | None) -> Outline:
         """From rank `source`, which sends it before the message of `action` itself."""
         length = self._receive_now(Form((1,), (1,), torch.int64), source, of, action)
         data = self._receive_now(Form((int(length),), (1,), torch.uint8), source, of + 1, action)

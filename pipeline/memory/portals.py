@@ -1,0 +1,172 @@
+"""The memory of a pipeline with portals: what its stages keep of them, and what waits on the way.
+
+A stage holds a portal as it holds its other inputs and outputs. So its layers are profiled as if what is
+carried past them were part of what they pass, from the stash or the stage's beginning to the last pop or the
+stage's end. Between two stages a portal waits with the one that pops, from the forward that made it, and its
+gradient with the one that stashed, which may be many actions later (`Waits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
+from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+from gpipe_bench.pipeline.memory.stages.workers import memories
+from gpipe_bench.pipeline.plan.portals import Declared, Line, arriving, leaving, lines_of
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.stage.portals import declarations
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Bytes of the portals of each line, and of their gradients, for one micro-batch.
+
+    `output_gradients` are the bytes of what comes back to each stage for its output alone.
+    """
+
+    lines: tuple[Line, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    output_gradients: tuple[int, ...]
+
+    def received(self, stage: int, num_bytes: int, *, gradients: bool) -> int:
+        """All that a stage has been sent for an action, whose message is `num_bytes` with its portals."""
+        main = self.main(stage, num_bytes, gradients=gradients)
+        return main + sum(self._of_stage(stage, gradients=gradients))
+
+    def main(self, stage: int, num_bytes: int, *, gradients: bool) -> int:
+        """What of it comes from the stage beside it."""
+        if gradients:
+            return self.output_gradients[stage]
+        return num_bytes - sum(self._of_stage(stage, gradients=False))
+
+    def sent(self, stage: int, *, gradients: bool) -> Iterator[tuple[int, int]]:
+        """Where an action of a stage sends portals or their gradients, and how many bytes."""
+        sizes = self.backward if gradients else self.forward
+        for line, num_bytes in zip(self.lines, sizes, strict=True):
+            source, target = (line.target, line.source) if gradients else (line.source, line.target)
+            if source == stage:
+                yield target, num_bytes
+
+    def _of_stage(self, stage: int, *, gradients: bool) -> list[int]:
+        sizes = self.backward if gradients else self.forward
+        ends = [line.source if gradients else line.target for line in self.lines]
+        return [num_bytes for end, num_bytes in zip(ends, sizes, strict=True) if end == stage]
+
+
+class _Passing(nn.Module):
+    """A layer, with the portals that are carried past it as part of what it takes and gives.
+
+    `held` are carried in, those at `pops` given to the layer; it stashes `stashed`, and those at the places
+    `kept`, of both, are carried on.
+    """
+
+    def __init__(
+        self, layer: nn.Module, held: int, pops: tuple[int, ...], stashed: int, kept: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        self.layer, self.held, self.pops, self.stashed, self.kept = layer, held, pops, stashed, kept
+
+    def forward(self, given: Any) -> Any:
+        parts = (given,) if isinstance(given, Tensor) else tuple(given)
+        count = len(parts) - self.held
+        value: Any = parts[0] if count == 1 else parts[:count]
+        carried = list(parts[count:])
+        if self.pops:
+            value = (value, *[carried[place] for place in self.pops])
+        value = self.layer(value)
+        if self.stashed:
+            value, *stashed = value
+            carried += stashed
+        if not self.kept:
+            return value
+        parts = (value,) if isinstance(value, Tensor) else tuple(value)
+        return (*parts, *[carried[place] for place in self.kept])
+
+
+def _passing(
+    layers: Sequence[nn.Module], declared: Sequence[Declared], comes: Sequence[str], goes: Sequence[str]
+) -> list[nn.Module]:
+    """The layers of a stage, which portals come to and go from."""
+    held, found = list(comes), []
+    for index, (layer, (stashes, pops)) in enumerate(zip(layers, declared, strict=True)):
+        later = {name for each in declared[index + 1 :] for name in each.pops} | set(goes)
+        known = [*held, *stashes]
+        last = index == len(layers) - 1
+        kept = list(goes) if last else [name for name in dict.fromkeys(known) if name in later]
+        if not known:
+            found.append(layer)
+            continue
+        places = tuple([held.index(name) for name in pops])
+        onwards = tuple([known.index(name) for name in kept])
+        found.append(_Passing(layer, len(held), places, len(stashes), onwards))
+        held = kept
+    return found
+
+
+def portal_memory(
+    layers: Sequence[nn.Module],
+    loss_fn: Callable[[Any, Tensor], Tensor],
+    inputs: Boundary,
+    target: Boundary,
+    stages: Sequence[range],
+    schedule: Schedule,
+    optimizer: str = "rmsprop",
+    *,
+    profiler: Profiler | None = None,
+) -> tuple[StageMemory, ...]:
+    """The fullest moment of each worker in one process, of layers with portals.
+
+    Args:
+        layers: the model; portals lead between layers that pass tensors or tuples of them.
+        loss_fn: as for `Pipeline.step`.
+        inputs, target: a micro-batch and its target, the larger one where sizes differ.
+        stages: the layers of each stage.
+        schedule: any that `validate` accepts.
+        optimizer: "sgd", "rmsprop" or "adam".
+        profiler: `Profiler(split_backward=True)` for schedules that split backwards.
+
+    Raises:
+        ValueError: layers that pass anything but tensors, or as of `workers.peak_bytes`.
+    """
+    profiler = profiler or Profiler()
+    modules = list(layers)
+    declared = declarations(modules)
+    lines = lines_of(declared, stages)
+    specs: dict[str, TensorSpec] = {}
+    footprints: list[Footprint] = []
+    output_gradients: list[int] = []
+    for stage, span in enumerate(stages):
+        comes, goes = arriving(lines, stage), leaving(lines, stage)
+        arrived = tuple([specs[name] for name in comes])
+        if arrived:
+            inputs = inputs.join(Boundary(arrived, tuple(range(len(arrived))), True))
+        mine = _passing([modules[i] for i in span], [declared[i] for i in span], comes, goes)
+        profiles, loss = profiler.chain(mine, inputs), None
+        if stage == len(stages) - 1:
+            loss = profiler.loss(loss_fn, profiles[-1].outputs, target)
+            if loss.first.without_gradient:
+                profiles = profiler.chain(mine, inputs, loss.first.without_gradient)
+        footprints.append(footprint(profiles, loss))
+        outputs = profiles[-1].outputs
+        count = len(outputs.tensors) - len(goes)
+        specs.update(zip(goes, outputs.tensors[count:], strict=True))
+        inputs = Boundary(outputs.tensors[:count], outputs.same_as[:count], count > 1)
+        trained = [i for i in inputs.distinct if inputs.tensors[i].requires_grad]
+        output_gradients.append(sum(inputs.tensors[i].num_bytes for i in trained) if loss is None else 0)
+    waits = Waits(
+        lines,
+        tuple([sum(specs[name].num_bytes for name in line.names) for line in lines]),
+        tuple(
+            [sum(specs[name].num_bytes * specs[name].requires_grad for name in line.names) for line in lines]
+        ),
+        tuple(output_gradients),
+    )
+    return memories(footprints, schedule, optimizer, None, waits)

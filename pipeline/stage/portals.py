@@ -1,0 +1,229 @@
+"""Portals inside of a stage: who declares them, and how they go from layer to layer.
+
+A layer that stashes has the names in `stashes` and gives a tuple: its output and a tensor for each name. One
+that pops has names in `pops` and takes a tuple: its input and a tensor for each name. Nothing else makes it
+special, so a model can say so without importing anything from here.
+
+For the stage a portal from elsewhere is one more input, and one that leads elsewhere one more output. What
+holds for those holds for portals: inputs are kept for the recomputation, gradients enter and leave where the
+schedule says, and a recomputation sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpipe_bench.pipeline.plan.portals import Declared, Line, arriving, check, leaving
+from gpipe_bench.pipeline.stage.microbatch import Tree
+from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
+
+
+class Stash(nn.Module):
+    """Keeps the output of `module`, or without one its own input, for later layers that pop `name`.
+
+    The tensor also goes on to the next layer; nothing is copied.
+    """
+
+    def __init__(self, name: str, module: nn.Module | None = None) -> None:
+        super().__init__()
+        self.stashes, self.module = (name,), module
+
+    def forward(self, value: Tree) -> tuple[Tree, Tree]:
+        if self.module is not None:
+            value = self.module(value)
+        return value, value
+
+
+class Pop(nn.Module):
+    """Gives `module` the pair of its input and what a layer before has stashed as `name`.
+
+    Without a module, the pair is the output.
+    """
+
+    def __init__(self, name: str, module: nn.Module | None = None) -> None:
+        super().__init__()
+        self.pops, self.module = (name,), module
+
+    def forward(self, value: tuple[Tree, Tensor]) -> Tree:
+        return value if self.module is None else self.module(value)
+
+
+class PortalSequential(nn.Sequential):
+    """The plain model of layers with portals: runs them one after another, without a pipeline."""
+
+    def forward(self, value: Tree) -> Tree:
+        layers = tuple(self)
+        carried = Carried(declarations(layers))
+        for index, layer in enumerate(layers):
+            value = carried.through(index, layer, value)
+        return value
+
+
+def declarations(layers: Iterable[nn.Module]) -> tuple[Declared, ...]:
+    """What each layer declares. `ValueError`, which names the portal, for what is no portal."""
+    layers = tuple(layers)
+    found = tuple([Declared(_names(layer, "stashes"), _names(layer, "pops")) for layer in layers])
+    for index, layer in enumerate(layers):
+        for module in layer.modules():
+            if module is not layer and isinstance(module, Stash | Pop):
+                name = (*getattr(module, "stashes", ()), *getattr(module, "pops", ()))[0]
+                raise ValueError(
+                    f"portal {name!r} is declared inside of layer {index} ({type(layer).__name__}); a "
+                    f"{type(module).__name__} must be a layer of the pipeline itself"
+                )
+    check(found)
+    return found
+
+
+def _names(layer: nn.Module, attribute: str) -> tuple[str, ...]:
+    names = getattr(layer, attribute, ())
+    if isinstance(names, str):
+        raise ValueError(
+            f"{attribute} of a {type(layer).__name__} is {names!r}; give a tuple of names, ({names!r},)"
+        )
+    if isinstance(names, tuple | list) and all(isinstance(name, str) for name in names):
+        return tuple(names)
+    return ()  # something else of the user's that happens to be called so
+
+
+class Carried:
+    """The portals of one pass through consecutive layers: each held until its last use."""
+
+    def __init__(self, declared: Sequence[Declared], leaving: Iterable[str] = ()) -> None:
+        self._declared = declared
+        self._left = Counter(name for layer in declared for name in layer.pops)
+        self._left.update(leaving)
+        self._held: dict[str, tuple[Tensor, int]] = {}
+
+    def through(
+        self,
+        index: int,
+        call: Callable[..., Any],
+        value: Tree,
+        shared: Mapping[str, Any] | None = None,
+    ) -> Tree:
+        """What layer `index` of these makes of `value`, with what it pops; keeps what it stashes."""
+        stashes, pops = self._declared[index]
+        if pops:
+            value = (value, *[self.take(name) for name in pops])
+        value = call(value) if not shared else call(value, **shared)
+        if not stashes:
+            return value
+        if not isinstance(value, tuple) or len(value) != 1 + len(stashes):
+            what = f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
+            raise TypeError(
+                f"a layer that stashes portal {', '.join(map(repr, stashes))} gave {what}; it must give a "
+                f"tuple of {1 + len(stashes)}: its output, and a tensor for each name"
+            )
+        for name, tensor in zip(stashes, value[1:], strict=True):
+            self.put(name, tensor)
+        return value[0]
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"portal {name!r} was given a {type(tensor).__name__}; a portal takes a tensor")
+        if self._left[name]:
+            self._held[name] = (tensor, version(tensor))
+
+    def take(self, name: str) -> Tensor:
+        tensor, before = self._held[name]
+        if version(tensor) != before:
+            raise changed(name)
+        self._left[name] -= 1
+        if not self._left[name]:
+            del self._held[name]
+        return tensor
+
+
+def version(tensor: Tensor) -> int:
+    """Changes when somebody overwrites the tensor; inference tensors don't say."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def changed(name: str) -> RuntimeError:
+    """The error for a portal whose tensor was overwritten on the way."""
+    return RuntimeError(
+        f"the tensor of portal {name!r} was changed in place between the layers that stash and pop it; use "
+        "the out-of-place form of the operation (inplace=False)"
+    )
+
+
+class PortalRunner(LayerRunner):
+    """Layers of a stage, some of which stash or pop; `declared` is what each declares.
+
+    The input is a tuple where portals are `arriving` from other stages, the output where they are `leaving`:
+    the value between the stages, and a tensor for each name.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        declared: Sequence[Declared],
+        arriving: tuple[str, ...],
+        leaving: tuple[str, ...],
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._declared, self._arriving, self._leaving = declared, arriving, leaving
+        self._carried = Carried(())
+
+    def begin(
+        self, step: int, targets: Any, loss_fn: LossFn | None, shared: Mapping[str, Any] | None = None
+    ) -> None:
+        super().begin(step, targets, loss_fn, shared)
+        calls: list[tuple[Callable[..., Any], int | None, Mapping[str, Any] | None]] = [
+            (self._enter, None, None)
+        ]
+        for index, (call, key, keywords) in enumerate(self._calls):
+            if any(self._declared[index]):
+                calls.append((self._through(index, call), key, keywords))
+            else:
+                calls.append((call, key, keywords))
+        self._calls = (*calls, (self._leave, None, None))
+
+    def release(self) -> None:
+        super().release()
+        self._carried = Carried(())
+
+    def _enter(self, value: Tree) -> Tree:
+        self._carried = Carried(self._declared, self._leaving)
+        if not self._arriving:
+            return value
+        main, *arrived = value
+        for name, tensor in zip(self._arriving, arrived, strict=True):
+            self._carried.put(name, tensor)
+        return main
+
+    def _through(self, index: int, call: Callable[..., Any]) -> Callable[..., Tree]:
+        return lambda value, **shared: self._carried.through(index, call, value, shared)
+
+    def _leave(self, value: Tree) -> Tree:
+        carried, self._carried = self._carried, Carried(())
+        return (value, *[carried.take(name) for name in self._leaving]) if self._leaving else value
+
+
+def runner_of(
+    declared: Sequence[Declared], spans: Sequence[range], lines: Sequence[Line], stage: int
+) -> Callable[..., LayerRunner]:
+    """What calls the layers of a stage; `declared` and `lines` are those of the whole model."""
+    mine = [declared[layer] for layer in spans[stage]]
+    if not any(map(any, mine)):
+        return LayerRunner
+    return partial(
+        PortalRunner, declared=mine, arriving=arriving(lines, stage), leaving=leaving(lines, stage)
+    )
+
+
+def refuse_graphed_portals(declared: Sequence[Declared]) -> None:
+    """`ValueError` where a stage is to be recorded as a graph of the device."""
+    for layer in declared:
+        for name in (*layer.stashes, *layer.pops):
+            raise ValueError(
+                f"compile='graphs' records layers that pass everything on, and portal {name!r} does not; use "
+                "compile=True, or pass the tensor through the layers between"
+            )

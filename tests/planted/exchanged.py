@@ -1,0 +1,40 @@
+"""Mistakes in what other people hand in: engines and files of records."""
+
+from __future__ import annotations
+
+from planted.mutant import Mutant
+
+EXCHANGED = (
+    Mutant(
+        name="an altered file of records",
+        file="harness/records/travel.py",
+        old="if _entry(content) != manifest.files[name]:",
+        new="if False:",
+        why="what was edited would pass for what was measured, as far as the manifest goes",
+        tests=("tests/test_travel.py::test_an_altered_file_is_refused_with_what_is_wrong",),
+    ),
+    Mutant(
+        name="a name that leads out",
+        file="harness/records/travel.py",
+        old="if info.filename != MANIFEST and not _NAME.match(info.filename):",
+        new="if False:",
+        why="a file could name a place outside of the folder that it is unpacked into",
+        tests=("tests/test_travel.py::test_no_name_leads_out_and_nothing_is_written",),
+    ),
+    Mutant(
+        name="a control that is not looked at",
+        file="experiments/report/plausible.py",
+        old="off = not control.low <= 1 <= control.high",
+        new="off = False",
+        why="a case that the machine's noise has decided would be taken in as a result",
+        tests=("tests/test_travel.py::test_what_cannot_be_true_is_refused",),
+    ),
+    Mutant(
+        name="a process that died",
+        file="experiments/engines/isolated.py",
+        old='self.faults.append(Fault(f"{self._who(rank)} {_end_of(self.processes[rank])}"))',
+        new="self.found[rank] = None",
+        why="an engine that takes its process with it would pass for one that is done",
+        tests=("tests/test_faulty_engines.py::test_what_becomes_of_a_bad_one_is_one_line",),
+    ),
+)

@@ -1,0 +1,310 @@
+"""Portals: tensors that go straight from the layer that stashes them to the layers that pop them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_bench.models import MODELS
+from gpipe_bench.pipeline import Pipeline, Pop, PortalSequential, Stash
+from gpipe_bench.pipeline.plan.portals import Declared, Line, lines_of, portal_rings, portal_transfers
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.transport import BetweenDevices, InProcess
+
+SPLIT = "zb-h1"
+UNET = {"num_convs": 1, "num_filters": 4, "depth": 2, "dropout": 0.0, "image_size": 8}
+
+
+class Add(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+def _linear() -> nn.Linear:
+    return nn.Linear(3, 3)
+
+
+def _encoder_to_all() -> PortalSequential:
+    """One stash that three layers pop, as decoder layers pop the output of an encoder."""
+    torch.manual_seed(0)
+    layers = [_linear(), Stash("encoded", _linear()), nn.Tanh()]
+    for _ in range(3):
+        layers += [_linear(), nn.Tanh(), Pop("encoded", Add())]
+    return PortalSequential(*layers, _linear()).double()
+
+
+def _unet(**options: Any) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = MODELS["unet"](portals=True, **{**UNET, **options}).double()
+    return model, torch.randn(5, 3, 9, 9).double(), torch.rand(5, 1, 9, 9).double()
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _plain(model: nn.Module, inputs: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = nn.functional.mse_loss(model(inputs), target)
+    loss.backward()
+    found = _gradients(model)
+    model.zero_grad()
+    return loss.detach(), found
+
+
+def _assert_as_plain(model: nn.Module, inputs: Tensor, target: Tensor, **options: Any) -> None:
+    loss, expected = _plain(model, inputs, target)
+    layers = len(list(model))
+    pipeline = Pipeline(copy.deepcopy(model), cost=[1.0] * layers, **{"num_microbatches": 3, **options})
+    found = pipeline.step(inputs, target, nn.functional.mse_loss)
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-14)
+    gradients = _gradients(pipeline)
+    assert list(gradients) == list(expected)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(pipeline.eval()(inputs), model.eval()(inputs), rtol=1e-12, atol=1e-14)
+
+
+CASES = [
+    (1, "gpipe", "always"),
+    (2, "1f1b", "never"),
+    (2, SPLIT, "never"),
+    (4, "gpipe", "always"),
+    (4, "gpipe", "except_last"),
+    (4, "1f1b", "always"),
+    (4, SPLIT, "never"),
+]
+
+
+@pytest.mark.parametrize(("num_stages", "schedule", "remat"), CASES)
+def test_a_unet_with_portals_has_the_plain_models_gradients(
+    num_stages: int, schedule: str, remat: str
+) -> None:
+    model, inputs, target = _unet()
+    _assert_as_plain(model, inputs, target, num_stages=num_stages, schedule=schedule, remat=remat)
+
+
+@pytest.mark.parametrize(("num_stages", "schedule", "remat"), [*CASES, (12, "1f1b", "always")])
+def test_a_stash_that_several_layers_pop(num_stages: int, schedule: str, remat: str) -> None:
+    inputs, target = torch.randn(7, 3).double(), torch.randn(7, 3).double()
+    _assert_as_plain(_encoder_to_all(), inputs, target, num_stages=num_stages, schedule=schedule, remat=remat)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_named_schedule_with_devices_of_their_own(name: str) -> None:
+    """Several stages per worker, V-shaped placements and split backwards among them."""
+    inputs, target = torch.randn(9, 3).double(), torch.randn(9, 3).double()
+    num_microbatches = 1 if name == "naive" else 4
+    for remat in ("never", "always"):
+        schedule = named(name, 2, num_microbatches, remat=remat)
+        num_stages = schedule.num_stages
+        _assert_as_plain(
+            _encoder_to_all(), inputs, target, num_stages=num_stages, num_microbatches=num_microbatches,
+            schedule=schedule, transport=BetweenDevices([torch.device("cpu")] * num_stages),
+        )  # fmt: skip
+
+
+def test_a_cut_right_behind_a_stash_and_right_before_a_pop() -> None:
+    """The tensor then goes two ways at once, and what comes back on both is added."""
+    layers = [_linear(), Stash("a"), _linear(), nn.Tanh(), Pop("a", Add()), _linear()]
+    model = PortalSequential(*layers).double()
+    inputs, target = torch.randn(6, 3).double(), torch.randn(6, 3).double()
+    for num_stages in (2, 3, 6):
+        _assert_as_plain(model, inputs, target, num_stages=num_stages, schedule="1f1b", remat="always")
+
+
+def test_the_unet_is_the_same_with_its_skips_as_portals_or_in_the_tuple() -> None:
+    model, inputs, target = _unet(dropout=0.3)
+    in_tuple = MODELS["unet"](**{**UNET, "dropout": 0.3}).double()
+    in_tuple.load_state_dict(model.state_dict())
+    found = []
+    for each in (model, in_tuple):
+        pipeline = Pipeline(each, num_stages=3, num_microbatches=2)
+        pipeline.step(inputs, target, nn.functional.mse_loss)
+        found.append(_gradients(pipeline))
+    assert list(found[0]) == list(found[1])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_weights_are_bit_equal_over_the_number_of_stages(schedule: str) -> None:
+    weights = []
+    for num_stages in (1, 2, 4):
+        model, inputs, target = _unet(dropout=0.2)
+        pipeline = Pipeline(
+            model.float(), num_stages=num_stages, num_microbatches=4, schedule=schedule, remat="always"
+        )
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(5):
+            pipeline.step(inputs.float(), target.float(), nn.functional.mse_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(pipeline.state_dict())
+    for other in weights[1:]:
+        assert all(torch.equal(other[name], value) for name, value in weights[0].items())
+
+
+class _Counting(InProcess):
+    """Counts the bytes that a stage is sent, of whatever kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: Counter[int] = Counter()
+
+    def send_activation(self, stage: int, microbatch: int, message: Any) -> None:
+        self.received[stage + 1] += sum(tensor.nbytes for tensor in message.tensors)
+        super().send_activation(stage, microbatch, message)
+
+    def carry(self, tensors: Sequence[Tensor | None], receiver: int) -> tuple[Tensor | None, ...]:
+        self.received[receiver] += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return super().carry(tensors, receiver)
+
+
+def test_a_skip_over_stages_is_sent_once_and_so_is_its_gradient() -> None:
+    class Widen(nn.Linear):
+        stashes = ("wide",)
+
+        def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+            wide = super().forward(value)
+            return value, wide
+
+    class Narrow(nn.Module):
+        pops = ("wide",)
+
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] + pair[1].sum(dim=1, keepdim=True)
+
+    layers = [Widen(2, 100), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), Narrow()]
+    counting = _Counting()
+    pipeline = Pipeline(
+        layers, num_stages=5, num_microbatches=2, cost=[1.0] * 5, remat="always", transport=counting
+    )
+    pipeline.step(torch.randn(6, 2), torch.randn(6, 2), nn.functional.mse_loss)
+    wide, thin = 6 * 100 * 4, 6 * 2 * 4
+    # Once forward to the last stage, once back to the first; recomputing sends nothing.
+    assert counting.received == {1: thin, 2: thin, 3: thin, 4: thin + wide, 0: wide}
+
+
+def test_the_messages_follow_from_the_declarations_the_cuts_and_the_schedule() -> None:
+    declared = [Declared(("a",)), Declared(("b",)), Declared((), ("b",)), Declared((), ("a",))]
+    lines = lines_of(declared, [range(1), range(1, 3), range(3, 4)])
+    assert lines == (Line(0, 0, 2, ("a",)),)
+    messages = portal_transfers(named("1f1b", 3, 2, remat="never"), lines)
+    assert [f"{message.source} {message.target}" for message in messages] == [
+        "0F0 2F0", "0F1 2F1", "2B0 0B0", "2B1 0B1",
+    ]  # fmt: skip
+    split = portal_transfers(named(SPLIT, 3, 2, remat="never"), lines)
+    assert [f"{message.source} {message.target}" for message in split][2:] == ["2I0 0I0", "2I1 0I1"]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", SPLIT])
+def test_a_receive_has_a_buffer_before_its_stage_needs_the_portal(name: str) -> None:
+    """Nobody waits for a portal to leave, so this is all that could stop a schedule."""
+    schedule = named(name, 4, 6, remat="never" if name == SPLIT else "always")
+    lines = tuple(Line(i, *ends, ("a",)) for i, ends in enumerate([(0, 2), (0, 3), (1, 3)]))
+    rings = portal_rings(schedule, lines)
+    assert len(rings) == 6
+    for (number, gradients), ring in rings.items():
+        stage = lines[number].source if gradients else lines[number].target
+        posted, done = set(ring.initial), set()
+        ends = {"W"} if name == SPLIT else {"B"}
+        for action in schedule.row(stage):
+            kind = action.kind.value
+            if kind in (("B", "I") if gradients else ("F",)):
+                assert action.microbatch in posted
+            if kind in ends and (following := ring.following[action.microbatch]) is not None:
+                posted.add(following)
+                done.add(action.microbatch)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([_linear(), Pop("a", Add())], "layer 1 pops portal 'a', which no layer stashes"),
+        ([Pop("a", Add()), Stash("a")], "layer 0 pops portal 'a', which layer 1 stashes"),
+        ([Stash("a"), _linear()], "layer 0 stashes portal 'a', which no later layer pops"),
+        ([Stash("a"), Stash("a"), Pop("a")], "portal 'a' is stashed by layer 0 and by layer 1"),
+        ([nn.Sequential(Stash("a")), Pop("a")], "portal 'a' is declared inside of layer 0"),
+    ],
+)
+def test_what_is_no_portal_is_refused_before_any_step(layers: list[nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Pipeline(layers, num_stages=1, num_microbatches=1)
+
+
+def test_names_that_are_one_string_are_refused() -> None:
+    layer = _linear()
+    layer.stashes = "skip"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"stashes of a Linear is 'skip'; give a tuple of names"):
+        Pipeline([layer], num_stages=1, num_microbatches=1)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_stash_gives_a_tensor_for_each_name(num_stages: int) -> None:
+    layer = _linear()
+    layer.stashes = ("skip",)  # type: ignore[assignment]
+    pipeline = Pipeline([layer, Pop("skip", Add())], num_stages=num_stages, num_microbatches=1)
+    with pytest.raises(Exception, match="gave a Tensor; it must give a tuple of 2"):
+        pipeline.step(torch.randn(2, 3), torch.randn(2, 3), nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_a_tensor_that_is_overwritten_on_the_way_is_refused(num_stages: int) -> None:
+    layers = [_linear(), Stash("a"), nn.ReLU(inplace=True), Pop("a", Add())]
+    pipeline = Pipeline(layers, num_stages=num_stages, num_microbatches=1, remat="never", cost=[1.0] * 4)
+    with pytest.raises(Exception, match="portal 'a' was changed in place"):
+        pipeline.step(torch.randn(2, 3), torch.randn(2, 3), nn.functional.mse_loss)
+    with pytest.raises(RuntimeError, match="portal 'a' was changed in place"):
+        PortalSequential(*layers)(torch.randn(2, 3))
+
+
+def test_a_failed_step_leaves_nothing_behind() -> None:
+    def broken(output: Tensor, target: Tensor) -> Tensor:
+        raise FloatingPointError("no loss today")
+
+    model = _encoder_to_all()
+    inputs, target = torch.randn(6, 3).double(), torch.randn(6, 3).double()
+    pipeline = Pipeline(model, num_stages=4, num_microbatches=2)
+    with pytest.raises(Exception, match="no loss today"):
+        pipeline.step(inputs, target, broken)
+    pipeline.zero_grad()
+    again = pickle.loads(pickle.dumps(pipeline))
+    expected = _plain(copy.deepcopy(model), inputs, target)[1]
+    for each in (pipeline, again):
+        each.step(inputs, target, nn.functional.mse_loss)
+        for name, gradient in _gradients(each).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
+
+
+def test_portals_are_copied_where_the_transport_copies() -> None:
+    inputs, target = torch.randn(6, 3).double(), torch.randn(6, 3).double()
+    _assert_as_plain(
+        _encoder_to_all(), inputs, target, num_stages=4, transport=InProcess(copy=True), remat="always"
+    )
+
+
+def test_a_pipeline_without_portals_has_nothing_of_them() -> None:
+    pipeline = Pipeline([_linear(), _linear()], num_stages=2, num_microbatches=1)
+    assert type(pipeline._transport) is InProcess
+    assert {type(stage._runner).__name__ for stage in pipeline.stages} == {"LayerRunner"}
+
+
+def test_compiled_layers_stash_and_pop() -> None:
+    model = _encoder_to_all()
+    inputs, target = torch.randn(6, 3).double(), torch.randn(6, 3).double()
+    _assert_as_plain(model, inputs, target, num_stages=3, remat="always", compile="eager")
+
+
+def test_recorded_stages_refuse_portals() -> None:
+    with pytest.raises(ValueError, match="compile='graphs' .* portal 'a'"):
+        Pipeline(
+            [Stash("a"), Pop("a", Add())], num_stages=1, num_microbatches=1, compile="graphs", remat="never"
+        )

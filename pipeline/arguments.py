@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
-from gpipe_bench.pipeline.calibration import Calibration
 from gpipe_bench.pipeline.memory.cost import layer_costs
 from gpipe_bench.pipeline.model.own_layers import OwnLayers
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.schedules.automatic import automatic
+from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.schedules.placement import shared_by
 from gpipe_bench.pipeline.ranks.connecting.network import Network

@@ -12,11 +12,11 @@ from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.calibration import Calibration
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Kind, Schedule, ends_of
 from gpipe_bench.pipeline.plan.schedules.automatic import automatic, link_s_of, times_of
+from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
 from gpipe_bench.pipeline.plan.schedules.fusing import fused
 from gpipe_bench.pipeline.plan.schedules.generator import most_alive_of
 from gpipe_bench.pipeline.plan.schedules.known import named

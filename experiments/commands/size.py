@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
-from gpipe_bench.experiments.commands.size_schedule import describe, stage_table, text
+from gpipe_bench.experiments.commands.sizing.schedule import describe, stage_table, text
 from gpipe_bench.experiments.table1.paper_models import GIB, HALVES
 from gpipe_bench.models import SHAPES
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)
     if arguments.model not in halves:
-        from gpipe_bench.experiments.commands.size_given import run as run_given
+        from gpipe_bench.experiments.commands.sizing.given import run as run_given
 
         run_given(arguments)
         return exits.DONE

@@ -28,10 +28,10 @@ from gpipe_bench.experiments.measuring.waiting_stages import waiting_stages
 from gpipe_bench.harness.judging.stats import median_interval
 from gpipe_bench.harness.timing.rounds import against_itself, ratios, slowest, turns
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.calibration import TIMED_STEPS, WARM_UP_STEPS
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.schedules.calibration import TIMED_STEPS, WARM_UP_STEPS
 from gpipe_bench.pipeline.plan.schedules.known import NAMED
 
 TORCH = "torch "

@@ -121,7 +121,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="advice that does not help",
-        file="experiments/commands/size_given.py",
+        file="experiments/commands/sizing/given.py",
         old="        if replace(asked, num_stages=stages).answer().peak <= cap:\n",
         new="        if replace(asked, num_stages=stages).answer().peak:\n",
         why="whoever follows it would be refused again",
@@ -129,7 +129,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="the most micro-batches where fewer would do",
-        file="experiments/commands/size_given.py",
+        file="experiments/commands/sizing/given.py",
         old="        if fewer.peak <= cap:\n",
         new="        if False:\n",
         why="smaller micro-batches are slower",

@@ -31,7 +31,7 @@ PLANNED = (
     ),
     Mutant(
         name="the warm-up is timed",
-        file="pipeline/calibration.py",
+        file="pipeline/plan/schedules/calibration.py",
         old="timed = self._timelines[WARM_UP_STEPS:]",
         new="timed = self._timelines[:WARM_UP_STEPS]",
         why="the choice would be made for what the first step of a process takes, and without B",

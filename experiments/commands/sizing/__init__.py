@@ -1,0 +1,1 @@
+"""What the verb `size` answers about a given model."""

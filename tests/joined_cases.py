@@ -23,8 +23,9 @@ from random_schedules import random_placement, random_schedule
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.pipeline import Pipeline, calibration
+from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Schedule
+from gpipe_bench.pipeline.plan.schedules import calibration
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.stage.microbatch import sizes
 

@@ -50,6 +50,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         plots.append(
             Plot(
                 name="schedules-charts",
+                suffixes=("png",),
                 caption=(
                     f"All schedules on {CHART_WORKERS} workers with {2 * CHART_WORKERS} micro-batches, "
                     "replayed at equal costs"
@@ -66,6 +67,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         plots.append(
             Plot(
                 name="schedules-frontier",
+                suffixes=("png",),
                 caption="Memory of the fullest worker against the time of a step",
                 alt=(
                     "A point for each schedule, kept and recomputed; a line joins those that no other beats "
@@ -79,6 +81,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         plots.append(
             Plot(
                 name="schedules-side-by-side",
+                suffixes=("png",),
                 caption="Steps on two processes over those of our 1F1B, ours and torch's in one run",
                 alt=(
                     "For each number of micro-batches the ratio of every schedule's step to 1F1B's; those of "

@@ -18,6 +18,7 @@ import yaml
 
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.commands import guard as verb_guard
+from gpipe_bench.experiments.guard import subject as guard_subject
 from gpipe_bench.experiments.guard import trials as guard_trials
 from gpipe_bench.experiments.guard.arms import Arm, arms_of
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
@@ -64,9 +65,9 @@ def arm(tree: Path, stack: ExitStack, folder: Path, num_processes: int = 1) -> A
 def test_two_processes_take_a_step_together(tmp_path: Path) -> None:
     with ExitStack() as stack:
         both = arm(ROOT, stack, tmp_path, num_processes=2)
-        loss = both.build("two-processes")
+        loss = both.build("two-processes").loss
         sample = both.sample("two-processes", 1)
-        alone = both.build("transformer")
+        alone = both.build("transformer").loss
     assert loss == pytest.approx(alone, rel=1e-6)  # the same model, one process or two
     assert sample.wall_s > 0
     assert sample.cpu_s > 0
@@ -90,9 +91,9 @@ def edit(path: Path, before: str, after: str) -> None:
 
 def test_a_revision_that_forgot_to_recompute_is_not_timed(copied: Path) -> None:
     edit(
-        copied / "pipeline" / "api.py",
-        "schedule_of(schedule, num_stages, num_microbatches, remat, ",
-        'schedule_of(schedule, num_stages, num_microbatches, "never", ',
+        copied / "pipeline" / "layout.py",
+        "sizes = (num_stages, num_microbatches, remat, ",
+        'sizes = (num_stages, num_microbatches, "never", ',
     )
     with ExitStack() as stack:
         other = arm(copied, stack, copied)
@@ -166,6 +167,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A project folder of its own with quick counters; the path of their file."""
     path = tmp_path / "results" / "guard" / "counters.json"
     monkeypatch.setattr(verb_guard, "ROOT", tmp_path)
+    monkeypatch.setattr(guard_subject, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verb_guard, "COUNTERS", path)
     content = {"benchmarks": sorted(BENCHMARKS), "counters": {"case": {"flops": 8}}}

@@ -16,6 +16,7 @@ from tree_models import ByKey, Keyed, Mode, Output, Pair, Part, tree_batch, tree
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.pipeline.stage.microbatch import change, flatten, merge, split, unflatten
+from gpipe_bench.pipeline.stage.trees import Constant
 from gpipe_bench.pipeline.transport import InProcess
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -111,6 +112,7 @@ def test_structures_are_equal_only_if_everything_is() -> None:
     for i, one in enumerate(trees):
         for j, other in enumerate(trees):
             assert (flatten(one)[1] == flatten(other)[1]) == (i == j), (one, other)
+    assert Constant(1) not in (Constant(True), Constant(1.0))  # also where hashes happen to be the same
 
 
 def test_numbers_are_of_one_kind_and_flags_are_not() -> None:

@@ -371,11 +371,11 @@ def test_the_doctor_says_what_would_run_and_what_it_takes(
 def test_a_program_that_outlasts_its_time_is_told_to_end(places: Path, capfdbinary: Any) -> None:
     waits = "import time; print('begun', flush=True); time.sleep(600)"
     log = places / "log.txt"
-    monkeypatched = dict(os.environ)
-    assert run.execute(["-c", waits], log, monkeypatched, 1.0) is None
+    environment = dict(os.environ)
+    assert run.execute(["-S", "-c", waits], log, environment, 3.0) is None  # begins within milliseconds
     assert log.read_text() == "begun\n"
     assert b"begun" in capfdbinary.readouterr().out
-    assert run.execute(["-c", "raise SystemExit(3)"], log, monkeypatched, 60.0) == 3
+    assert run.execute(["-c", "raise SystemExit(3)"], log, environment, 60.0) == 3
 
 
 class Loopback:

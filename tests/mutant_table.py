@@ -18,8 +18,8 @@ from planted.consistency import CONSISTENCY
 from planted.devices import DEVICES, ON_DEVICES
 from planted.exchanged import EXCHANGED
 from planted.gradients import GRADIENTS
-from planted.memory import HALVES_MODELLED, MODELLED
 from planted.grids import GRIDS
+from planted.memory import HALVES_MODELLED, MODELLED
 from planted.models import MODELS, OWN_MODELS
 from planted.mutant import Mutant
 from planted.planned import PLANNED

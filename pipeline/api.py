@@ -29,6 +29,7 @@ from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
 from gpipe_bench.pipeline.plan.portals import lines_of
+from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -36,7 +37,6 @@ from gpipe_bench.pipeline.portals import with_portals
 from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
-from gpipe_bench.pipeline.ranks.mesh.buckets import BUCKET_BYTES
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid, grid_of, refuse_unbuilt
 from gpipe_bench.pipeline.ranks.mesh.joint import Joint
 from gpipe_bench.pipeline.ranks.replicas import Replicas
@@ -176,8 +176,10 @@ class Pipeline(nn.Module):
         else:
             self._modules.update(self._layers)
         self._stages = self._make_stages(local)
+        of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
+        mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
         if self._joint is not None:
-            self._joint.share_values(self)
+            self._joint.start_alike(mine, self)
         self._ranks: PointToPoint | None = None
         self._tied: TiedWeights | None = None
         apart = len(set(self._devices)) > 1
@@ -192,11 +194,7 @@ class Pipeline(nn.Module):
                 portals=self._lines,
             )
             self._transport = self._ranks
-            of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
-            mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
             check_equal(self.gather(mine))
-            if self._replicas is not None:
-                check_equal(self._replicas.share(mine), "replica")
             bears = self._replicas is None or self._replicas.rank == 0
             self._tied = TiedWeights(ties, self._ranks, self, bears=bears)
             self._tied.share_values()

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-BUCKET_BYTES = 25 * 2**20
-"""A bucket is closed when it holds as much: what torch's DistributedDataParallel has as its default."""
+from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
 
 
 def buckets(

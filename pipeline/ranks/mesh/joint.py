@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.journal import Journal
+from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
 from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
 from gpipe_bench.pipeline.ranks.mesh.shares import GlobalShares, mean_of_all
@@ -41,10 +42,16 @@ class Joint:
         self._reductions: dict[int, Reduction] = {}
         self.journal = Journal(device)
 
-    def share_values(self, model: nn.Module) -> None:
-        """All replicas begin with the first one's parameters and buffers."""
+    def start_alike(self, plan: object, model: nn.Module) -> None:
+        """All replicas begin with the first one's parameters and buffers.
+
+        `ValueError` where a replica has other ones, or another plan of what is done with them.
+        """
+        values = [*model.named_parameters(), *model.named_buffers()]
+        forms = [(name, value.shape, value.dtype) for name, value in values]
+        check_equal(self._replicas.share((plan, forms)), "replica")
         with torch.no_grad():
-            self._collectives.take_over([*model.parameters(), *model.buffers()])
+            self._collectives.take_over([value for _, value in values])
 
     def reduction(self, stage: Stage) -> Reduction:
         """What joins the gradients of a stage of this process."""

@@ -28,8 +28,6 @@ def buckets(
             the latest parameters first, as in a backward.
         bucket_bytes: when a bucket is closed.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
     in_order = dict.fromkeys([*order, *reversed(range(len(sizes_bytes)))])
     found: list[tuple[int, ...]] = []
     open_ones: dict[Hashable, list[int]] = {}

@@ -24,7 +24,7 @@ class Replicas:
         self._processes = dist.get_process_group_ranks(group)
         self._store = Store(group)
         self._store.connect(timeout_s)
-        self._blackboard = Blackboard(self._store, self._rank, self._size, alone=False)
+        self._blackboard = Blackboard(self._store, self._rank, range(self._size), alone=False)
         self._together: Together | None = None
 
     def gather(self, mine: Tensor) -> list[Tensor]:

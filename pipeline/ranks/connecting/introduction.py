@@ -1,10 +1,10 @@
 """How ranks that exchange messages find out that they share a host, and connect.
 
 Each rank listens on a local socket for each of its peers that come after it and publishes their names; the
-peers connect if they are on the same machine, and say whether they did. Who answers has connected, so nothing
-is waited for at a socket, and with a socket for each nobody is taken for another. Whatever is missing (another
-host, another network namespace, another system) ends in an answer of no, and the ranks talk through the
-network.
+peers connect if they are on the same machine, and say whether they did. Who answers has connected, so
+nothing is waited for at a socket, and with a socket for each nobody is taken for another. Whatever is missing
+(another host, another network namespace, another system) ends in an answer of no, and the ranks talk through
+the network.
 """
 
 from __future__ import annotations

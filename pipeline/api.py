@@ -35,9 +35,11 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.portals import with_portals
 from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
+from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.mesh.buckets import BUCKET_BYTES
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid, grid_of, refuse_unbuilt
+from gpipe_bench.pipeline.ranks.mesh.grid import Grid, joined, located, refuse_unbuilt
+from gpipe_bench.pipeline.ranks.mesh.jobs import job_of, watch_over
 from gpipe_bench.pipeline.ranks.mesh.joint import Joint
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
@@ -130,11 +132,15 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self.grid: Grid | None = None
+        job: Job | None = None
         if mesh is not None:
             if group is not None:
                 raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
-            self.grid = grid_of(mesh)
-            refuse_unbuilt(self.grid)
+            place = located(mesh)
+            refuse_unbuilt(place)
+            job = job_of(place, timeout_s)
+            self.grid = job.bounded(lambda: joined(place), timeout_s)
+            watch_over(job, self.grid, timeout_s)
             group = self.grid.group("pp")
         network = None if group is None else network_of(group)
         layout = layout_of(
@@ -190,6 +196,7 @@ class Pipeline(nn.Module):
                 timeout_s=timeout_s,
                 share_memory=share_memory,
                 portals=self._lines,
+                job=job,
             )
             self._transport = self._ranks
             of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
@@ -316,6 +323,15 @@ class Pipeline(nn.Module):
         if self._ranks is None:
             return [mine]
         with self._ranks.together() as together:
+            return together.gather(mine)
+
+    def gather_all(self, mine: T) -> list[T]:
+        """The same of all processes of the grid, in the order of the mesh's ranks."""
+        if self._ranks is None:
+            return [mine]
+        if self.grid is None:
+            return self.gather(mine)
+        with self._ranks.all_together() as together:
             return together.gather(mine)
 
     def step(

@@ -30,14 +30,17 @@ from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
 from gpipe_bench.pipeline.plan.portals import lines_of
 from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
+from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.portals import with_portals
 from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
+from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid, grid_of, refuse_unbuilt
+from gpipe_bench.pipeline.ranks.mesh.grid import Grid, joined, located, refuse_unbuilt
+from gpipe_bench.pipeline.ranks.mesh.jobs import job_of, watch_over
 from gpipe_bench.pipeline.ranks.mesh.joint import joint_of
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
@@ -70,7 +73,8 @@ class Pipeline(nn.Module):
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty.
         schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`; "auto" for one made for
             the times that the first training steps take; or a `Schedule` of one's own.
-        remat: which micro-batches are recomputed: "always", "except_last" or "never". A `Schedule` says it
+        remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one choice for each
+            stage, in the model's order: one of these names, or the micro-batches. A `Schedule` says it
             itself.
         cost: what the stages are balanced by: "parameters" (the default), "auto" (estimated from `example`),
             or a number per layer.
@@ -120,7 +124,7 @@ class Pipeline(nn.Module):
         action_s: ActionTimes | None = None,
         link_s: float | None = None,
         most_alive: int | None = None,
-        remat: str = "always",
+        remat: Remat = "always",
         cost: str | Sequence[float] | None = None,
         example: Tree | None = None,
         devices: Device | Sequence[Device] | None = None,
@@ -133,11 +137,15 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self.grid: Grid | None = None
+        job: Job | None = None
         if mesh is not None:
             if group is not None:
                 raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
-            self.grid = grid_of(mesh)
-            refuse_unbuilt(self.grid)
+            place = located(mesh)
+            refuse_unbuilt(place)
+            job = job_of(place, timeout_s)
+            self.grid = job.bounded(lambda: joined(place), timeout_s)
+            watch_over(job, self.grid, timeout_s)
             group = self.grid.group("pp")
         network = None if group is None else network_of(group)
         layout = layout_of(
@@ -168,8 +176,7 @@ class Pipeline(nn.Module):
         self._backend = None if compile == GRAPHS else backend_of(compile)
         self._graphs = compile == GRAPHS
         if self._graphs:
-            recomputes = any(map(self._schedule.recomputes, range(num_microbatches)))
-            refuse_graphs(modules, recomputes)
+            refuse_graphs(modules, any(self._schedule.recomputed))
             refuse_graphed_portals(self._portals)
         self._layer_names = tuple(name for name, _ in layout.named)
         self._keywords = Keywords.of_all(modules)
@@ -194,6 +201,7 @@ class Pipeline(nn.Module):
                 timeout_s=timeout_s,
                 share_memory=share_memory,
                 portals=self._lines,
+                job=job,
             )
             self._transport = self._ranks
             check_equal(self.gather(mine))
@@ -318,6 +326,15 @@ class Pipeline(nn.Module):
         if self._ranks is None:
             return [mine]
         with self._ranks.together() as together:
+            return together.gather(mine)
+
+    def gather_all(self, mine: T) -> list[T]:
+        """The same of all processes of the grid, in the order of the mesh's ranks."""
+        if self._ranks is None:
+            return [mine]
+        if self.grid is None:
+            return self.gather(mine)
+        with self._ranks.all_together() as together:
             return together.gather(mine)
 
     def step(

@@ -97,7 +97,7 @@ class Clock:
             found.append(Event(action, (start_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9))
         return tuple(found)
 
-    def reductions(self, offset_ns: int = 0) -> tuple[Span, ...]:
+    def collectives(self, offset_ns: int = 0) -> tuple[Span, ...]:
         """The sums over replicas of the latest step, as `events`."""
         self._date_firsts()
         if self._journal is None:
@@ -128,7 +128,7 @@ class Clock:
             devices=[str(device) for device in self._devices],
             conditions=conditions(),
             placement=placement,
-            reductions=self.reductions(),
+            collectives=self.collectives(),
         )
 
 

@@ -360,7 +360,7 @@ def buckets_leave_inside_the_last_backward() -> None:
                 pipeline.step(*own_part(pipeline, parts), mse_loss)
             timeline = pipeline.gather_timeline()
             for stage in range(pipeline.schedule.num_stages):
-                spans = [span for span in timeline.reductions if span.stage == stage]
+                spans = [span for span in timeline.collectives if span.stage == stage]
                 assert [span.name for span in spans] == [f"reduce {i}" for i in range(len(spans))]
                 assert len(spans) > 1
                 of_kind = [e for e in timeline.of_stage(stage) if e.action.kind in (Kind.B, Kind.W)]
@@ -370,7 +370,7 @@ def buckets_leave_inside_the_last_backward() -> None:
                 starts_s = [span.start_s for span in spans]
                 assert starts_s == sorted(starts_s)
             for stage, reduction in zip(pipeline.stages, reductions, strict=True):
-                own = sum(span.stage == stage.index for span in timeline.reductions)
+                own = sum(span.stage == stage.index for span in timeline.collectives)
                 assert begun[reduction] == (own if step else 0), (schedule, step, stage.index)
         pipeline.close()
 
@@ -445,7 +445,7 @@ def a_replica_that_fails() -> None:
             raise ZeroDivisionError("broken")
 
         next(pipeline.children()).register_forward_pre_hook(broken)
-    with raises(RuntimeError, "action 1F0 on rank 1 failed: ZeroDivisionError: broken"):
+    with raises(RuntimeError, "dp=1 pp=1, action 1F0 on rank 3 failed: ZeroDivisionError: broken"):
         pipeline.step(*own_part(pipeline, parts), mse_loss)
     with raises(RuntimeError, "failed before"):
         pipeline.step(*own_part(pipeline, parts), mse_loss)

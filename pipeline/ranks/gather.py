@@ -35,7 +35,7 @@ def check_equal(found: Sequence[object], who: str = "rank") -> None:
 def gather_timeline(together: Together, clock: Clock, device: torch.device, schedule: Schedule) -> Timeline:
     """The latest step of all ranks on one time axis, that of rank 0's host."""
     offset_ns = _clock_offset_ns(together)
-    sums = clock.reductions(offset_ns)
+    sums = clock.collectives(offset_ns)
     mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions(), sums)
     ranks: list[tuple[tuple[Event, ...], str, dict[str, str], tuple[Span, ...]]] = together.gather(mine)
     facts = {name: "; ".join(dict.fromkeys(rank[2][name] for rank in ranks)) for name in ranks[0][2]}
@@ -47,7 +47,7 @@ def gather_timeline(together: Together, clock: Clock, device: torch.device, sche
         devices=devices,
         conditions=facts,
         placement=schedule.placement,
-        reductions=[span for rank in ranks for span in rank[3]],
+        collectives=[span for rank in ranks for span in rank[3]],
     )
 
 

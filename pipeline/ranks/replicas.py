@@ -29,7 +29,7 @@ class Replicas:
         self._processes = dist.get_process_group_ranks(group)
         self._store = Store(group)
         self._store.connect(timeout_s)
-        self._blackboard = Blackboard(self._store, self.rank, self.size, alone=False)
+        self._blackboard = Blackboard(self._store, self.rank, range(self.size), alone=False)
         self._together: Together | None = None
         self._connections: list[Connection] = []
 

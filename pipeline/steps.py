@@ -20,7 +20,6 @@ from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.mesh.joint import Joint
-from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage import shared as shared_arguments
 from gpipe_bench.pipeline.stage.microbatch import (
@@ -41,8 +40,8 @@ from gpipe_bench.pipeline.transport import Plan, Transport
 class Steps:
     """Takes mini-batches through `stages`, those of this process by their indices.
 
-    `stage_devices` is the device of each stage of the pipeline; `replicas` are told of failures; `tied`
-    are the weights that other processes have, too; `joint` is what is done with other replicas.
+    `stage_devices` is the device of each stage of the pipeline; `tied` are the weights that other processes
+    have, too; `joint` is what is done with other replicas.
     """
 
     def __init__(
@@ -51,12 +50,12 @@ class Steps:
         stages: Mapping[int, Stage],
         stage_devices: Sequence[torch.device],
         transport: Transport,
-        replicas: Replicas | None,
         tied: TiedWeights | None = None,
         joint: Joint | None = None,
     ) -> None:
         self._schedule, self._stages, self._joint = schedule, stages, joint
-        self._transport, self._replicas, self._tied = transport, replicas, tied
+        self._transport, self._tied = transport, tied
+        self._has_last = schedule.num_stages - 1 in stages
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
         messages = transport.inner if isinstance(transport, PortalTransport) else transport
@@ -113,10 +112,9 @@ class Steps:
             if training and self._tied is not None:
                 self._tied.begin()
             lengths = sizes(plan.examples, num_microbatches)
-            if self._joint is None:
-                shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
-            else:
-                shares = self._joint.begin(lengths, training=training, sync=sync)
+            shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
+            if training and self._joint is not None:
+                shares = self._joint.begin(lengths, sync=sync, has_loss=self._has_last)
             versions = shared_arguments.versions(plan.shared)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
@@ -145,9 +143,12 @@ class Steps:
                 )
             loss = self._transport.finish()
             if self._joint is not None:
-                loss = self._joint.finish(loss)
+                if loss is None:
+                    self._joint.evaluated()
+                else:
+                    loss = self._joint.finish(loss)
             if training and self._tied is not None:
-                self._tied.sum_gradients()
+                self._tied.sum_gradients(sync=sync)
             for stage in self._stages.values():
                 stage.finish()
         except BaseException as error:
@@ -157,10 +158,8 @@ class Steps:
                 self._tied.restore()
             if self._joint is not None:
                 self._joint.reset()
-            # The other ranks must not wait, nor the other replicas.
+            # The others must not wait.
             failure = error if isinstance(error, ActionError) else self._transport.abort(None, error)
-            if self._replicas is not None:
-                self._replicas.tell(failure)
             if self._is_let_down(error):
                 raise failure from error
             raise

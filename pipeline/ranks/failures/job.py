@@ -9,8 +9,8 @@ tensor-parallel layers). So these groups wait no longer than the pipeline does, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -64,34 +64,47 @@ class Job:
             now=now,
             sleep=sleep,
         )
-        self._groups: list[Connection] = []
+        self._connections: list[Connection] = []
         self._together: Together | None = None
 
     def meet(self, timeout_s: float) -> None:
         """Waits for all to come; `ActionError` names one that does not within the timeout."""
-        try:
+        with self.building():
             self.store.connect(timeout_s)
             self.store.set(f"here {self.rank}", "1", timeout_s)
-            self.store.await_all([f"here {rank}" for rank in self.ranks], timeout_s)
-        except PeerError as error:
-            raise self.explain(error.numbered(self.ranks)) from error
-        except StoreError as error:
-            raise self.explain(error) from error
+            try:
+                self.store.await_all([f"here {rank}" for rank in self.ranks], timeout_s)
+            except PeerError as error:
+                raise error.numbered(self.ranks) from error
 
     def bounded(self, call: Callable[[], T], timeout_s: float) -> T:
         """What `call` returns, in which torch connects processes and would wait for as long as the user's
-        process group says; `ActionError` if it does not return within the timeout.
+        process group says. Errors as in `building`.
+        """
+        with self.building():
+            try:
+                return bounded(call, timeout_s)
+            except TimeoutError as error:
+                what = f"not all ranks connected within {timeout_s:g} s"
+                raise PeerError(None, None, what, timed_out=True) from error
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """For what is done together before the pipeline is there: whatever is raised ends it for all.
+        `ActionError` where another rank is missing.
         """
         try:
-            return bounded(call, timeout_s)
-        except TimeoutError as error:
-            what = f"not all ranks connected within {timeout_s:g} s"
-            raise self.explain(PeerError(None, None, what, timed_out=True)) from error
-        except RuntimeError as error:
-            missing = let_down(error)
+            yield
+        except Exception as error:
+            missing = error if isinstance(error, StoreError) else let_down(error)
             if missing is None:
+                self.blackboard.report(self.failure(None, error))
+                self.cut()
                 raise
-            raise self.explain(missing) from error
+            failure = self.explain(missing)
+            self.cut()
+            self.blackboard.stay(failure)
+            raise failure from error
 
     def explain(self, error: PeerError | StoreError) -> ActionError:
         """What has happened, as far as anybody knows, where a rank of the pipeline cannot be reached."""
@@ -109,7 +122,7 @@ class Job:
             group.set_timeout(timedelta(seconds=timeout_s))
             for kind in dict.fromkeys(("cpu", device_type)):
                 with suppress(RuntimeError):  # a group need not have a backend for each
-                    self._groups.append(Connection(group._get_backend(torch.device(kind)), 0, {}))
+                    self._connections.append(Connection(group._get_backend(torch.device(kind)), 0, {}))
 
     def together(self, timeout_s: float) -> Together:
         """What all do at the same time, rarely; all must call. The first time it connects them."""
@@ -123,11 +136,15 @@ class Job:
                 timeout_s=timeout_s,
             )
             connection = Connection(ways, 0, {})
-            self._groups.append(connection)
+            self.cuts(connection)
             self._together = Together(connection, self.ranks.index(self.rank), len(self.ranks))
         return self._together
 
+    def cuts(self, connection: Connection) -> None:
+        """Another connection that ends with the rest when a rank fails."""
+        self._connections.append(connection)
+
     def cut(self) -> None:
         """Makes every wait of this rank and for it fail, beside the pipeline's own."""
-        for connection in self._groups:
+        for connection in self._connections:
             connection.cut(beside=True)

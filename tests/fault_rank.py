@@ -122,6 +122,10 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
         torch.manual_seed(0)
         schedule = schedule_of(fault)
         layers = [Layer(bomb) for _ in range(schedule.num_stages)]
+        where: dict[str, Any] = {"group": dist.group.WORLD}
+        if isinstance(fault, GridFault):
+            where = {"mesh": init_device_mesh("cpu", (fault.dp, fault.pp), mesh_dim_names=("dp", "pp"))}
+            dist.barrier()  # making a mesh waits as the process group does
         bomb.at("before construction")
         inside = {
             "before the store": bomb.inside(Store, "connect", "before the store"),
@@ -131,9 +135,6 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
             ),
             "before agreeing": bomb.inside(Pipeline, "gather", "before agreeing"),
         }
-        where: dict[str, Any] = {"group": dist.group.WORLD}
-        if isinstance(fault, GridFault):
-            where = {"mesh": init_device_mesh("cpu", (fault.dp, fault.pp), mesh_dim_names=("dp", "pp"))}
         with inside.get(fault.place, nullcontext()):
             pipeline = Pipeline(
                 layers,

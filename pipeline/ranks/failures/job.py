@@ -13,17 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
 from gpipe_bench.pipeline.ranks.failures.collective import let_down
-from gpipe_bench.pipeline.ranks.failures.failure import Blackboard
+from gpipe_bench.pipeline.ranks.failures.failure import Blackboard, Lookout, Watch
+from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats
+from gpipe_bench.pipeline.ranks.failures.watching import watch_in_thread
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, backend
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 from gpipe_bench.pipeline.ranks.together import Together
 
+# A killed process gives no sign of life, and neither does one that holds Python's lock for so long.
+SILENCE_S = 60.0
 T = TypeVar("T")
 
 
@@ -64,6 +69,11 @@ class Job:
             now=now,
             sleep=sleep,
         )
+        self._now = now
+        self._heartbeats: Heartbeats | None = None
+        self._lookout: Lookout | None = None
+        self._told: WeakMethod[Callable[[], None]] | None = None
+        self._noticed = False
         self._connections: list[Connection] = []
         self._together: Together | None = None
 
@@ -76,6 +86,40 @@ class Job:
                 self.store.await_all([f"here {rank}" for rank in self.ranks], timeout_s)
             except PeerError as error:
                 raise error.numbered(self.ranks) from error
+
+    def look_out(self, limit_s: float, silence_s: float, watch: Watch = watch_in_thread) -> None:
+        """Gives signs of life and looks for those of the others, and for failures, from now on: of a store
+        that is silent for `limit_s` and of a rank that is so for `silence_s`.
+        """
+        self._heartbeats = Heartbeats(self.store, self.rank, self.ranks, limit_s=silence_s, now=self._now)
+        self._lookout = Lookout(
+            self.blackboard, self.notice, limit_s=limit_s, heartbeats=self._heartbeats, watch=watch
+        )
+
+    def tells(self, on_failure: Callable[[], None]) -> None:
+        """Calls the method, which is not kept alive, when there is a failure."""
+        self._told = WeakMethod(on_failure)
+        if self._noticed:
+            on_failure()
+
+    def notice(self) -> None:
+        """There is a failure elsewhere."""
+        self._noticed = True
+        self.cut()
+        if self._told is not None and (told := self._told()) is not None:
+            told()
+
+    def look_no_more(self) -> None:
+        """What there is to know is known."""
+        if self._lookout is not None:
+            self._lookout.stop()
+
+    def leave(self) -> None:
+        """This rank ends in good order: the others need not wait for its signs of life."""
+        self.look_no_more()
+        if self._heartbeats is not None:
+            with suppress(StoreError):  # its host may have ended already
+                self._heartbeats.leave()
 
     def bounded(self, call: Callable[[], T], timeout_s: float) -> T:
         """What `call` returns, in which torch connects processes and would wait for as long as the user's
@@ -101,6 +145,7 @@ class Job:
                 self.blackboard.report(self.failure(None, error))
                 self.cut()
                 raise
+            self.look_no_more()
             failure = self.explain(missing)
             self.cut()
             self.blackboard.stay(failure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.ranks.failures.job import Job
+from gpipe_bench.pipeline.ranks.failures.job import SILENCE_S, Job
 from gpipe_bench.pipeline.ranks.mesh.grid import NAMES, Grid
 from gpipe_bench.pipeline.ranks.store import Store
 
@@ -27,6 +27,8 @@ def job_of(place: Grid, timeout_s: float) -> Job:
         coordinates=place.coordinates,
     )
     job.meet(timeout_s)
+    silence_s = timeout_s if place.mesh.device_type == "cpu" else min(timeout_s, SILENCE_S)
+    job.look_out(timeout_s, silence_s)
     return job
 
 

@@ -29,6 +29,7 @@ from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
 from gpipe_bench.pipeline.plan.portals import lines_of
+from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -73,7 +74,8 @@ class Pipeline(nn.Module):
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty.
         schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`; "auto" for one made for
             the times that the first training steps take; or a `Schedule` of one's own.
-        remat: which micro-batches are recomputed: "always", "except_last" or "never". A `Schedule` says it
+        remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one choice for each
+            stage, in the model's order: one of these names, or the micro-batches. A `Schedule` says it
             itself.
         cost: what the stages are balanced by: "parameters" (the default), "auto" (estimated from `example`),
             or a number per layer.
@@ -119,7 +121,7 @@ class Pipeline(nn.Module):
         action_s: ActionTimes | None = None,
         link_s: float | None = None,
         most_alive: int | None = None,
-        remat: str = "always",
+        remat: Remat = "always",
         cost: str | Sequence[float] | None = None,
         example: Tree | None = None,
         devices: Device | Sequence[Device] | None = None,
@@ -173,8 +175,7 @@ class Pipeline(nn.Module):
         self._backend = None if compile == GRAPHS else backend_of(compile)
         self._graphs = compile == GRAPHS
         if self._graphs:
-            recomputes = any(map(self._schedule.recomputes, range(num_microbatches)))
-            refuse_graphs(modules, recomputes)
+            refuse_graphs(modules, any(self._schedule.recomputed))
             refuse_graphed_portals(self._portals)
         self._layer_names = tuple(name for name, _ in layout.named)
         self._keywords = Keywords.of_all(modules)

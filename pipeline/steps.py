@@ -66,8 +66,9 @@ class Steps:
         self._programs = {
             training: engine.prepare(schedule, stages, training=training) for training in (True, False)
         }
+        journal = None if joint is None else joint.journal
         self._clocks = {
-            training: Clock([instruction.action for instruction in program], stage_devices)
+            training: Clock([instruction.action for instruction in program], stage_devices, journal)
             for training, program in self._programs.items()
         }
 

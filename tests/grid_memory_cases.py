@@ -1,4 +1,4 @@
-"""Peak bytes of two processes that hold the same stage, counted in real steps; `test_grid_memory` starts them."""
+"""Peak bytes of two processes that hold the same stage, counted in real steps for `test_grid_memory`."""
 
 from __future__ import annotations
 

@@ -74,6 +74,14 @@ def action_bytes(
     return _walk(stages, schedule, optimizer, receive_ahead)[1]
 
 
+def at_rest_bytes(stages: Sequence[Footprint], schedule: Schedule, optimizer: str) -> tuple[int, ...]:
+    """Most bytes that each worker holds in the optimizer's step; arguments and errors as of `peak_bytes`."""
+    _check_number(stages, schedule)
+    rule = rule_of(optimizer)
+    workers = [_Worker(schedule, number, stages, rule, 0) for number in range(schedule.num_workers)]
+    return tuple([worker.fullest.peak for worker in workers])
+
+
 def stage_footprints(
     layers: Sequence[LayerProfile], loss: LayerProfile, stages: Sequence[range]
 ) -> tuple[Footprint, ...]:

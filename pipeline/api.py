@@ -13,7 +13,7 @@ checkpoints are interchangeable with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import torch
@@ -43,6 +43,7 @@ from gpipe_bench.pipeline.stage.portals import declarations, refuse_graphed_port
 from gpipe_bench.pipeline.stage.running.graphed import refuse_graphs
 from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.steps import Steps
 from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
 
@@ -155,9 +156,9 @@ class Pipeline(nn.Module):
             layers.give_to(self, [part for part in self._layers.values() if isinstance(part, Part)])
         else:
             self._modules.update(self._layers)
-        self._stages = self._make_stages(local)
+        self._tied: TiedWeights | Leaves | None = None
+        self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
         self._ranks: PointToPoint | None = None
-        self._tied: TiedWeights | None = None
         apart = len(set(self._devices)) > 1
         self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
         if network is not None:
@@ -170,26 +171,34 @@ class Pipeline(nn.Module):
                 portals=self._lines,
             )
             self._transport = self._ranks
-            of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
+            of_ties = [(tie.names, tie.uses, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
             check_equal(
                 self.gather(
                     (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
                 )
             )
-            self._tied = TiedWeights(ties, self._ranks, self)
-            self._tied.share_values()
+            if self._tied is not None:
+                self._tied = TiedWeights(ties, self._ranks, self, self._tied)
+                self._tied.share_values()
         if self._lines:
             self._transport = with_portals(self._transport, self._lines, self._devices)
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
 
-    def _make_stages(self, local: Iterable[int]) -> dict[int, Stage]:
-        """The stages of this process, of the layers that are its submodules."""
+    def _make_stages(
+        self, local: Sequence[int], elsewhere: Collection[nn.Parameter] = ()
+    ) -> dict[int, Stage]:
+        """The stages of this process, of the layers that are its submodules; other processes have the
+        parameters `elsewhere`, too.
+        """
+        layers = {i: self._layers[self._layer_names[i]] for index in local for i in self._partition[index]}
+        leaves = Leaves(layers, elsewhere) or None
+        self._tied = leaves
         return {
             index: Stage(
                 index,
-                [self._layers[self._layer_names[i]] for i in self._partition[index]],
+                [layers[i] for i in self._partition[index]],
                 self._partition[index].start,
                 device=self._devices[index],
                 is_last=index == self._schedule.num_stages - 1,
@@ -198,6 +207,7 @@ class Pipeline(nn.Module):
                 backend=self._backend,
                 graphs=self._graphs,
                 runner=runner_of(self._portals, self._partition, self._lines, index),
+                leaves=leaves,
             )
             for index in local
         }
@@ -215,7 +225,7 @@ class Pipeline(nn.Module):
                 "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
                 "every rank and load its state_dict"
             )
-        made = ("_stages", "_steps")
+        made = ("_stages", "_steps", "_tied")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

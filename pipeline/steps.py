@@ -33,6 +33,7 @@ from gpipe_bench.pipeline.stage.microbatch import (
 )
 from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Nested
 from gpipe_bench.pipeline.transport import Plan, Transport
 
@@ -41,7 +42,7 @@ class Steps:
     """Takes mini-batches through `stages`, those of this process by their indices.
 
     `stage_devices` is the device of each stage of the pipeline; `replicas` are told of failures; `tied`
-    are the weights that other processes have, too.
+    are the weights that several layers use.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Steps:
         stage_devices: Sequence[torch.device],
         transport: Transport,
         replicas: Replicas | None,
-        tied: TiedWeights | None = None,
+        tied: TiedWeights | Leaves | None = None,
     ) -> None:
         self._schedule, self._stages = schedule, stages
         self._transport, self._replicas, self._tied = transport, replicas, tied

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from ranks import EXACT, Ranks, assert_own_gradients, raises
+from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients, raises
 from tiny_models import plain_step, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -72,23 +72,33 @@ def assert_same_weights(pipeline: Pipeline, wanted: dict[str, Tensor]) -> None:
 
 
 def tied_weights_are_one_weight() -> None:
-    """With one micro-batch the gradients meet in a plain backward's order: the same bits after some steps,
-    whatever the ranks began with.
+    """The same bits as in one process after some steps, whatever the ranks began with; also where the layers
+    that share a weight lie on the ranks in turn.
     """
-    for ranks in (Ranks(), pairs()):
-        for users in (2, 3):
-            alone = Pipeline(
-                seeded(lambda users=users: tied_model(users), torch.float32), num_stages=1, num_microbatches=1
-            )
-            wanted = train(alone, sgd(alone), range(3))
-            layers = seeded(lambda users=users: tied_model(users), torch.float32)
-            if not ranks.is_first:
-                layers[0].weight.data.normal_()
-            pipeline = ranks.pipeline(layers, 1, schedule="gpipe")
-            found = train(pipeline, sgd(pipeline), range(3), ranks)
-            for one, other in zip(found, wanted, strict=True):
-                assert torch.equal(one, other)
-            assert_same_weights(pipeline, alone.state_dict())
+    for ranks, users, schedule, remat, num_stages in (
+        (Ranks(), 2, "gpipe", "always", 4),
+        (Ranks(), 3, "zb-h1", "never", 4),
+        (pairs(), 3, "1f1b", "always", 2),
+        (pairs(), 3, "interleaved", "never", 4),
+    ):
+        alone = Pipeline(
+            seeded(lambda users=users: tied_model(users), torch.float32),
+            num_stages=1,
+            num_microbatches=4,
+            schedule="gpipe" if schedule == "gpipe" else "1f1b",
+        )
+        wanted = train(alone, sgd(alone), range(3))
+        layers = seeded(lambda users=users: tied_model(users), torch.float32)
+        if not ranks.is_first:
+            layers[0].weight.data.normal_()
+        pipeline = Pipeline(
+            layers, num_stages=num_stages, num_microbatches=4, schedule=schedule, remat=remat,
+            cost=[1] * 4, group=ranks.group, timeout_s=TIMEOUT_S,
+        )  # fmt: skip
+        found = train(pipeline, sgd(pipeline), range(3), ranks)
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other), (schedule, users)
+        assert_same_weights(pipeline, alone.state_dict())
 
 
 def tied_gradients_add_up() -> None:

@@ -26,6 +26,7 @@ from gpipe_bench.pipeline.stage.kept import Kept
 from gpipe_bench.pipeline.stage.losses import Losses
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
+from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.transfers import Transfers
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
@@ -38,7 +39,7 @@ class Stage:
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
     `torch.compile`, for layers that shall be compiled; `graphs` runs them as graphs of the device;
-    `runner` is what calls them.
+    `runner` is what calls them; `leaves` are of weights that other layers use, too.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Stage:
         backend: str | None = None,
         graphs: bool = False,
         runner: Callable[..., LayerRunner] = LayerRunner,
+        leaves: Leaves | None = None,
     ) -> None:
         self.index, self.device, self.seed = index, device, seed
         self.is_first, self.is_last = index == 0, is_last
@@ -65,7 +67,9 @@ class Stage:
         self._runner = runner(
             self.layers, first_layer,
             device=device, seed=seed, statistics=self.statistics, backend=backend, graphs=graphs,
+            leaves=leaves,
         )  # fmt: skip
+        self._leaves = leaves
         self._habits = Habits(index, self.layers, device)
         # By the kind of the inputs; they stay the same two dictionaries.
         self._needs_grad, self._overwritten = self._habits.needs_grad, self._habits.overwritten
@@ -109,6 +113,9 @@ class Stage:
         arriving = deliver(targets, self.device, self._transfers, "the target")
         self._runner.begin(step, arriving, loss_fn, shared)
         self._without_grad = self._habits.without_grad()
+        if self._leaves is not None:
+            mine = range(self.first_layer, self.first_layer + len(self.layers))
+            self._without_grad += self._leaves.of_layers(mine)
 
     def refresh(self) -> None:
         """Forgets which outputs need a gradient, which inputs are overwritten and which buffers change; the

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe_bench.pipeline.arguments import GRAPHS, Automatic, Device, backend_of
 from gpipe_bench.pipeline.clipping import clip
@@ -34,6 +35,7 @@ from gpipe_bench.pipeline.portals import with_portals
 from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
+from gpipe_bench.pipeline.ranks.mesh.grid import Grid, grid_of, refuse_unbuilt
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
@@ -61,7 +63,8 @@ class Pipeline(nn.Module):
             the same: tuples, lists, dicts, dataclasses and what torch.utils._pytree has registered, of
             tensors, None, bools, numbers, strings, enums and dtypes, with at least one tensor.
             `layers_of` and `split` make a sequence of a model that is none.
-        num_stages: K, the number of stages.
+        num_stages: K, the number of stages. Default, where the pipeline has several processes: as many as the
+            schedule has for them.
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty.
         schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`; "auto" for one made for
             the times that the first training steps take; or a `Schedule` of one's own.
@@ -83,8 +86,10 @@ class Pipeline(nn.Module):
             steps, or 0 where `action_s` is given.
         most_alive: for `schedule="auto"`: graphs of a stage and a micro-batch that a worker may hold at a
             time. Default: any number.
-        group: process group of the pipeline, whose rank k runs the stages of worker k; without one, all
-            stages live in this process.
+        mesh: the grid of the job, a `DeviceMesh` with a dimension "pp" for the workers of this pipeline and,
+            if wanted, "dp", "fsdp" and "tp" (`ranks.mesh.grid`).
+        group: instead of a mesh, the process group of a pipeline alone, whose rank k runs the stages of
+            worker k; without either, all stages live in this process.
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
         share_memory: whether ranks on one host exchange CPU tensors through memory that both map.
         transport: another in-process transport, such as `InProcess(copy=True)`.
@@ -100,8 +105,9 @@ class Pipeline(nn.Module):
         self,
         layers: nn.Module | Iterable[nn.Module],
         *,
-        num_stages: int,
+        num_stages: int | None = None,
         num_microbatches: int,
+        mesh: DeviceMesh | None = None,
         schedule: str | Schedule = "gpipe",
         num_workers: int | None = None,
         action_s: ActionTimes | None = None,
@@ -120,6 +126,13 @@ class Pipeline(nn.Module):
         compile: bool | str = False,
     ) -> None:
         super().__init__()
+        self.grid: Grid | None = None
+        if mesh is not None:
+            if group is not None:
+                raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
+            self.grid = grid_of(mesh)
+            refuse_unbuilt(self.grid)
+            group = self.grid.group("pp")
         network = None if group is None else network_of(group)
         layout = layout_of(
             layers,

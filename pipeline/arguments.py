@@ -28,6 +28,7 @@ from gpipe_bench.pipeline.stage.running.compiled import BACKEND
 
 Device = torch.device | str
 GRAPHS = "graphs"  # instead of a backend: graphs of the device
+_STAGES_PER_WORKER = 2  # of schedules that allow any number, if nobody says
 
 
 def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -97,7 +98,22 @@ def _num_workers(given: int | None, num_stages: int, fixed: int | None, num_rank
     """As many as are given, as the schedule's `fixed` number of stages per worker says, or as there are."""
     if given is not None:
         return given
-    return num_ranks if fixed is None and num_ranks else max(1, num_stages // (fixed or 2))
+    return num_ranks if fixed is None and num_ranks else max(1, num_stages // (fixed or _STAGES_PER_WORKER))
+
+
+def num_stages_of(schedule: str | Schedule, network: Network | None, num_workers: int | None) -> int:
+    """How many stages a pipeline over processes has if nobody says: as many as the schedule has for them."""
+    if isinstance(schedule, Schedule):
+        return schedule.num_stages
+    if network is None and num_workers is None:
+        raise ValueError(
+            "num_stages is missing; give the number of stages, or mesh= for a pipeline over processes"
+        )
+    workers = num_workers or (1 if network is None else network.size)
+    per_worker = 1
+    if schedule in NAMED:
+        per_worker = NAMED[schedule].stages_per_worker or _STAGES_PER_WORKER
+    return workers * per_worker
 
 
 class Automatic(NamedTuple):

@@ -14,6 +14,7 @@ from gpipe_bench.pipeline.arguments import (
     costs_of,
     devices_of,
     named_layers,
+    num_stages_of,
     refuse_split_statistics,
     refuse_split_ties,
     schedule_of,
@@ -68,7 +69,7 @@ def layout_of(
     layers: nn.Module | Iterable[nn.Module],
     network: Network | None,
     *,
-    num_stages: int,
+    num_stages: int | None,
     num_microbatches: int,
     schedule: str | Schedule,
     automatic: Automatic,
@@ -82,6 +83,8 @@ def layout_of(
     named = named_layers(layers)
     modules = [layer for _, layer in named]
     calibration: Calibration | None = None
+    if num_stages is None:
+        num_stages = num_stages_of(schedule, network, num_workers)
     sizes = (num_stages, num_microbatches, remat, num_workers, None if network is None else network.size)
     if schedule == "auto":
         schedule, calibration = automatic.begin(*sizes)

@@ -19,6 +19,7 @@ from gpipe_bench.pipeline.errors import ActionError, PeerError
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
+from gpipe_bench.pipeline.ranks.mesh.joint import Joint
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage import shared as shared_arguments
@@ -42,7 +43,7 @@ class Steps:
     """Takes mini-batches through `stages`, those of this process by their indices.
 
     `stage_devices` is the device of each stage of the pipeline; `replicas` are told of failures; `tied`
-    are the weights that several layers use.
+    are the weights that several layers use; `joint` is what is done with other replicas.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Steps:
         transport: Transport,
         replicas: Replicas | None,
         tied: TiedWeights | Leaves | None = None,
+        joint: Joint | None = None,
     ) -> None:
-        self._schedule, self._stages = schedule, stages
+        self._schedule, self._stages, self._joint = schedule, stages, joint
         self._transport, self._replicas, self._tied = transport, replicas, tied
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
@@ -83,12 +85,14 @@ class Steps:
         observe: engine.Observer | None = None,
         shared: Mapping[str, Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        *,
+        sync: bool = True,
     ) -> Tensor | None:
         """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only.
 
         `model` is the whole module of this process, `number` keys the random streams, `shared` are keyword
-        arguments of the layers, `scaler` scales the gradients. Returns the mean loss
-        of a training step; the outputs of forwards are left in the last stage.
+        arguments of the layers, `scaler` scales the gradients; without `sync` they stay this replica's own.
+        Returns the mean loss of a training step; the outputs of forwards are left in the last stage.
         """
         training = loss_fn is not None
         num_microbatches = self._schedule.num_microbatches
@@ -106,6 +110,11 @@ class Steps:
             plan = self._transport.begin(plan, signature)
             if training and self._tied is not None:
                 self._tied.begin()
+            lengths = sizes(plan.examples, num_microbatches)
+            if self._joint is None:
+                shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
+            else:
+                shares = self._joint.begin(lengths, training=training, sync=sync)
             versions = shared_arguments.versions(plan.shared)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
@@ -118,7 +127,7 @@ class Steps:
                     feed=feed if stage.is_first else (),
                     targets=targets,
                     loss_fn=loss_fn,
-                    shares=tuple(size / plan.examples for size in sizes(plan.examples, num_microbatches)),
+                    shares=shares,
                     shared=shared_arguments.put_together(plan.shared, stage.device),
                     scaler=scaler if stage.is_last else None,
                 )
@@ -133,6 +142,8 @@ class Steps:
                     "use; use the out-of-place form of the operation"
                 )
             loss = self._transport.finish()
+            if self._joint is not None:
+                loss = self._joint.finish(loss)
             if training and self._tied is not None:
                 self._tied.sum_gradients()
             for stage in self._stages.values():
@@ -142,6 +153,8 @@ class Steps:
                 stage.reset()
             if self._tied is not None:
                 self._tied.restore()
+            if self._joint is not None:
+                self._joint.reset()
             # The other ranks must not wait, nor the other replicas.
             failure = error if isinstance(error, ActionError) else self._transport.abort(None, error)
             if self._replicas is not None:

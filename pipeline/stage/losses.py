@@ -6,6 +6,8 @@ else, so that no pass over the gradients follows, micro-batches may be uneven an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -16,11 +18,11 @@ class Losses:
 
     def __init__(self) -> None:
         self._weighted: list[Tensor] = []
-        self._shares: tuple[float, ...] = ()
+        self._shares: Sequence[float] = ()
         self._scaler: torch.amp.GradScaler | None = None
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
 
-    def begin(self, shares: tuple[float, ...], scaler: torch.amp.GradScaler | None) -> None:
+    def begin(self, shares: Sequence[float], scaler: torch.amp.GradScaler | None) -> None:
         """A step with each micro-batch's share of the examples."""
         self._shares, self._scaler, self._weighted = shares, scaler, []
 

@@ -91,7 +91,7 @@ class Stage:
         feed: Sequence[Tree] = (),
         targets: Sequence[Tree | None] = (),
         loss_fn: LossFn | None = None,
-        shares: tuple[float, ...] = (),
+        shares: Sequence[float] = (),
         shared: Mapping[str, Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -274,7 +274,7 @@ class Stage:
         roots, seeds = self._roots(state, m, gradients)
         split = state.split(roots)
         if split.whole:
-            return self.backward(m, gradients)
+            return Stage.backward(self, m, gradients)
         del gradients
         exits = state.exits or [None] * len(state.needs_grad)
         inputs = state.inputs

@@ -1,0 +1,147 @@
+"""Where a process is in the grid of a job: which pipeline it belongs to, and who else holds the same stage.
+
+torch's `DeviceMesh` gives the ranks of a job places along named dimensions. Here the four names that mean
+something to a pipeline get their meaning, once, so that nobody else asks a mesh:
+
+    pp    the workers of a pipeline, in order
+    dp    pipelines beside each other, each with all parameters, which take shares of a batch
+    fsdp  the same, but the holders of a stage keep a part of its parameters each
+    tp    the processes that compute a layer together
+
+    init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))     two pipelines of four ranks: 0-3 and 4-7
+
+A *replica* is a pipeline that takes a share of the batch of its own: there are dp x fsdp of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import cast
+
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+NAMES = ("dp", "fsdp", "pp", "tp")
+_BATCH = ("dp", "fsdp")  # along these every rank has a share of the batch of its own
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The grid of a job, seen from this process; made by `grid_of`.
+
+    Args:
+        mesh: torch's, with dimensions of `NAMES`
+        ranks: of the job, row by row
+        shape: processes along each dimension, by name, in the mesh's order
+        place: this process's index along each dimension, in the same order
+        batch_group: the processes that hold the same part of the same stage in all replicas; None where this
+            is the only one
+    """
+
+    mesh: DeviceMesh = field(compare=False)
+    ranks: tuple[int, ...]
+    shape: tuple[tuple[str, int], ...]
+    place: tuple[int, ...]
+    batch_group: dist.ProcessGroup | None = field(compare=False)
+
+    def __contains__(self, name: str) -> bool:
+        return name in dict(self.shape)
+
+    def size(self, name: str) -> int:
+        """Processes along a dimension; 1 where the mesh does not have it."""
+        return dict(self.shape).get(name, 1)
+
+    def index(self, name: str) -> int:
+        """This process's place along a dimension, from 0; 0 where the mesh does not have it."""
+        return self._indices(self.place).get(name, 0)
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The processes along a dimension, with this one; None where the mesh does not have it."""
+        return self.mesh.get_group(name) if name in self else None
+
+    @property
+    def replicas(self) -> int:
+        """Pipelines that take shares of the batch: dp x fsdp."""
+        return prod(map(self.size, _BATCH))
+
+    @property
+    def replica(self) -> int:
+        """Which of them this process belongs to; processes along `tp` belong to the same."""
+        found = 0
+        for (name, size), index in zip(self.shape, self.place, strict=True):
+            if name in _BATCH:
+                found = found * size + index
+        return found
+
+    def coordinates(self, rank: int) -> str:
+        """Where a rank of the job is, as in "dp=1 pp=0"."""
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is not in the mesh, which has the ranks {self.ranks}")
+        rest = self.ranks.index(rank)
+        indices = []
+        for _, size in reversed(self.shape):
+            rest, index = divmod(rest, size)
+            indices.append(index)
+        found = self._indices(tuple(reversed(indices)))
+        return " ".join(f"{name}={found[name]}" for name in NAMES if name in found)
+
+    def _indices(self, place: tuple[int, ...]) -> dict[str, int]:
+        return {name: index for (name, _), index in zip(self.shape, place, strict=True)}
+
+
+def grid_of(mesh: DeviceMesh) -> Grid:
+    """The grid of a mesh whose dimensions are named; every rank of the mesh must call.
+
+    `ValueError` for a name that means nothing here, a mesh without `pp`, a process outside of it, and ranks
+    that do not ascend along a dimension.
+    """
+    names = tuple(mesh.mesh_dim_names or ())
+    known = f"name them as in init_device_mesh(..., mesh_dim_names={('dp', 'pp')!r}), of {', '.join(NAMES)}"
+    if not names:
+        raise ValueError(f"the dimensions of the mesh have no names; {known}")
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ValueError(f"the mesh has a dimension {unknown[0]!r}, which no pipeline has; {known}")
+    if "pp" not in names:
+        raise ValueError(
+            f"the mesh has the dimensions {', '.join(names)}, but no 'pp' for the workers of the pipeline; "
+            "give it one, which may have the size 1"
+        )
+    place = cast("list[int] | None", mesh.get_coordinate())
+    if place is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh; build the pipeline on the mesh's ranks only"
+        )
+    for name, index in zip(names, place, strict=True):
+        if dist.get_rank(mesh.get_group(name)) != index:
+            raise ValueError(
+                f"the ranks of the mesh do not ascend along {name!r}: {mesh.mesh.tolist()}; make it with "
+                "init_device_mesh, or give the ranks in order"
+            )
+    return Grid(
+        mesh,
+        tuple(mesh.mesh.flatten().tolist()),
+        tuple(zip(names, mesh.mesh.shape, strict=True)),
+        tuple(place),
+        _batch_group(mesh, names),
+    )
+
+
+def _batch_group(mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup | None:
+    shared = tuple(name for name in names if name in _BATCH and mesh.size(names.index(name)) > 1)
+    if not shared:
+        return None
+    if len(shared) == 1:
+        return mesh.get_group(shared[0])
+    return mesh[shared]._flatten().get_group()
+
+
+def refuse_unbuilt(grid: Grid) -> None:
+    """`ValueError` for what a mesh can say but no pipeline does so far."""
+    for name in NAMES:
+        if name != "pp" and grid.size(name) > 1:
+            raise ValueError(
+                f"the mesh has {grid.size(name)} processes along {name!r}, which pipelines do not serve so "
+                f"far; give it the size 1"
+            )

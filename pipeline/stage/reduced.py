@@ -1,0 +1,93 @@
+"""A stage that says when its parameters get gradients, to what joins these with those of other processes.
+
+Replicas of a stage sum their gradients once a step, and the sum is to leave while the last backward still
+runs. For that somebody has to know when a backward begins and ends and which one is the last, and the stage
+alone does. Stages without a grid are of the class `Stage` and pay nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+
+Result = TypeVar("Result")
+
+
+class Reduction(Protocol):
+    """What joins the gradients of one stage with those of other processes.
+
+    In a training step it is told, in this order: `begin`; before and after every action that runs backward
+    (B, or I and W); `finish`. A pass of forwards alone ends with `evaluated`, whatever fails with `reset`.
+    Parameters get gradients in B and W, and in I where a graph cannot be split.
+    """
+
+    def begin(self, *, sync: bool) -> None:
+        """A training step begins. Without `sync` it leaves this process's own gradients, which a later step
+        joins with those of the others.
+        """
+
+    def before(self, kind: Kind, m: int, *, last: bool) -> None:
+        """Right before B, I or W of micro-batch `m`. `last`: after this action no other one of the stage
+        makes gradients of parameters in this step.
+        """
+
+    def after(self, kind: Kind, m: int, *, last: bool) -> None:
+        """Right after it, before its gradients are sent to the stage before. Must not wait for others."""
+
+    def finish(self) -> None:
+        """The step is over on this process: waits for the others; `.grad` is what the optimizer may use."""
+
+    def evaluated(self) -> None:
+        """A pass of forwards alone is over."""
+
+    def reset(self) -> None:
+        """Drops what it holds of the step, after an error."""
+
+    def refresh(self) -> None:
+        """Other parameters may be trained from now on."""
+
+
+class ReducedStage(Stage):
+    """A `Stage` whose backwards are told to the `Reduction` that `reduction` makes for it."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        reduction: Callable[[Stage], Reduction],
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.reduction = reduction(self)
+        self._last: Action | None = None
+
+    def follow(self, schedule: Schedule) -> None:
+        """The steps take this schedule from now on."""
+        self._last = last_gradients(schedule, self.index)
+
+    def refresh(self) -> None:
+        super().refresh()
+        self.reduction.refresh()
+
+    def backward(self, m: int, gradients: Gradients) -> Gradients:
+        return self._told(Kind.B, m, super().backward, m, gradients)
+
+    def backward_inputs(self, m: int, gradients: Gradients) -> Gradients:
+        return self._told(Kind.I, m, super().backward_inputs, m, gradients)
+
+    def backward_weights(self, m: int) -> None:
+        self._told(Kind.W, m, super().backward_weights, m)
+
+    def _told(self, kind: Kind, m: int, action: Callable[..., Result], *arguments: Any) -> Result:
+        last = self._last is not None and (kind, m) == (self._last.kind, self._last.microbatch)
+        self.reduction.before(kind, m, last=last)
+        result = action(*arguments)
+        self.reduction.after(kind, m, last=last)
+        return result
+
+
+def last_gradients(schedule: Schedule, stage: int) -> Action:
+    """The action of a stage after which no gradient of its parameters comes in any more."""
+    return next(action for action in reversed(schedule.row(stage)) if action.kind in (Kind.B, Kind.W))

@@ -12,8 +12,8 @@ from nccl_cases import WIDTH, assert_as_plain, batch, large_messages, mse_loss, 
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pop, PortalSequential, Stash
-from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.portal_posting import portal_postings
+from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule, gpipe, one_f_one_b
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 
@@ -30,15 +30,8 @@ class Add(nn.Module):
 def skipping(num_stages: int) -> list[nn.Module]:
     """A layer for each stage: the first one's output goes to all others, and each skips one, too."""
     torch.manual_seed(0)
-    made: list[nn.Module] = []
-    for stage in range(num_stages):
-        layer: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        if stage == 0:
-            layer = Stash("first", layer) if num_stages > 1 else layer
-        else:
-            layer = Pop("first", Add())
-        made.append(layer.double())
-    return made
+    first: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    return [Stash("first", first).double(), *(Pop("first", Add()).double() for _ in range(num_stages - 1))]
 
 
 def crossing(num_stages: int) -> list[nn.Module]:
@@ -183,8 +176,8 @@ def test_a_receive_is_posted_behind_what_its_message_depends_on() -> None:
 
 def test_stages_in_another_order_are_refused() -> None:
     """Nothing else tells the micro-batches of a line apart."""
-    row = [Action.parse(text) for text in "0F0 0F1 1F1 1F0 2F1 2F0".split()]
-    back = [Action.parse(text) for text in "2B0 2B1 1B0 1B1 0B0 0B1".split()]
+    row = [Action.parse(text) for text in ["0F0", "0F1", "1F1", "1F0", "2F1", "2F0"]]
+    back = [Action.parse(text) for text in ["2B0", "2B1", "1B0", "1B1", "0B0", "0B1"]]
     actions = (
         tuple(a for a in (*row, *back) if a.stage < 2),
         tuple(a for a in (*row, *back) if a.stage == 2),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from mesh_grids import assert_gradients, joint_step, on_grid, own_part
 from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients, raises
 from tiny_models import plain_step, seeded
 from torch import Tensor, nn
@@ -180,9 +181,28 @@ def a_tied_weight_that_was_replaced_is_refused() -> None:
         pipeline.step(*pair.own(*words(4, 0)), nn.functional.cross_entropy)
 
 
+def tied_weights_of_replicas() -> None:
+    """Each layer's gradient is summed over the replicas, then those of the layers are: also over steps
+    without `sync`, and added once to what was there.
+    """
+    for dp, pp in ((4, 1), (2, 2)):
+        model = seeded(lambda: tied_model(3))
+        pipeline = on_grid(dp, pp, seeded(lambda: tied_model(3)), 3, schedule="1f1b")
+        for step, sync in enumerate((True, False, False, True, True)):
+            parts = [words((7, 4, 5, 6)[replica], 10 * step + replica) for replica in range(dp)]
+            wanted = joint_step(model, parts, nn.functional.cross_entropy, 3, step=step)
+            pipeline.step(*own_part(pipeline, parts), nn.functional.cross_entropy, sync=sync)
+            if sync:
+                weight = model[0].weight.grad
+                wanted.gradients.update({"2.weight": weight, "3.weight": weight})
+                assert_gradients(pipeline, wanted)
+        pipeline.close()
+
+
 CASES: tuple[Callable[[], None], ...] = (
     tied_weights_are_one_weight,
     tied_gradients_add_up,
+    tied_weights_of_replicas,
     tied_weights_in_checkpoints,
     a_tie_of_sparse_gradients_is_refused,
     a_tied_weight_that_was_replaced_is_refused,

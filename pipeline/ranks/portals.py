@@ -5,8 +5,8 @@ are posted ahead into rings of their own (`plan.portals`). On accelerators, wher
 their order alone, each line has a connection there and one back, and its receives are posted when their time
 has come (`plan.portal_posting`). No send is waited for while it may still be on its way. Through shared
 memory it says itself when it has left; over a network, which says nothing before somebody waits, a portal has
-arrived when its gradient is back, and a gradient when the step is over. What a portal consists of is told once
-for each size of micro-batch, as for the other messages (`messages.agreement`).
+arrived when its gradient is back, and a gradient when the step is over. What a portal consists of is told
+once for each size of micro-batch, as for the other messages (`messages.agreement`).
 """
 
 from __future__ import annotations

@@ -94,10 +94,22 @@ class TiedWeights:
         ranks: the transport.
         model: what this rank has of the model.
         leaves: of the tied weights of this rank.
+        replicated: whether there are replicas, which sum the gradients of each leaf.
+        bears: whether this replica keeps what was in `.grad` before steps without `sync`.
     """
 
-    def __init__(self, ties: Iterable[Tie], ranks: Ranks, model: nn.Module, leaves: Leaves) -> None:
+    def __init__(
+        self,
+        ties: Iterable[Tie],
+        ranks: Ranks,
+        model: nn.Module,
+        leaves: Leaves,
+        *,
+        replicated: bool = False,
+        bears: bool = True,
+    ) -> None:
         self._ranks, self._leaves = ranks, leaves
+        self._replicated, self._bears = replicated, bears
         self._ties = [tie for tie in ties if len(tie.ranks) > 1 and ranks.rank in tie.ranks]
         tied = {tie.parameter: tie for tie in self._ties}
         self._places = [
@@ -134,16 +146,22 @@ class TiedWeights:
                     "stages of other processes share it; change its values in place, as load_state_dict does "
                     "without assign=True, or build a new pipeline on every rank"
                 )
-        self._leaves.begin()
+        self._leaves.begin(self.copies)
 
-    def sum_gradients(self) -> None:
-        """Ends a training step: every owner has the sum in `.grad`, added to what it held before."""
+    def sum_gradients(self, *, sync: bool = True) -> None:
+        """Ends a training step: every owner has the sum in `.grad`, added to what it held before.
+
+        Without `sync` it is the sum of this replica, which a later step adds to those of the others. What was
+        held is a sum of all replicas already, so one of them alone keeps it.
+        """
+        if self._replicated:
+            self._leaves.refuse_others()
         sums: dict[nn.Parameter, Tensor | None] = {}
         if self._ties:
             with self._ranks.together() as together, torch.no_grad():
                 for tie in self._ties:
                     sums[tie.parameter] = self._sum(together, tie)
-        self._leaves.sum_gradients(sums)
+        self._leaves.end(sums, own=not sync, keeps=self._bears)
 
     def restore(self) -> None:
         """Ends a step that failed."""

@@ -39,7 +39,8 @@ class Stage:
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
     `torch.compile`, for layers that shall be compiled; `graphs` runs them as graphs of the device;
-    `runner` is what calls them; `leaves` are of weights that other layers use, too.
+    `runner` is what calls them; `leaves` are of weights that other layers use, too. `first_microbatch` is the
+    number of micro-batch 0 among those of all replicas, which keys the random streams, too.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Stage:
         graphs: bool = False,
         runner: Callable[..., LayerRunner] = LayerRunner,
         leaves: Leaves | None = None,
+        first_microbatch: int = 0,
     ) -> None:
         self.index, self.device, self.seed = index, device, seed
         self.is_first, self.is_last = index == 0, is_last
@@ -67,7 +69,7 @@ class Stage:
         self._runner = runner(
             self.layers, first_layer,
             device=device, seed=seed, statistics=self.statistics, backend=backend, graphs=graphs,
-            leaves=leaves,
+            leaves=leaves, first_microbatch=first_microbatch,
         )  # fmt: skip
         self._leaves = leaves
         self._habits = Habits(index, self.layers, device)
@@ -113,9 +115,7 @@ class Stage:
         arriving = deliver(targets, self.device, self._transfers, "the target")
         self._runner.begin(step, arriving, loss_fn, shared)
         self._without_grad = self._habits.without_grad()
-        if self._leaves is not None:
-            mine = range(self.first_layer, self.first_layer + len(self.layers))
-            self._without_grad += self._leaves.of_layers(mine)
+        self._without_grad += [leaf for leaf in self._own_leaves() if leaf.grad is None]
 
     def refresh(self) -> None:
         """Forgets which outputs need a gradient, which inputs are overwritten and which buffers change; the
@@ -123,6 +123,27 @@ class Stage:
         """
         self._habits.forget()
         self._buffers.forget()
+
+    @property
+    def trainable(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that require a gradient, each once, in the order of the layers."""
+        return tuple([p for p in self._habits.parameters if p.requires_grad])
+
+    @property
+    def receiving(self) -> tuple[nn.Parameter, ...]:
+        """What the gradients of `trainable` come in on in this step: for a weight that other layers use, too,
+        the leaf of each layer.
+        """
+        leaves = self._own_leaves()
+        if not leaves:
+            return self.trainable
+        assert self._leaves is not None
+        return (*[p for p in self.trainable if not self._leaves.stands_for(p)], *leaves)
+
+    def _own_leaves(self) -> list[nn.Parameter]:
+        if self._leaves is None:
+            return []
+        return self._leaves.of_layers(range(self.first_layer, self.first_layer + len(self.layers)))
 
     @property
     def overwrites_input(self) -> bool:

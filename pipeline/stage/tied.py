@@ -45,6 +45,7 @@ class Leaves:
         }
         self._held: dict[nn.Parameter, Tensor | None] = {}
         self._left: dict[nn.Parameter, dict[int, nn.Parameter]] = {}
+        self._own = False  # what is in .grad is of this replica alone
 
     def __bool__(self) -> bool:
         return bool(self._users)
@@ -59,8 +60,14 @@ class Leaves:
         users = [self._users[index] for index in indices if index in self._users]
         return [leaf for user in users for leaf in user.leaves.values()]
 
-    def begin(self) -> None:
-        """Before a training step: makes the leaves, and sets aside what is in `.grad`."""
+    def stands_for(self, parameter: nn.Parameter) -> bool:
+        """Whether there are leaves of the parameter in this step."""
+        return parameter in self._held
+
+    def begin(self, copies: Collection[nn.Parameter] = ()) -> None:
+        """Before a training step: makes the leaves, and sets aside what is in `.grad`. What is of this
+        replica alone goes on in a leaf instead, unless another process counts the parameter (`copies`).
+        """
         found: dict[nn.Parameter, list[int]] = {}
         for index, user in self._users.items():
             for parameter in user.parameters():  # another one may stand there since the last step
@@ -68,8 +75,12 @@ class Leaves:
         for parameter, indices in found.items():
             if not parameter.requires_grad or (len(indices) == 1 and parameter not in self._elsewhere):
                 continue
-            self._held[parameter], parameter.grad = parameter.grad, None
+            held, parameter.grad = parameter.grad, None
             leaves = {index: _leaf(parameter) for index in indices}
+            if self._own:
+                leaves[min(indices)].grad = None if parameter in copies else held
+                held = None
+            self._held[parameter] = held
             self._left[parameter] = leaves
             for index, leaf in leaves.items():
                 self._users[index].take(parameter, leaf)
@@ -82,12 +93,31 @@ class Leaves:
         gradient, leaf.grad = leaf.grad, None
         return gradient
 
-    def sum_gradients(self, sums: Mapping[nn.Parameter, Tensor | None] | None = None) -> None:
+    def refuse_others(self) -> None:
+        """`RuntimeError` for gradients that did not come in on a leaf, which replicas would not sum."""
+        for parameter in self._held:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"a weight of shape {tuple(parameter.shape)} that several layers use got a gradient from "
+                    "a layer that runs again inside of the backward, which is not summed over replicas; use "
+                    "checkpoint(..., use_reentrant=False)"
+                )
+
+    def sum_gradients(self, *, sync: bool = True) -> None:
+        """Ends a training step in one process, which has no replicas to wait for."""
+        self.end({})
+
+    def end(
+        self, sums: Mapping[nn.Parameter, Tensor | None], *, own: bool = False, keeps: bool = True
+    ) -> None:
         """Ends a training step: `.grad` of every parameter is what it held before and the sum of its leaves,
-        or what `sums` says instead.
+        or what `sums` says instead. `own`: of this replica alone, of which one `keeps` what was held.
         """
         parameters = list(self._held)
+        if not keeps and own:
+            self._held = dict.fromkeys(parameters)
         self.restore(sums)
+        self._own = own
         for parameter in parameters:
             if parameter.grad is not None:
                 for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):

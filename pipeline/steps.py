@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices, engine
 from gpipe_bench.pipeline.clock import Clock
-from gpipe_bench.pipeline.errors import ActionError, PeerError
+from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
@@ -57,10 +57,14 @@ class Steps:
     ) -> None:
         self._schedule, self._stages, self._joint = schedule, stages, joint
         self._transport, self._replicas, self._tied = transport, replicas, tied
+        self._has_last = schedule.num_stages - 1 in stages
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
         messages = transport.inner if isinstance(transport, PortalTransport) else transport
         self._asks = isinstance(messages, PointToPoint)  # which mini-batches have messages of equal shapes
+        self._is_let_down = (
+            messages.is_let_down if isinstance(messages, PointToPoint) else lambda error: False
+        )
         self._programs = {
             training: engine.prepare(schedule, stages, training=training) for training in (True, False)
         }
@@ -110,10 +114,9 @@ class Steps:
             if training and self._tied is not None:
                 self._tied.begin()
             lengths = sizes(plan.examples, num_microbatches)
-            if self._joint is None:
-                shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
-            else:
-                shares = self._joint.begin(lengths, training=training, sync=sync)
+            shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
+            if training and self._joint is not None:
+                shares = self._joint.begin(lengths, sync=sync, has_loss=self._has_last)
             versions = shared_arguments.versions(plan.shared)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
@@ -142,9 +145,12 @@ class Steps:
                 )
             loss = self._transport.finish()
             if self._joint is not None:
-                loss = self._joint.finish(loss)
+                if loss is None:
+                    self._joint.evaluated()
+                else:
+                    loss = self._joint.finish(loss)
             if training and self._tied is not None:
-                self._tied.sum_gradients()
+                self._tied.sum_gradients(sync=sync)
             for stage in self._stages.values():
                 stage.finish()
         except BaseException as error:
@@ -158,7 +164,7 @@ class Steps:
             failure = error if isinstance(error, ActionError) else self._transport.abort(None, error)
             if self._replicas is not None:
                 self._replicas.tell(failure)
-            if isinstance(error, PeerError):
+            if self._is_let_down(error):
                 raise failure from error
             raise
         finally:

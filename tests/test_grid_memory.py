@@ -1,0 +1,85 @@
+"""What a process holds of a stage that another one holds too: the model beside real steps, counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from grid_memory_cases import count_all, data, model
+from torch import nn
+
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.footprint import footprint
+from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
+from gpipe_bench.pipeline.memory.stages.layerwise import passes
+from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.ranks.launch import launch
+from gpipe_bench.pipeline.stage.microbatch import split
+
+
+def case(dimension: str, schedule: str, remat: str, microbatches: int, **others: Any) -> dict[str, Any]:
+    return {
+        "dimension": dimension, "schedule": schedule, "remat": remat, "microbatches": microbatches,
+        "examples": 24, "level": 2, "bucket_bytes": 30_000, "optimizer": "adam",
+    } | others  # fmt: skip
+
+
+CASES = [
+    case("dp", "gpipe", "always", 4),
+    case("dp", "gpipe", "never", 4, optimizer="sgd"),
+    case("dp", "gpipe", "never", 2, bucket_bytes=2**20, optimizer="sgd", examples=2),
+    case("dp", "1f1b", "never", 1, optimizer="sgd"),
+    case("dp", "zb-h1", "never", 4, optimizer="sgd", examples=2),
+]
+
+
+def label(given: dict[str, Any]) -> str:
+    return " ".join(str(value) for value in given.values())
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list[int]]:
+    """Bytes of each case, on each of two processes."""
+    return launch(count_all, 2, CASES, device="cpu")
+
+
+def profiled(
+    microbatches: int, examples: int = 24, *, split_backward: bool = False
+) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
+    batch, target = data(examples * microbatches)
+    inputs, part = split(batch, microbatches)[0], split(target, microbatches)[0]
+    return Profiler(split_backward=split_backward).model(
+        model(), nn.functional.mse_loss, Boundary.of(inputs), Boundary.of(part)
+    )
+
+
+def modelled(given: dict[str, Any]) -> int:
+    shared = {"replicas": 2} if given["dimension"] == "dp" else {"shards": 2}
+    sharing = Sharing(**shared, level=given["level"], bucket_bytes=given["bucket_bytes"])
+    schedule = named(given["schedule"], 1, given["microbatches"], remat=given["remat"])
+    layers, loss = profiled(
+        given["microbatches"], given["examples"], split_backward=given["schedule"].startswith("zb")
+    )
+    return grid_peak_bytes([held_stage(layers, loss, sharing)], schedule, given["optimizer"])[0]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[label(each) for each in CASES])
+def test_modelled_peaks_are_those_of_real_steps(number: int, found: list[list[int]]) -> None:
+    expected = modelled(CASES[number])
+    for rank in found:
+        assert rank[number] == pytest.approx(expected, rel=0.01)
+
+
+def test_the_walk_by_layers_has_the_same_fullest_moments() -> None:
+    layers, loss = profiled(4)
+    for parts, last in ((layers, loss), (layers[:5], None), (layers[3:], loss)):
+        whole, each = footprint(parts, last), passes(parts, last)
+        assert max(each.free.most) == whole.free.total
+        assert max(each.forward.most) == whole.forward.total
+        assert max(each.backward_first.most) == whole.backward_first.total
+        assert max(each.backward.most) == whole.backward.total
+        assert each.forward.after[-1] == whole.saved_bytes
+        assert each.backward_first.after[0] >= whole.gradient_bytes

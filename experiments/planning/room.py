@@ -1,14 +1,14 @@
 """Whether stages fit: the bytes of every worker, for the thousands of cuts that a search looks at.
 
-The model is `pipeline.memory`: a worker's row walked with what its stages hold. Here each stage's footprint,
-each row and each answer is made once, whichever cut asks; equal layers in a row are one content wherever they
-stand. What a grid shares out is taken off, and what is gathered or held by two layers of one worker counted
-as it is:
+The model is `pipeline.memory`: a worker's row walked with what its stages hold, and what a grid adds to it or
+shares out. Here each stage's footprint, each row and each answer is made once, whichever cut asks; equal
+layers in a row are one content wherever they stand. Two things are only known here:
 
-    fsdp, level 2    gradients and optimizer state are divided
-    fsdp, level 3    parameters too, beside the two largest layers, which are gathered
     tp               all that a layer holds is divided; what passes between layers is whole
     a tied weight    one, with one gradient and one state, where one worker has all its layers
+
+What a grid adds to the first forward or the last backward alone is counted at every moment of a step: a cut
+that fits here fits, and `grid_peak_bytes` says to the byte how much is left.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from gpipe_bench.experiments.planning.grids import Grid
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.table1.model_costs import ModelProfile
 from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
-from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory, fullest_moment
+from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing, held_stage
+from gpipe_bench.pipeline.memory.stages.peaks import (
+    OPTIMIZERS,
+    StageMemory,
+    memory_at,
+    optimizer_state,
+    rule_of,
+)
 from gpipe_bench.pipeline.memory.stages.workers import worker_memory
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
@@ -31,19 +37,20 @@ class Footprints:
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
-        self._known: dict[tuple[object, ...], Footprint] = {}
+        self._known: dict[tuple[object, ...], HeldStage] = {}
 
     def key(self, stage: range) -> tuple[object, ...]:
         """Equal for stages that hold the same."""
         layers = self.profile.layers
         return (*map(id, layers[stage.start : stage.stop]), stage.stop == len(layers))
 
-    def of(self, stage: range) -> Footprint:
-        key = self.key(stage)
+    def of(self, stage: range, sharing: Sharing) -> HeldStage:
+        """What each process holds of a stage."""
+        key = (sharing, *self.key(stage))
         if key not in self._known:
             layers = self.profile.layers
             loss = self.profile.loss if stage.stop == len(layers) else None
-            self._known[key] = footprint(layers[stage.start : stage.stop], loss)
+            self._known[key] = held_stage(layers[stage.start : stage.stop], loss, sharing)
         return self._known[key]
 
 
@@ -62,6 +69,8 @@ class Room:
     def __init__(self, footprints: Footprints, schedule: Schedule, rules: Rules) -> None:
         self._footprints, self._schedule, self._rules = footprints, schedule, rules
         self._ahead = 1 if schedule.num_workers > 1 else 0
+        grid = rules.grid
+        self._sharing = Sharing(grid.dp, grid.fsdp, grid.fsdp_level or 2)
         self._demands: dict[tuple[int, str], tuple[Demand, ...]] = {}
         self._known: dict[tuple[object, ...], StageMemory] = {}
 
@@ -72,33 +81,34 @@ class Room:
         if ties:
             key = (*key, ties)
         if key not in self._known:
-            found = self._alone if len(stages) == 1 else self._together
-            self._known[key] = self._on_grid(found(worker, stages, remat), stages, ties)
+            held = [self._footprints.of(stage, self._sharing) for stage in stages]
+            found = self._alone(worker, held[0], remat[0]) if len(held) == 1 else None
+            self._known[key] = self._less(found or self._together(worker, held, remat), ties)
         return self._known[key]
 
-    def _alone(self, worker: int, stages: tuple[range, ...], remat: Sequence[str]) -> StageMemory:
-        key = (worker, remat[0])
+    def _alone(self, worker: int, held: HeldStage, remat: str) -> StageMemory:
+        key = (worker, remat)
         if key not in self._demands:
-            row = _with_recomputation(self._schedule, worker, remat)
+            row = _with_recomputation(self._schedule, worker, (remat,))
             self._demands[key] = demands(row, self._ahead)
-        return fullest_moment(
-            self._footprints.of(stages[0]), self._demands[key], self._schedule.num_microbatches,
-            self._rules.optimizer, is_first=worker == 0,
-        )  # fmt: skip
+        rule, count = rule_of(self._rules.optimizer), self._schedule.num_microbatches
+        state, more = optimizer_state(held.rest, rule), max((*held.first, *held.last))
+        fullest = memory_at(held.rest, None, rule, state, count, is_first=worker == 0)
+        for demand in self._demands[key]:
+            other = memory_at(held.step, demand, rule, state, count, is_first=worker == 0)
+            if other.peak + more > fullest.peak:
+                fullest = replace(other, transients=other.transients + more)
+        return fullest
 
-    def _together(self, worker: int, stages: tuple[range, ...], remat: Sequence[str]) -> StageMemory:
+    def _together(self, worker: int, held: Sequence[HeldStage], remat: Sequence[str]) -> StageMemory:
         row = _with_recomputation(self._schedule, worker, remat)
         rows = tuple(row if index == worker else each for index, each in enumerate(self._schedule.actions))
-        held = dict(
-            zip(
-                self._schedule.stages_of(worker),
-                [self._footprints.of(stage) for stage in stages],
-                strict=True,
-            )
+        steps = dict(zip(self._schedule.stages_of(worker), [each.step for each in held], strict=True))
+        found = worker_memory(
+            worker, steps, replace(self._schedule, actions=rows), self._rules.optimizer, self._ahead
         )
-        return worker_memory(
-            worker, held, replace(self._schedule, actions=rows), self._rules.optimizer, self._ahead
-        )
+        more = max(max((*each.first, *each.last)) for each in held)
+        return replace(found, transients=found.transients + more)
 
     def _ties(self, stages: tuple[range, ...]) -> tuple[Tie, ...]:
         """Those whose layers the worker has more than one of, with that many of them."""
@@ -109,28 +119,16 @@ class Room:
                 found.append(replace(tie, layers=mine))
         return tuple(found)
 
-    def _on_grid(self, memory: StageMemory, stages: tuple[range, ...], ties: tuple[Tie, ...]) -> StageMemory:
-        grid, state = self._rules.grid, OPTIMIZERS[self._rules.optimizer].state
-        twice = sum(tie.num_bytes * (len(tie.layers) - 1) for tie in ties)
-        parameters, gradients = memory.parameters - twice, memory.gradients
-        if gradients:
-            gradients = max(0, gradients - twice)
-        optimizer_state = memory.optimizer_state - state * twice
-        if grid == Grid(grid.pp, grid.dp):
-            return replace(
-                memory, parameters=parameters, gradients=gradients, optimizer_state=optimizer_state
-            )
-        tp, shards = grid.tp, grid.tp * grid.fsdp
-        layers = self._footprints.profile.layers
-        sizes = sorted(layers[index].parameter_bytes for stage in stages for index in stage)
-        gathered = -(-sum(sizes[-2:]) // tp) if grid.fsdp > 1 else 0  # as gradients, or as parameters
-        whole = gathered if grid.fsdp_level == 3 else 0
+    def _less(self, memory: StageMemory, ties: tuple[Tie, ...]) -> StageMemory:
+        """Without what is counted twice, and what others hold that compute the same layers."""
+        shards = self._rules.grid.fsdp
+        twice = -(-sum(tie.num_bytes * (len(tie.layers) - 1) for tie in ties) // shards)
+        state, tp = OPTIMIZERS[self._rules.optimizer].state * twice, self._rules.grid.tp
         return replace(
             memory,
-            parameters=-(-parameters // (shards if grid.fsdp_level == 3 else tp)) + whole,
-            gradients=-(-gradients // shards) + (gathered if gradients else 0),
-            optimizer_state=-(-optimizer_state // shards),
-            buffers=memory.buffers,
+            parameters=-(-(memory.parameters - twice) // tp),
+            gradients=-(-max(0, memory.gradients - twice) // tp) if memory.gradients else 0,
+            optimizer_state=-(-(memory.optimizer_state - state) // tp),
             activations=-(-memory.activations // tp),
             transients=-(-memory.transients // tp),
         )

@@ -103,6 +103,7 @@ class Costs:
         sizes: by the size of the micro-batch
         update_s: of the optimizer, of each layer
         parameter_bytes: of each parameter that is trained, of each layer
+        gap_s: between two actions of a worker: the engine, and messages that it hands over
         step_s: of a step on the first worker, before its first action: dividing the mini-batch, agreeing
         link: between two processes as it was measured; None where nothing was
         jitter: of steps that were timed, how single actions differed from their median
@@ -118,6 +119,7 @@ class Costs:
     sizes: Mapping[int, SizeCosts]
     update_s: Sequence[float] = ()
     parameter_bytes: Sequence[Sequence[int]] = ()
+    gap_s: float = 0.0
     step_s: float = 0.0
     link: Link | None = None
     jitter: Sequence[Run] = ()
@@ -135,8 +137,9 @@ class Costs:
                 raise ValueError(f"{name} has {len(values)} entries for {self.num_layers} layers")
         if not 0 < self.low <= 1 <= self.high < inf:
             raise ValueError(f"a range from {self.low} to {self.high}; give factors around 1")
-        if not 0 <= self.step_s < inf:
-            raise ValueError(f"step_s is {self.step_s}; it must be finite and not negative")
+        for name in ("gap_s", "step_s"):
+            if not 0 <= (value := getattr(self, name)) < inf:
+                raise ValueError(f"{name} is {value}; it must be finite and not negative")
 
     @property
     def num_layers(self) -> int:
@@ -164,6 +167,7 @@ class Costs:
             },
             "update_s": list(self.update_s),
             "parameter_bytes": [list(layer) for layer in self.parameter_bytes],
+            "gap_s": self.gap_s,
             "step_s": self.step_s,
             "link": None
             if self.link is None
@@ -188,6 +192,7 @@ class Costs:
             sizes={int(size): _size_of(each) for size, each in data["sizes"].items()},
             update_s=tuple(data["update_s"]),
             parameter_bytes=tuple(tuple(layer) for layer in data["parameter_bytes"]),
+            gap_s=data["gap_s"],
             step_s=data["step_s"],
             link=None if data["link"] is None else Link(**data["link"]),
             jitter=tuple(tuple(tuple(process) for process in run) for run in data["jitter"]),

@@ -2,12 +2,12 @@
 
 A stage takes less than its layers one by one, because each action costs something once: the first operations
 after another kind of work find cold caches, and the engine has its own. How much follows from the same layers
-timed as stages of their own and as two stages. With S(K) the seconds of all K stages in one kind of action:
+timed as stages of their own and as K real stages, one in each process. With S(K) the seconds of all K stages in one kind of action:
 
-    S(K) = work + K x action        so        action = (S(L) - S(2)) / (L - 2)
+    S(K) = work + K x action      so      action = (S(L) - S(K)) / (L - K)
 
 and a layer's own seconds are what was timed less `action`. Where that would be negative, layers are instead
-made longer to add up to the two stages. Only the standard library and `pipeline.plan` are imported.
+made longer to add up to the K stages, which wait for messages and find caches colder still. Only the standard library and `pipeline.plan` are imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpipe_bench.experiments.planning.costs import FIRST, Costs, Run, SizeCosts
 from gpipe_bench.pipeline.plan.links import Link
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.planning.costs_probes import Naive, Probed, ProbeRun
+    from gpipe_bench.experiments.planning.costs_probes import Probed, ProbeRun
 
 
 def measured(
@@ -39,9 +39,12 @@ def measured(
         size: _size(size, found, first.activation_bytes[size], first.gradient_bytes[size])
         for size in first.activation_bytes
     }
-    naive = [each for one in found[:1] for each in one.naive]
-    rounds = len({run.run for run in first.runs}) // max(1, len({(r.size, r.fine) for r in first.runs}) * 2)
-    timed = f"measured, {len(found)} processes at once, {rounds} rounds{where and ' on '}{where}"
+    coarse = [run for each in found for run in each.runs if not run.fine]
+    kinds = {(run.size, run.fine) for run in first.runs}
+    timed = f"measured, {len(found)} processes at once, {len(first.runs) // (2 * len(kinds))} rounds"
+    timed += where and f" on {where}"
+    gap_s = median([gap for run in coarse for gap in run.gaps_s] or [0.0])
+    messages = [each for run in coarse for each in run.messages]
     return Costs(
         sizes=sizes,
         update_s=tuple(
@@ -49,10 +52,11 @@ def measured(
             for layer in range(len(first.update_s))
         ),
         parameter_bytes=first.parameter_bytes,
-        step_s=median([each.beyond_s for each in naive] or [0.0]),
-        link=_link(naive) if naive else None,
+        gap_s=gap_s,
+        step_s=median([run.beyond_s for run in first.runs if not run.fine] or [0.0]),
+        link=_link(messages, gap_s) if messages else None,
         jitter=_jitter(found),
-        provenance={"layers": timed, "links": timed if naive else "none: one process", "update": timed},
+        provenance={"layers": timed, "links": timed if messages else "none: one process", "update": timed},
         profiles=profiles,
     )
 
@@ -123,17 +127,18 @@ def _jitter(found: Sequence[Probed]) -> tuple[Run, ...]:
     )
 
 
-def _link(naive: Sequence[Naive]) -> Link:
-    """What a message takes: a latency, and a bandwidth where larger ones took longer."""
+def _link(messages: Sequence[tuple[float, float]], gap_s: float) -> Link:
+    """What a message takes: a latency, and a bandwidth where larger ones took longer. What its sender spends
+    on it is part of the gap between two actions already.
+    """
     by_size: dict[float, list[float]] = {}
-    for each in naive:
-        for size, seconds in each.gaps:
-            by_size.setdefault(size, []).append(seconds)
+    for size, seconds in messages:
+        by_size.setdefault(size, []).append(seconds)
     points = sorted((size, median(seconds)) for size, seconds in by_size.items())
     (small, short_s), (large, long_s) = points[0], points[-1]
     bandwidth = (large - small) / (long_s - short_s) if large > small and long_s > short_s else inf
-    latency_s = short_s if bandwidth == inf else max(0.0, short_s - small / bandwidth)
+    latency_s = short_s if bandwidth == inf else short_s - small / bandwidth
     return Link(
-        "between processes", latency_s, bandwidth,
-        source="measured: from the end of an action to the start of the one that waits for it, in naive steps",
+        "between processes", max(0.0, latency_s - gap_s), bandwidth,
+        source="measured: from the end of an action to the start of one that waited for it",
     )  # fmt: skip

@@ -1,15 +1,15 @@
 """What processes do so that a model's costs are known: they train it in ways that no plan chooses.
 
-All processes work at the same time, since layers are slower beside a busy neighbour. Each takes, round by
-round, steps of pipelines in itself, for every size of a micro-batch:
+All processes work at the same time, since layers are slower beside a busy neighbour. Round by round they take
+steps of three micro-batches, of every size, in two ways that together have every kind of action:
 
-    fine      every layer a stage, recomputed; and with split backwards    F, R, B; G, I, W of each layer
-    coarse    two stages, in the same two ways                             what an action costs beyond its layers
+    fine      in each process, every layer a stage                F, R, B; G, I, W of each layer
+    coarse    over all processes, one stage in each               what an action costs beyond its layers, what
+                                                                  lies between actions, messages, ends of a step
 
-and together they take a naive step, one stage per process, whose gaps are messages and whose ends are what a
-step costs beyond its actions. The clock of a core is not to be trusted: on a shared machine it may run at half
-its speed a minute later. So before and after each of these steps the same reference step is taken, and what
-lies between two of them counts in units of it, at the reference's median speed.
+The clock of a core is not to be trusted: on a shared machine it may run at half its speed a minute later. So
+before and after each of these steps the same reference step is taken, and what lies between two of them counts
+in units of it, at the reference's median speed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
+from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -30,15 +32,16 @@ from gpipe_bench.experiments.planning.costs import kinds_of
 from gpipe_bench.experiments.planning.subjects import Subject
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, transfers
 from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.timeline import Event
 from gpipe_bench.pipeline.stage.microbatch import flatten, split
 
 NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them
-COARSE = 2
+ALONE = 2  # coarse stages where there is one process
 LEARNING_RATE = 1e-6
 WAYS = (("gpipe", "always"), ("zb-h1", "never"))
-"""Schedule and re-materialization of the probes: together they have every kind of action."""
+"""Schedule and re-materialization of the probes."""
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
@@ -67,28 +70,25 @@ class Taken(NamedTuple):
 
 
 class ProbeRun(NamedTuple):
-    """One step of a probe; `run` is common to all processes."""
+    """One step of a probe; `run` is common to all processes. All seconds are at the reference's median speed.
+
+    `gaps_s` lie between two actions of which the second waited for nobody; `messages` are (bytes, seconds) from
+    the end of an action to the start of one that waited for it; `beyond_s` is the step beyond its actions.
+    """
 
     run: int
     size: int
     fine: bool
     actions: tuple[Taken, ...]
-
-
-class Naive(NamedTuple):
-    """A naive step of all processes: what lies between the end of an action and its message's use, by the
-    bytes of the message, and the step beyond its actions on the first process.
-    """
-
-    gaps: tuple[tuple[float, float], ...]  # bytes, seconds
-    beyond_s: float
+    gaps_s: tuple[float, ...] = ()
+    messages: tuple[tuple[float, float], ...] = ()
+    beyond_s: float = 0.0
 
 
 class Probed(NamedTuple):
     """What one process found."""
 
     runs: tuple[ProbeRun, ...]
-    naive: tuple[Naive, ...]
     update_s: tuple[tuple[float, ...], ...]  # samples of each layer
     parameter_bytes: tuple[tuple[int, ...], ...]
     activation_bytes: dict[int, tuple[float, ...]]
@@ -109,8 +109,9 @@ class Bench:
             for layer in self.layers
         ]
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.processes = dist.get_world_size() if dist.is_initialized() else 1
         self.size = sorted(job.sizes)[len(job.sizes) // 2]
-        stages = min(COARSE, len(self.layers))
+        stages = min(ALONE, len(self.layers))
         even = partition([1.0] * len(self.layers), stages)
         self._reference = self.pipeline(named("gpipe", stages, 2), self.size, even)[1]
         self.references: list[float] = []
@@ -156,9 +157,9 @@ class Bench:
 
     def everyone(self, mine: Any) -> list[Any]:
         """What all processes bring, in their order."""
-        if not (dist.is_initialized() and dist.get_world_size() > 1):
+        if self.processes == 1:
             return [mine]
-        found: list[Any] = [None] * dist.get_world_size()
+        found: list[Any] = [None] * self.processes
         dist.all_gather_object(found, mine)
         return found
 
@@ -166,143 +167,152 @@ class Bench:
 class _Probe(NamedTuple):
     size: int
     fine: bool
+    schedule: Schedule
     pipeline: Pipeline
-    kinds: dict[Any, str]
     step: Callable[[], object]
+    boundary_bytes: tuple[float, ...]
+
+
+class _Raw(NamedTuple):
+    """A step by the clock, and the reference before it."""
+
+    before: int
+    probe: _Probe
+    wall_s: float
+    mine: tuple[Event, ...]
+    whole: tuple[Event, ...]  # of all processes, of a coarse one
+    update_s: dict[int, float]
 
 
 def probe(bench: Bench) -> Probed:
     """Takes all probes of a job. All processes must call."""
     job, layers = bench.job, bench.layers
-    every = range(len(layers))
+    sizes = {size: boundaries(bench, size) for size in job.sizes}
     fine_cut = partition([1.0] * len(layers), len(layers))
-    probes = [_probe(bench, size, way, fine_cut, fine=True) for size in job.sizes for way in WAYS]
-    bench.reference()
-    for each in probes:  # warm up, and find where the coarse ones are cut
-        time_step(each.step, layers)
-        bench.update(every)
+    probes = [
+        _probe(bench, size, way, fine_cut, sizes[size][0], fine=True) for size in job.sizes for way in WAYS
+    ]
     cost = [0.0] * len(layers)
-    for each in probes:
+    for number in range(2 * len(probes)):  # the first ones warm up
+        each = probes[number % len(probes)]
         time_step(each.step, layers)
-        for event in each.pipeline.timeline.events:
+        bench.update(range(len(layers)))
+        for event in each.pipeline.timeline.events if number >= len(probes) else ():
             cost[event.action.stage] += event.duration_s
     cost = [sum(column) for column in zip(*bench.everyone(cost), strict=True)]
-    if len(layers) > COARSE:
-        cut = partition(cost, COARSE)
-        probes += [_probe(bench, size, way, cut, fine=False) for size in job.sizes for way in WAYS]
-    naives = _naive_pipelines(bench, cost)
-    for step in [*(each.step for each in probes if not each.fine), *(each[1] for each in naives)]:
-        for _ in range(2):
-            time_step(step, layers)
+    stages = max(ALONE, bench.processes)
+    if len(layers) > stages:
+        cut = partition(cost, stages)
+        coarse = [
+            _probe(bench, size, way, cut, sizes[size][0], fine=False) for size in job.sizes for way in WAYS
+        ]
+        for each in (*coarse, *coarse):
+            time_step(each.step, layers)
+        probes += coarse
     settle()
     first = bench.reference()
-    raw: list[tuple[int, int, _Probe, list[tuple[Any, float]]]] = []
-    updates: list[tuple[int, dict[int, float]]] = []
-    gaps: list[tuple[int, Naive]] = []
+    raw: list[_Raw] = []
     generator = random.Random(job.seed)
     for _ in range(job.rounds):
         for each in generator.sample(probes, len(probes)):
-            time_step(each.step, layers)
-            taken = [(event.action, event.duration_s) for event in each.pipeline.timeline.events]
-            before = len(bench.references) - 1
-            raw.append((before, len(raw), each, taken))
-            updates.append((before, bench.update(every)))
-            bench.reference()
-        for each in naives:
-            found = _naive(bench, *each)
-            gaps.append((len(bench.references) - 1, found))
+            raw.append(_take(bench, each))
             bench.reference()
     bench.reference_s = median(bench.references[first:])
-    return _probed(bench, raw, updates, gaps)
-
-
-def _probe(bench: Bench, size: int, way: tuple[str, str], cut: Partition, *, fine: bool) -> _Probe:
-    name, remat = way
-    schedule = named(name, len(cut), NUM_MICROBATCHES, remat=remat)
-    pipeline, step = bench.pipeline(schedule, size, cut)
-    return _Probe(size, fine, pipeline, kinds_of(schedule), step)
-
-
-def _naive_pipelines(
-    bench: Bench, cost: Sequence[float]
-) -> list[tuple[Pipeline, Callable[[], object], tuple[float, ...]]]:
-    """One stage per process, for the smallest and the largest size; with the bytes over each boundary."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if not 1 < world <= len(bench.layers):
-        return []
-    cut = partition(cost, world)
-    found = []
-    for size in sorted({min(bench.job.sizes), max(bench.job.sizes)}):
-        activations, _ = boundaries(bench, size)
-        pipeline, step = bench.pipeline(named("naive", world, 2), size, cut, shared=True)
-        found.append((pipeline, step, tuple(activations[span.stop - 1] for span in cut[:-1])))
-    return found
-
-
-def _naive(
-    bench: Bench, pipeline: Pipeline, step: Callable[[], object], num_bytes: tuple[float, ...]
-) -> Naive:
-    wall_s = time_step(step, bench.layers)
-    timeline = pipeline.timeline
-    mine = timeline.events
-    beyond_s = wall_s - (mine[-1].end_s - mine[0].start_s)
-    whole = pipeline.gather_timeline()
-    ends = {str(event.action): event.end_s for event in whole.events}
-    starts = {str(event.action): event.start_s for event in whole.events}
-    gaps = [
-        (num_bytes[stage], starts[f"{stage + 1}F{m}"] - ends[f"{stage}F{m}"])
-        for stage in range(len(num_bytes))
-        for m in range(2)
-    ]
-    return Naive(tuple(gaps), max(0.0, beyond_s))
-
-
-def _probed(
-    bench: Bench,
-    raw: list[tuple[int, int, _Probe, list[tuple[Any, float]]]],
-    updates: list[tuple[int, dict[int, float]]],
-    gaps: list[tuple[int, Naive]],
-) -> Probed:
-    """At the reference's median speed."""
-    reference_s, layers = bench.reference_s, range(len(bench.layers))
-    runs = [
-        ProbeRun(
-            run,
-            each.size,
-            each.fine,
-            tuple(
-                Taken(
-                    action.stage,
-                    each.kinds[action],
-                    action.microbatch,
-                    seconds / bench.speed(before, reference_s),
-                )
-                for action, seconds in taken
-            ),
-        )
-        for before, run, each, taken in raw
-    ]
-    sizes = {size: boundaries(bench, size) for size in bench.job.sizes}
+    for each in probes:
+        each.pipeline.close()
     return Probed(
-        tuple(runs),
-        tuple(
-            Naive(
-                tuple((size, gap / bench.speed(before, reference_s)) for size, gap in found.gaps),
-                found.beyond_s / bench.speed(before, reference_s),
-            )
-            for before, found in gaps
-        ),
+        tuple(_run(bench, number, each) for number, each in enumerate(raw)),
         tuple(
             tuple(
-                found[layer] / bench.speed(before, reference_s) for before, found in updates if layer in found
+                each.update_s[layer] / bench.speed(each.before, bench.reference_s)
+                for each in raw
+                if layer in each.update_s
             )
-            for layer in layers
+            for layer in range(len(layers))
         ),
-        tuple(tuple(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in bench.layers),
+        tuple(tuple(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers),
         {size: found[0] for size, found in sizes.items()},
         {size: found[1] for size, found in sizes.items()},
-        reference_s,
+        bench.reference_s,
     )
+
+
+def _probe(
+    bench: Bench, size: int, way: tuple[str, str], cut: Partition, num_bytes: Sequence[float], *, fine: bool
+) -> _Probe:
+    name, remat = way
+    schedule = named(name, len(cut), NUM_MICROBATCHES, remat=remat)
+    pipeline, step = bench.pipeline(schedule, size, cut, shared=not fine and bench.processes > 1)
+    return _Probe(size, fine, schedule, pipeline, step, tuple(num_bytes[span.stop - 1] for span in cut[:-1]))
+
+
+def _take(bench: Bench, each: _Probe) -> _Raw:
+    before = len(bench.references) - 1
+    wall_s = time_step(each.step, bench.layers)
+    mine = each.pipeline.timeline
+    shared = not each.fine and bench.processes > 1
+    held = {layer for event in mine.events for layer in each.pipeline.partition[event.action.stage]}
+    return _Raw(
+        before,
+        each,
+        wall_s,
+        mine.events,
+        each.pipeline.gather_timeline().events if shared else (),
+        bench.update(sorted(held)),
+    )
+
+
+def _run(bench: Bench, number: int, raw: _Raw) -> ProbeRun:
+    """At the reference's median speed."""
+    speed, each = bench.speed(raw.before, bench.reference_s), raw.probe
+    kinds = kinds_of(each.schedule)
+    actions = tuple(
+        Taken(e.action.stage, kinds[e.action], e.action.microbatch, e.duration_s / speed) for e in raw.mine
+    )
+    if not raw.whole:
+        return ProbeRun(number, each.size, each.fine, actions)
+    last = each.schedule.num_stages - 1
+    return ProbeRun(
+        number,
+        each.size,
+        each.fine,
+        actions,
+        tuple(
+            (after.start_s - event.end_s) / speed
+            for event, after in pairwise(raw.mine)
+            if not _receives(after.action, last)
+        ),
+        tuple(
+            (num_bytes, seconds / speed)
+            for num_bytes, seconds in _messages(each.schedule, raw.whole, each.boundary_bytes)
+        ),
+        max(0.0, raw.wall_s - (raw.mine[-1].end_s - raw.mine[0].start_s)) / speed,
+    )
+
+
+def _receives(action: Action, last: int) -> bool:
+    """Whether an action waits for another stage."""
+    if action.kind is Kind.F:
+        return action.stage > 0
+    return action.kind in (Kind.B, Kind.I) and action.stage < last
+
+
+def _messages(
+    schedule: Schedule, events: Sequence[Event], boundary_bytes: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Bytes and seconds of the messages whose receivers were waiting when they were sent."""
+    times = {event.action: event for event in events}
+    free_s = {
+        after: times[before].end_s for row in schedule.actions for before, after in pairwise(row)
+    }  # when the worker could have begun
+    return [
+        (
+            boundary_bytes[min(message.source.stage, message.target.stage)],
+            times[message.target].start_s - times[message.source].end_s,
+        )
+        for message in transfers(schedule)
+        if free_s.get(message.target, -inf) < times[message.source].end_s
+    ]
 
 
 def boundaries(bench: Bench, size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

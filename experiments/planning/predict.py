@@ -1,7 +1,7 @@
 """What a candidate takes: its real schedule laid out with the costs of its layers, and its workers' peaks.
 
-Layers add up to stages, an action costs a little more once, messages take the link, the gradients of replicas
-are summed as their buckets leave, and the optimizer ends the step. What a replay of medians leaves out is that
+Layers add up to stages, an action costs a little more once, messages take the link, the gradients of
+replicas are summed as their buckets leave, and the optimizer ends the step. What a replay of medians leaves out is that
 actions are never all at their median, and a pipeline waits for whichever is late: so a measured machine's
 jitter is drawn from the steps in which the layers were timed, and the step is the median of the draws:
 
@@ -67,7 +67,7 @@ class Layout:
         self._link = pipeline_link(candidate, request)
         self._replica_link = replica_link(candidate, request)
         known = {
-            key: self.at.seconds(key[1], candidate.cut[key[0]])
+            key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s
             for key in {(action.stage, kind) for action, kind in self.kinds.items()}
         }
         self.action_s = {action: known[action.stage, kind] for action, kind in self.kinds.items()}
@@ -91,7 +91,7 @@ class Layout:
         return replay(self.schedule, duration.__getitem__, self._link, **self._rest(slower))
 
     def drawn_s(self, draws: int, seed: int = SEED) -> list[float]:
-        """Seconds of steps with the jitter of steps that were timed, sorted; one without where there is none."""
+        """Sorted seconds of steps with the jitter of steps that were timed; of one without any."""
         if not self.costs.jitter or draws < 1:
             return [float(self.timeline().makespan_s)]
         generator = random.Random(seed)

@@ -6,9 +6,9 @@
     python -m gpipe_bench.experiments.side_by_side.trials --write-docs    # the same, into docs/own-engine.md
 
 A trial is a case of `peers` (two processes, a Transformer, M = 4, nothing re-materialized, 12 rounds) in
-which torch's ScheduleGPipe takes part under three names, beside ours, while a neighbour multiplies matrices in
-bursts of random length. A verdict is wrong when a ratio of two of the three names is certain to be other than
-1 (`control.verdict`). One line of JSON per finished trial; those on record are not run again.
+which torch's ScheduleGPipe takes part under three names, beside ours, while a neighbour multiplies matrices
+in bursts of random length. A verdict is wrong when a ratio of two of the three names is certain to be other
+than 1 (`control.verdict`). One line of JSON per finished trial; those on record are not run again.
 """
 
 from __future__ import annotations
@@ -126,9 +126,8 @@ def is_wrong(record: Mapping[str, Any]) -> bool:
 
 def summary(records: Sequence[Mapping[str, Any]]) -> str:
     """How many trials there are, how many were wrong, with an exact 95 % interval, how the others ended."""
-    lines = [
-        f"{len(records)} of {TRIALS} trials, {sum(len(each['said']) for each in records)} ratios of one engine to itself"
-    ]
+    ratios = sum(len(each["said"]) for each in records)
+    lines = [f"{len(records)} of {TRIALS} trials, {ratios} ratios of one engine to itself"]
     if not records:
         return lines[0]
     states = Counter(

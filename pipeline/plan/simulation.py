@@ -72,10 +72,7 @@ class Simulation:
             _Stage(index, schedule.num_stages, self.workers[schedule.worker(index)])
             for index in range(schedule.num_stages)
         ]
-        self.graph_from = [
-            Kind.R if schedule.recomputes(microbatch) else Kind.F
-            for microbatch in range(schedule.num_microbatches)
-        ]
+        self.recomputed = schedule.recomputed
         self.heap: list[tuple[float, int]] = []
         self.messages: list[Span] = []
         # How long a message takes a link, by boundary; when the link from worker to worker is free: one for
@@ -132,7 +129,11 @@ class Simulation:
             if not stage.is_first:
                 arrival_s = stage.inputs_s.get(microbatch)
         else:
-            before = Kind.F if kind is Kind.R else Kind.I if kind is Kind.W else self.graph_from[microbatch]
+            if kind is Kind.W:
+                before = Kind.I
+            else:
+                again = kind is not Kind.R and microbatch in self.recomputed[action.stage]
+                before = Kind.R if again else Kind.F
             if stage.done.get(microbatch) is not before:  # the stage's own work comes first
                 return
             if not stage.is_last and (

@@ -47,4 +47,28 @@ PORTALS = (
         why="a large portal waits with the stage that pops it",
         tests=("tests/test_portal_memory.py::test_a_large_portal_waits_where_it_is_popped[always]",),
     ),
+    Mutant(
+        name="receives of portals posted at once on accelerators",
+        file="pipeline/ranks/portals.py",
+        old="                    gate=gate,\n",
+        new="                    gate=None,\n",
+        why="a kernel that waits for what this rank has yet to send stops whoever waits for the device",
+        tests=("tests/test_nccl_portals.py::test_a_wait_for_the_device_ends_at_every_action[gpipe-False-0]",),
+    ),
+    Mutant(
+        name="one connection for all lines over NCCL",
+        file="pipeline/ranks/connecting/opening.py",
+        old="    if not ties.is_accelerated:\n        return dict",
+        new="    if True:\n        return dict",
+        why="nothing tells messages of two lines apart there but their order",
+        tests=("tests/test_nccl_portals.py::test_the_first_message_of_a_step_waits_for_no_host",),
+    ),
+    Mutant(
+        name="lines not warmed up",
+        file="pipeline/ranks/connecting/warm_up.py",
+        old="        if source != target:\n            greetings.add(Greeting(None, source",
+        new="        if False:\n            greetings.add(Greeting(None, source",
+        why="the first message between two ranks holds up both hosts, in the middle of a step",
+        tests=("tests/test_nccl_portals.py::test_the_first_message_of_a_step_waits_for_no_host",),
+    ),
 )

@@ -109,7 +109,7 @@ def grid_peak_bytes(
     for index, stage in enumerate(stages):
         row = schedule.row(index)
         first, last = row[0], row[-1]
-        in_step[first] += stage.first[not schedule.recomputes(first.microbatch)]
+        in_step[first] += stage.first[not schedule.recomputes(first.microbatch, index)]
         only = sum(action.kind is last.kind for action in row) == 1
         in_step[last] += stage.last[2 * (last.kind is Kind.W) + (not only)]
     found = []

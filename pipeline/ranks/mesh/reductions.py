@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.journal import Journal
+from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.mesh.buckets import BUCKET_BYTES, buckets
+from gpipe_bench.pipeline.ranks.mesh.buckets import buckets
 from gpipe_bench.pipeline.ranks.mesh.collectives import Collectives
 from gpipe_bench.pipeline.ranks.mesh.flat import Flat, Room
 from gpipe_bench.pipeline.ranks.messages.connection import Work
@@ -73,7 +74,8 @@ class Buckets:
     ) -> None:
         self._stage, self._collectives, self._agreement = stage, collectives, agreement
         self._journal, self._bucket_bytes = journal, bucket_bytes
-        self._parameters: tuple[nn.Parameter, ...] = ()
+        self._trainable: tuple[nn.Parameter, ...] = ()
+        self._parameters: tuple[nn.Parameter, ...] = ()  # what their gradients come in on
         self._times: list[int] | None = None  # each gets a gradient in the last backward; None: not known yet
         self._buckets: tuple[tuple[int, ...], ...] = ()
         self._bucket_of: dict[int, int] = {}
@@ -90,14 +92,17 @@ class Buckets:
 
     def begin(self, *, sync: bool) -> None:
         self._sync = sync
-        trainable = self._stage.trainable
-        if len(trainable) != len(self._parameters) or any(
-            a is not b for a, b in zip(trainable, self._parameters, strict=True)
+        trainable, before = self._stage.trainable, len(self._parameters)
+        self._parameters = self._stage.receiving  # of tied weights other ones in every step
+        if (
+            len(self._parameters) != before
+            or len(trainable) != len(self._trainable)
+            or any(a is not b for a, b in zip(trainable, self._trainable, strict=True))
         ):
-            self._parameters = trainable
+            self._trainable = trainable
             self.refresh()
         if self._collectives.rank and not self._own:
-            for parameter in trainable:
+            for parameter in self._parameters:
                 parameter.grad = None
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
@@ -182,9 +187,9 @@ class Buckets:
                     self._send()
             elif self._to_come[position] < 0 and self._bucket_of[position] < len(self._sent):
                 raise RuntimeError(
-                    f"a parameter of stage {self._stage.index} got more gradients in a backward than in the "
-                    "step before, when the sum over replicas had begun; call Pipeline.refresh() on every rank "
-                    "before the first step in which it does"
+                    f"a parameter of stage {self._stage.index} got more gradients in a backward than in an "
+                    "earlier step, when the sum over replicas had begun; call Pipeline.refresh() on every "
+                    "rank before the first step in which it does"
                 )
 
         return hook

@@ -70,7 +70,9 @@ class Settled:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *_: Any, **options: Any) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *_: Any, **options: Any
+    ) -> None:
         options.pop("async_op", None)
         with _disable_current_modes():
             output = torch.empty_like(output_tensor)

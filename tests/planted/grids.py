@@ -41,14 +41,4 @@ GRIDS = (
         why="ZeRO would look as if it saved nothing where the optimizer decides",
         tests=("tests/test_grid_memory.py::test_modelled_peaks_are_those_of_real_steps",),
     ),
-    Mutant(
-        name="messages of scattered gradients are gone at once",
-        file="pipeline/memory/stages/grids.py",
-        old="""            message += gradients[layer]
-            gone += gradients[layer] - sum(map(""",
-        new="""            message = 0
-            gone += gradients[layer] - sum(map(""",
-        why="FSDP2 keeps them to the end of a backward, and a model of one stage would promise too much",
-        tests=("tests/test_grid_memory.py::test_modelled_peaks_are_those_of_real_steps",),
-    ),
 )

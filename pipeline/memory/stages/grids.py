@@ -180,7 +180,7 @@ def _gathered_once(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStag
         return max(before + own for before, own in zip(found.before, parameters, strict=True)) - moment.total
 
     def last(found: Pass, moment: Moment) -> int:
-        """Of the layers that are through, scattered gradients and the messages, which stay to the end of B."""
+        """Of the layers that are through, scattered gradients, and their messages until B ends."""
         most, gone, message = 0, 0, 0
         for layer in range(len(parameters) - 1, -1, -1):
             most = max(most, found.most[layer] - gone + message)

@@ -13,6 +13,7 @@ from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
 from gpipe_bench.pipeline.memory.stages.layerwise import passes
+from gpipe_bench.pipeline.memory.stages.workers import peak_bytes, stage_footprints
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.launch import launch
@@ -70,7 +71,7 @@ def modelled(given: dict[str, Any]) -> int:
 def test_modelled_peaks_are_those_of_real_steps(number: int, found: list[list[int]]) -> None:
     expected = modelled(CASES[number])
     for rank in found:
-        assert rank[number] == pytest.approx(expected, rel=0.01)
+        assert rank[number] == pytest.approx(expected, rel=0.005)
 
 
 def test_the_walk_by_layers_has_the_same_fullest_moments() -> None:
@@ -83,3 +84,25 @@ def test_the_walk_by_layers_has_the_same_fullest_moments() -> None:
         assert max(each.backward.most) == whole.backward.total
         assert each.forward.after[-1] == whole.saved_bytes
         assert each.backward_first.after[0] >= whole.gradient_bytes
+
+
+def test_what_a_grid_cannot_be() -> None:
+    with pytest.raises(ValueError, match="0 replicas and 1 shards; give 1 or more of each"):
+        Sharing(replicas=0)
+    with pytest.raises(ValueError, match="ZeRO level 1; parameters are sharded at levels 2 and 3"):
+        Sharing(shards=2, level=1)
+    layers, loss = profiled(2, split_backward=True)
+    stage = held_stage(layers, loss, Sharing(shards=2, level=3))
+    with pytest.raises(ValueError, match="which the profiles of its stage say nothing of"):
+        grid_peak_bytes([stage], named("zb-h1", 1, 2))
+
+
+def test_alone_it_is_the_same_model() -> None:
+    """Two workers with two stages each."""
+    layers, loss = profiled(4)
+    spans = [range(0, 2), range(2, 4), range(4, 7), range(7, len(layers))]
+    schedule = named("interleaved", 2, 4)
+    alone = [held_stage(layers[s.start : s.stop], loss if s is spans[-1] else None, Sharing()) for s in spans]
+    assert grid_peak_bytes(alone, schedule, "adam") == peak_bytes(
+        stage_footprints(layers, loss, spans), schedule, "adam", receive_ahead=1
+    )

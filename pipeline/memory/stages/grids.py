@@ -6,14 +6,16 @@ parameters and G of gradients:
                       dp                     ZeRO-2                        ZeRO-3
     always            P                      P / n                         P / n
     optimizer state   of P                   of P / n                      of P / n
-    in the step       -                      P gathered, from the first F  P of the layer that runs, and of
-                                             to the layer's last B         the next in B
+    in the step       -                      P gathered, from the first F  P of the layer that runs
+                                             to the layer's last B
     first F           -                      a message of each layer that  -
                                              is not yet copied
+    a gather          -                      its message, until it is      the same
+                                             copied
     gradients         G                      G until the last B, G / n     G of the layer that runs, G / n
                                              afterwards                    afterwards
-    last B            a bucket more, while   a message of the layer that   (in every B) the same
-                      it is copied           is scattered
+    last B            a bucket more, while   messages of the layers that   in every B the same
+                      it is copied           are through, until its end
 
 Every layer is gathered and scattered by itself; shards of a tensor are rounded up. Left out: what the backend
 of torch.distributed allocates of its own.
@@ -178,13 +180,15 @@ def _gathered_once(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStag
         return max(before + own for before, own in zip(found.before, parameters, strict=True)) - moment.total
 
     def last(found: Pass, moment: Moment) -> int:
-        """Of the layers that are through, the scattered gradients alone; a message until the next one's."""
+        """Of the layers that are through, scattered gradients, and their messages until B ends."""
         most, gone, message = 0, 0, 0
         for layer in range(len(parameters) - 1, -1, -1):
             most = max(most, found.most[layer] - gone + message)
+            if not parameters[layer]:
+                continue
             gone += parameters[layer]  # given up before the gradients are copied
-            message = gradients[layer]
-            most = max(most, found.after[layer] - gone + message)
+            most = max(most, found.after[layer] - gone + message + gradients[layer])
+            message += gradients[layer]
             gone += gradients[layer] - sum(map(sharing.part, each.trained_sizes[layer]))
             most = max(most, found.after[layer] - gone + message)
         return most - moment.total
@@ -214,15 +218,14 @@ def _gathered_always(whole: Footprint, each: Passes, sharing: Sharing) -> HeldSt
         found, most, message = each.backward_first, 0, 0
         gone = 0  # whole gradients of layers that are through
         for layer in range(len(parameters) - 1, -1, -1):
-            following = parameters[layer - 1] if layer else 0
+            most = max(most, found.most[layer] - gone + parameters[layer] + message)
+            if not parameters[layer]:
+                continue
             most = max(most, found.before[layer] - gone + 2 * parameters[layer] + message)
-            most = max(most, found.most[layer] - gone + parameters[layer] + following + message)
-            message = gradients[layer]
-            most = max(most, found.after[layer] - gone + message + following)
+            most = max(most, found.after[layer] - gone + gradients[layer] + message)
+            message += gradients[layer]
             gone += gradients[layer] - (shards[layer] if first else 0)
-            most = max(
-                most, found.after[layer] - gone + message + following + (0 if first else shards[layer])
-            )
+            most = max(most, found.after[layer] - gone + message + (0 if first else shards[layer]))
         return Moment(transients=most)
 
     return HeldStage(

@@ -74,7 +74,8 @@ class Buckets:
     ) -> None:
         self._stage, self._collectives, self._agreement = stage, collectives, agreement
         self._journal, self._bucket_bytes = journal, bucket_bytes
-        self._parameters: tuple[nn.Parameter, ...] = ()
+        self._trainable: tuple[nn.Parameter, ...] = ()
+        self._parameters: tuple[nn.Parameter, ...] = ()  # what their gradients come in on
         self._times: list[int] | None = None  # each gets a gradient in the last backward; None: not known yet
         self._buckets: tuple[tuple[int, ...], ...] = ()
         self._place_of: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and where in it
@@ -92,14 +93,17 @@ class Buckets:
 
     def begin(self, *, sync: bool) -> None:
         self._sync = sync
-        trainable = self._stage.trainable
-        if len(trainable) != len(self._parameters) or any(
-            a is not b for a, b in zip(trainable, self._parameters, strict=True)
+        trainable, before = self._stage.trainable, len(self._parameters)
+        self._parameters = self._stage.receiving  # of tied weights other ones in every step
+        if (
+            len(self._parameters) != before
+            or len(trainable) != len(self._trainable)
+            or any(a is not b for a, b in zip(trainable, self._trainable, strict=True))
         ):
-            self._parameters = trainable
+            self._trainable = trainable
             self.refresh()
         if self._collectives.rank and not self._own:
-            for parameter in trainable:
+            for parameter in self._parameters:
                 parameter.grad = None
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:

@@ -342,6 +342,15 @@ class Pipeline(nn.Module):
         with self._ranks.together() as together:
             return together.gather(mine)
 
+    @property
+    def place(self) -> str:
+        """Which process of the job this is, for messages: "rank 2", on a grid "rank 2 (dp=1 pp=0)"."""
+        rank = 0 if self._ranks is None else self._ranks.rank
+        if self.grid is None:
+            return f"rank {rank}"
+        rank = dist.get_rank()
+        return f"rank {rank} ({self.grid.coordinates(rank)})"
+
     def gather_all(self, mine: T) -> list[T]:
         """The same of all processes of the grid, in the order of the mesh's ranks."""
         if self._ranks is None:

@@ -28,7 +28,7 @@ from gpipe_bench.pipeline.engine import Observer
 from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
-from gpipe_bench.pipeline.plan.portals import lines_of
+from gpipe_bench.pipeline.plan.portals import Line, lines_of
 from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
@@ -306,6 +306,11 @@ class Pipeline(nn.Module):
     def partition(self) -> tuple[range, ...]:
         """The layer indices of each stage."""
         return self._partition
+
+    @property
+    def portals(self) -> tuple[Line, ...]:
+        """What goes past stages, for `plan.drawing`, `plan.svg` and `plan.replay`."""
+        return self._lines
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -37,12 +37,15 @@ class Tie:
 class Source:
     """How a script makes the model again: the import, and what is called by it.
 
-    For one's own `called` is the function; for the zoo's it is the builder, with its options.
+    For one's own `called` is the function, which may give a loss, and a foreign model in the place of layers;
+    for the zoo's it is the builder, with its options.
     """
 
     imports: str
     called: str
     options: dict[str, Any] | None = None
+    has_loss: bool = True
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,15 +185,22 @@ def _own(name: str) -> Model:
     parameters = count_parameters(nn.ModuleList(layers))
     return Model(
         name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, ties_of(layers),
-        Source(f"from {module} import {attribute}", attribute),
+        Source(
+            f"from {module} import {attribute}", attribute, has_loss=len(given) == 4,
+            is_foreign=_is_foreign(given[0]),
+        ),
     )  # fmt: skip
 
 
 def _layers(given: object) -> tuple[nn.Module, ...]:
     """Of a sequence, or of a model that `pipeline.layers_of` knows; none of anything else."""
-    if isinstance(given, nn.Module) and type(given).__module__.startswith("transformers."):
-        return tuple(layers_of(given))
+    if _is_foreign(given):
+        return tuple(layers_of(given))  # type: ignore[arg-type]
     return tuple(given) if isinstance(given, (nn.Sequential, list, tuple)) else ()
+
+
+def _is_foreign(given: object) -> bool:
+    return isinstance(given, nn.Module) and type(given).__module__.startswith("transformers.")
 
 
 def _mean(output: Any, target: Tensor) -> Tensor:

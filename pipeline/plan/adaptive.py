@@ -30,7 +30,7 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 
-EFFORT = 500_000
+EFFORT = 200_000
 """Actions that a search lays out, which takes seconds."""
 _ROUNDS = 3  # of packing by the costs that the last choice has shown
 

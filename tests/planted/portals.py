@@ -71,4 +71,12 @@ PORTALS = (
         why="the first message between two ranks holds up both hosts, in the middle of a step",
         tests=("tests/test_nccl_portals.py::test_the_first_message_of_a_step_waits_for_no_host",),
     ),
+    Mutant(
+        name="the replay forgets the way back of portals",
+        file="pipeline/plan/simulation.py",
+        old="        for line in stage.lines_out if back else stage.lines_in:",
+        new="        for line in () if back else stage.lines_in:",
+        why="the stage that stashed waits for the gradient of what it stashed",
+        tests=("tests/test_portal_plans.py::test_a_portal_takes_the_link_between_its_workers_alone",),
+    ),
 )

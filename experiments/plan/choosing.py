@@ -2,8 +2,8 @@
 
 All schedules that two workers can take, every number of micro-batches that divides the mini-batch, with and
 without re-materialization; each is cut by its own step. The best five are run, and five others that lie
-evenly in the rest of the ranking, so that a plan that is wrong about the slow ones is found out, too. Only the
-standard library and `pipeline.plan` are imported.
+evenly in the rest of the ranking, so that a plan that is wrong about the slow ones is found out, too. Only
+the standard library and `pipeline.plan` are imported.
 """
 
 from __future__ import annotations

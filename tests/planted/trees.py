@@ -51,7 +51,7 @@ TREES = (
         old="            held, parameter.grad = parameter.grad, None\n",
         new="            held = parameter.grad\n",
         why="a tied weight would count the steps before twice where gradients add up",
-        tests=("tests/test_distributed.py::test_case[tied_gradients_add_up]",),
+        tests=("tests/test_tied.py::test_what_was_in_grad_is_kept",),
     ),
     Mutant(
         name="the first use first",

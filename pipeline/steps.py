@@ -33,6 +33,7 @@ from gpipe_bench.pipeline.stage.microbatch import (
 )
 from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Nested
 from gpipe_bench.pipeline.transport import Plan, Transport
 
@@ -40,8 +41,8 @@ from gpipe_bench.pipeline.transport import Plan, Transport
 class Steps:
     """Takes mini-batches through `stages`, those of this process by their indices.
 
-    `stage_devices` is the device of each stage of the pipeline; `tied` are the weights that other processes
-    have, too; `joint` is what is done with other replicas.
+    `stage_devices` is the device of each stage of the pipeline; `tied` are the weights that several layers
+    use; `joint` is what is done with other replicas.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Steps:
         stages: Mapping[int, Stage],
         stage_devices: Sequence[torch.device],
         transport: Transport,
-        tied: TiedWeights | None = None,
+        tied: TiedWeights | Leaves | None = None,
         joint: Joint | None = None,
     ) -> None:
         self._schedule, self._stages, self._joint = schedule, stages, joint

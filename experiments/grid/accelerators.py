@@ -22,6 +22,7 @@ from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.record import Quantity, Scalar
 
 if TYPE_CHECKING:
+    from gpipe_bench.experiments.published.accelerator_steps.accelerators import Accelerator
     from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
     from gpipe_bench.pipeline.memory.story import LayerProfile
 
@@ -101,7 +102,8 @@ def run(key: Mapping[str, Scalar], *, quick: bool) -> Outcome:
                 )
             )  # fmt: skip
     facts = {
-        "title": MODELS[name].title, "batch_size": subject.batch_size, "accelerator": subject.accelerator.name,
+        "title": MODELS[name].title, "batch_size": subject.batch_size,
+        "accelerator": subject.accelerator.name,
         "settings": [setting._asdict() for setting in settings()], "ranges": ranges,
     }  # fmt: skip
     return Outcome(tuple(quantities), facts)
@@ -148,7 +150,7 @@ class Laid:
         return make(self.name, quick=self.quick)
 
     @cached_property
-    def accelerator(self):  # type: ignore[no-untyped-def]
+    def accelerator(self) -> Accelerator:
         from gpipe_bench.experiments.published.accelerator_steps.accelerators import TPU_V3
 
         return TPU_V3

@@ -108,8 +108,8 @@ def _accelerators(records: Sequence[Record]) -> Iterator[str]:
             f"{record.details['title']} on {record.case['accelerators']} accelerators "
             f"({record.details['accelerator']}), {record.details['batch_size']} examples: the fastest of "
             f"{len(steps)} grids that fit 16 GiB\n"
-            "  (modelled: a roofline's operations laid out by the replay; the range is over the share of the\n"
-            "  peak and the link's bandwidth; memory with replicas, or with the parameters of dp divided)"
+            "  (modelled: a roofline's operations laid out by the replay; the range is over the\n"
+            "  share of the peak and the link's; memory with replicas, or with the parameters of dp divided)"
         )
         yield Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 

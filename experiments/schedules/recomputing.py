@@ -51,7 +51,7 @@ class Subject:
     full: FullSize
     profile: ModelProfile
     accelerator: Accelerator
-    cap_gib: int
+    cap_gib: float
     batch_size: int
     num_microbatches: int
 

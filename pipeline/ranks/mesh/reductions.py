@@ -187,8 +187,8 @@ class Buckets:
             elif self._to_come[position] < 0 and self._bucket_of[position] < len(self._sent):
                 raise RuntimeError(
                     f"a parameter of stage {self._stage.index} got more gradients in a backward than in the "
-                    "step before, when the sum over replicas had begun; call Pipeline.refresh() on every rank "
-                    "before the first step in which it does"
+                    "step before, when the sum over replicas had begun; call Pipeline.refresh() on every "
+                    "rank before the first step in which it does"
                 )
 
         return hook

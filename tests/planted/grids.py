@@ -33,4 +33,12 @@ GRIDS = (
         why="data parallelism would look twice as cheap as it is",
         tests=("tests/test_collectives.py::test_numbers_by_hand",),
     ),
+    Mutant(
+        name="gathered parameters stay whole in the optimizer's step",
+        file="pipeline/memory/stages/grids.py",
+        old="        mine = [stages[stage].rest for stage in schedule.stages_of(worker)]",
+        new="        mine = [stages[stage].step for stage in schedule.stages_of(worker)]",
+        why="ZeRO would look as if it saved nothing where the optimizer decides",
+        tests=("tests/test_grid_memory.py::test_modelled_peaks_are_those_of_real_steps",),
+    ),
 )

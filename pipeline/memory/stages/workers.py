@@ -15,7 +15,7 @@ posted a number of receives ahead, as over processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Protocol
@@ -72,6 +72,14 @@ def action_bytes(
     `peak_bytes`, which these never exceed. The optimizer's step may.
     """
     return _walk(stages, schedule, optimizer, receive_ahead)[1]
+
+
+def at_rest_bytes(stages: Sequence[Footprint], schedule: Schedule, optimizer: str) -> tuple[int, ...]:
+    """Most bytes that each worker holds in the optimizer's step; arguments and errors as of `peak_bytes`."""
+    _check_number(stages, schedule)
+    rule = rule_of(optimizer)
+    workers = [_Worker(schedule, number, stages, rule, 0) for number in range(schedule.num_workers)]
+    return tuple([worker.fullest.peak for worker in workers])
 
 
 def stage_footprints(
@@ -203,7 +211,7 @@ class _Worker:
         self,
         schedule: Schedule,
         number: int,
-        footprints: Sequence[Footprint],
+        footprints: Sequence[Footprint] | Mapping[int, Footprint],
         rule: Optimizer,
         receive_ahead: int | None,
     ) -> None:
@@ -280,3 +288,32 @@ def _sum(parts: Sequence[StageMemory], transients: int = 0, *, shared: bool = Fa
         sums["transients"] = max(part.transients for part in parts)
     sums["transients"] += transients
     return StageMemory(**sums, when=parts[0].when)
+
+
+def worker_memory(
+    number: int,
+    held: Mapping[int, Footprint],
+    schedule: Schedule,
+    optimizer: str,
+    receive_ahead: int,
+) -> StageMemory:
+    """The fullest moment of one worker, whatever the others hold; ``held`` has its stages by their numbers.
+
+    A search asks this of a worker whose other workers are not cut yet. Receives are posted ahead, so that
+    nothing depends on them; other arguments and errors are those of `peak_bytes`.
+    """
+    worker = _Worker(schedule, number, held, rule_of(optimizer), receive_ahead)
+    last = schedule.num_stages - 1
+    for action in schedule.actions[number]:
+        stage, kind = action.stage, action.kind
+        forward = kind is Kind.F
+        if forward or kind is Kind.B or kind is Kind.I:
+            source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+            if 0 <= source <= last and schedule.worker(source) == number:
+                worker.waiting -= worker.message_bytes(stage, kind)
+            worker.take(action)
+            if 0 <= target <= last and schedule.worker(target) == number:
+                worker.waiting += worker.message_bytes(target, kind)
+        else:
+            worker.take(action)
+    return worker.fullest

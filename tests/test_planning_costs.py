@@ -117,7 +117,7 @@ def test_layers_and_what_an_action_costs_once_are_told_apart() -> None:
 
 
 def test_stages_that_are_slower_than_their_layers_make_the_layers_longer() -> None:
-    costs = measured([probed(0, action_s=0.0)])
+    costs = measured([probed(0, action_s=0.0), probed(1, action_s=0.0)])
     slow = measured([probed(0, action_s=-0.25), probed(1, action_s=-0.25)])
     assert costs.at(2).action_s["G"] == 0
     at = slow.at(2)

@@ -47,7 +47,7 @@ class SizeCosts:
         gradient_bytes: the same for the way back
 
     Raises:
-        ValueError: an unknown kind, other numbers of layers, seconds or bytes that are negative or not finite.
+        ValueError: an unknown kind, other numbers of layers, seconds or bytes that are negative or infinite.
     """
 
     layers_s: Mapping[str, Sequence[float]]

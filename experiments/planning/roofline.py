@@ -33,10 +33,9 @@ from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import LossLayer, fake_copy
 from gpipe_bench.pipeline.memory.signature import signature
 
-SHARES = {"low": (0.35, 0.6), "middle": (0.5, 0.75), "high": (0.7, 0.9)}
-"""Of the peak and of the bandwidth: what kernels of large products and long vectors are reported to reach."""
-KERNEL_S = 4e-6
-"""From one kernel to the next, where each has little to do."""
+SHARES = {"low": (0.35, 0.6, 8e-6), "middle": (0.5, 0.75, 4e-6), "high": (0.7, 0.9, 2.5e-6)}
+"""Of the peak and of the bandwidth, and seconds from one kernel to the next where each has little to do: what
+kernels of large products and long vectors are reported to reach."""
 _PASSES = {"sgd": 3, "rmsprop": 9, "adam": 11}
 """How often an optimizer that takes one tensor at a time reads or writes as many bytes as the parameters."""
 
@@ -156,7 +155,7 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _kinds(layers: Sequence[tuple[_Ops, _Ops]], device: Accelerator, share: str) -> dict[str, list[float]]:
     """Seconds of each layer by kind."""
 
-    arithmetic, memory = SHARES[share]
+    arithmetic, memory, kernel_s = SHARES[share]
 
     def seconds(operations: _Ops) -> float:
         total = 0.0
@@ -165,7 +164,7 @@ def _kinds(layers: Sequence[tuple[_Ops, _Ops]], device: Accelerator, share: str)
             total += max(
                 abs(flops) / (rate * arithmetic),
                 moved / (device.bytes_per_s * memory),
-                KERNEL_S,
+                kernel_s,
             )
         return total
 

@@ -200,7 +200,7 @@ def test_a_large_case_is_laid_out_a_few_times() -> None:
 
     schedule = one_f_one_b(32, 128)
     found = adaptive(schedule, lay_out, graphs_alone(schedule), 10)
-    assert number <= 12
+    assert number <= 20
     assert found.step_s <= 550 < 605 == IN_SLOTS(one_f_one_b(32, 128, "always")).makespan_s
 
 

@@ -84,15 +84,22 @@ class Profiler:
         return self._known[key]
 
     def chain(
-        self, layers: Iterable[nn.Module], inputs: Boundary, unused: frozenset[int] = frozenset()
+        self,
+        layers: Iterable[nn.Module],
+        inputs: Boundary,
+        unused: frozenset[int] = frozenset(),
+        *,
+        tied: bool = False,
     ) -> tuple[LayerProfile, ...]:
         """Profiles of layers in sequence, each fed with what the one before it returns.
 
         ``unused`` are positions of the last one's outputs that nothing differentiates. Raises ValueError if
-        two layers share a parameter: profiles are added up, so it would be counted twice.
+        two layers share a parameter: profiles are added up, so it would be counted twice. ``tied`` says that
+        whoever adds them up knows (``pipeline_memory(..., ties=)``).
         """
         modules, profiles = list(layers), list[LayerProfile]()
-        _refuse_ties(modules)
+        if not tied:
+            _refuse_ties(modules)
         for module in modules:
             profiles.append(self.layer(module, inputs))
             inputs = profiles[-1].outputs
@@ -109,15 +116,17 @@ class Profiler:
         loss_fn: Callable[[Any, Tensor], Tensor],
         inputs: Boundary,
         target: Boundary,
+        *,
+        tied: bool = False,
     ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
         """Profiles of all layers of a model and of its loss, which may leave outputs unused. Portals count as
-        passed on from layer to layer.
+        passed on from layer to layer; ``tied`` as of `chain`.
         """
         modules = passed_on(list(layers))
-        profiles = self.chain(modules, inputs)
+        profiles = self.chain(modules, inputs, tied=tied)
         loss = self.loss(loss_fn, profiles[-1].outputs, target)
         if loss.first.without_gradient:
-            profiles = self.chain(modules, inputs, loss.first.without_gradient)
+            profiles = self.chain(modules, inputs, loss.first.without_gradient, tied=tied)
         return profiles, loss
 
     def loss(

@@ -29,6 +29,7 @@ from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
 from gpipe_bench.pipeline.plan.portals import Line, lines_of
+from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
@@ -38,11 +39,9 @@ from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
-from gpipe_bench.pipeline.ranks.mesh.buckets import BUCKET_BYTES
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid, joined, located, refuse_unbuilt
-from gpipe_bench.pipeline.ranks.mesh.jobs import job_of, watch_over
-from gpipe_bench.pipeline.ranks.mesh.joint import Joint
-from gpipe_bench.pipeline.ranks.replicas import Replicas
+from gpipe_bench.pipeline.ranks.mesh.jobs import building, job_of, watch_over
+from gpipe_bench.pipeline.ranks.mesh.joint import joint_of
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
 from gpipe_bench.pipeline.stage.keywords import Keywords
@@ -95,6 +94,9 @@ class Pipeline(nn.Module):
         mesh: the grid of the job, a `DeviceMesh` with a dimension "pp" for the workers of this pipeline and,
             if wanted, "dp", "fsdp" and "tp" (`ranks.mesh.grid`). Replicas begin with the parameters and
             buffers of the first.
+        reduction: how gradients are summed over replicas: in "buckets" that leave within a stage's last
+            backward, or by a "tree" over all micro-batches, which takes more memory and gives the same bits
+            on every grid of as many micro-batches whose replicas are a power of two.
         bucket_bytes: gradients that leave together on their way to the other replicas.
         group: instead of a mesh, the process group of a pipeline alone, whose rank k runs the stages of
             worker k; without either, all stages live in this process.
@@ -116,6 +118,7 @@ class Pipeline(nn.Module):
         num_stages: int | None = None,
         num_microbatches: int,
         mesh: DeviceMesh | None = None,
+        reduction: str = "buckets",
         bucket_bytes: int = BUCKET_BYTES,
         schedule: str | Schedule = "gpipe",
         num_workers: int | None = None,
@@ -165,10 +168,10 @@ class Pipeline(nn.Module):
         self._portals = declarations(modules)
         self._lines = lines_of(self._portals, self._partition)
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
-        self._replicas, self._joint = None, None
-        if self.grid is not None and self.grid.batch_group is not None:
-            self._replicas = Replicas(self.grid.batch_group, timeout_s)
-            self._joint = Joint(self._replicas, self._devices[local[0]], bucket_bytes)
+        self._reduction = (timeout_s, reduction, bucket_bytes)
+        with building(job):
+            self._joint = joint_of(self.grid, job, self._devices[local[0]], *self._reduction)
+        self._replicas = None if self._joint is None else self._joint.replicas
         self._layers = layout.layers(move=devices is not None)  # those of this process, by name
         self.seed = seed
         self.group = group
@@ -185,8 +188,11 @@ class Pipeline(nn.Module):
             self._modules.update(self._layers)
         self._tied: TiedWeights | Leaves | None = None
         self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
+        of_ties = [(tie.names, tie.uses, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
+        mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
         if self._joint is not None:
-            self._joint.share_values(self)
+            with building(job):
+                self._joint.start_alike(mine, self)
         self._ranks: PointToPoint | None = None
         apart = len(set(self._devices)) > 1
         self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
@@ -201,11 +207,7 @@ class Pipeline(nn.Module):
                 job=job,
             )
             self._transport = self._ranks
-            of_ties = [(tie.names, tie.uses, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
-            mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
             check_equal(self.gather(mine))
-            if self._replicas is not None:
-                check_equal(self._replicas.share(mine), "replica")
             if self._tied is not None:
                 replicas = self._replicas
                 self._tied = TiedWeights(
@@ -230,9 +232,10 @@ class Pipeline(nn.Module):
         self._tied = leaves
         make: Callable[..., Stage] = Stage
         first_microbatch = 0
-        if self._joint is not None and self.grid is not None:
-            make = partial(ReducedStage, reduction=self._joint.reduction)
-            first_microbatch = self.grid.replica * self._schedule.num_microbatches
+        if self._joint is not None:
+            count = self._schedule.num_microbatches
+            make = partial(ReducedStage, reduction=partial(self._joint.reduction, num_microbatches=count))
+            first_microbatch = 0 if self.grid is None else self.grid.replica * count
         return {
             index: make(
                 index,
@@ -256,13 +259,7 @@ class Pipeline(nn.Module):
             if isinstance(stage, ReducedStage):
                 stage.follow(self._schedule)
         self._steps = Steps(
-            self._schedule,
-            self._stages,
-            self._devices,
-            self._transport,
-            self._replicas,
-            self._tied,
-            self._joint,
+            self._schedule, self._stages, self._devices, self._transport, self._tied, self._joint
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -273,11 +270,12 @@ class Pipeline(nn.Module):
                 "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
                 "every rank and load its state_dict"
             )
-        made = ("_stages", "_steps", "_tied")
+        made = ("_stages", "_steps", "_joint", "_tied")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(dict(state))
+        self._joint = joint_of(None, None, self._devices[0], *self._reduction)
         self._stages = self._make_stages(range(self._schedule.num_stages))
         self._prepare()
 
@@ -344,6 +342,15 @@ class Pipeline(nn.Module):
         with self._ranks.together() as together:
             return together.gather(mine)
 
+    @property
+    def place(self) -> str:
+        """Which process of the job this is, for messages: "rank 2", on a grid "rank 2 (dp=1 pp=0)"."""
+        rank = 0 if self._ranks is None else self._ranks.rank
+        if self.grid is None:
+            return f"rank {rank}"
+        rank = dist.get_rank()
+        return f"rank {rank} ({self.grid.coordinates(rank)})"
+
     def gather_all(self, mine: T) -> list[T]:
         """The same of all processes of the grid, in the order of the mesh's ranks."""
         if self._ranks is None:
@@ -392,6 +399,8 @@ class Pipeline(nn.Module):
             raise RuntimeError(
                 "step() trains, but gradients are disabled here; call the pipeline itself to evaluate"
             )
+        if not sync and self._reduction[1] == "tree":
+            raise ValueError("reduction='tree' sums in every step; sync=False is for reduction='buckets'")
         if scaler is not None and self.group is not None and not decides_for(scaler, self):
             raise ValueError(
                 "this scaler would decide on every rank by that rank's gradients alone; make it with "
@@ -431,10 +440,7 @@ class Pipeline(nn.Module):
             return
         if calibration.note(self.gather_timeline()):
             is_first = self._ranks is None or self._ranks.rank == 0
-            choice = calibration.choose() if is_first else None
-            if is_first and self._replicas is not None:
-                choice = self._replicas.share(choice)[0]
-            schedule = self.gather(choice)[0]
+            schedule = self.gather_all(calibration.choose() if is_first else None)[0]
             assert schedule is not None
             self._calibration = None
         else:

@@ -124,10 +124,10 @@ def profiles(
     model: nn.Sequential, batch: Tree, target: Tensor, loss_fn: Loss, step: Step
 ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
     """Of the layers and the loss, at the (larger) micro-batch size."""
-    profiler = Profiler(step.autocast)
+    profiler = Profiler(step.autocast, ties_apart=True)
     inputs = split(batch, step.num_microbatches)[0]
     part = split(target, step.num_microbatches)[0]
-    return profiler.model(model, loss_fn, Boundary.of(inputs), Boundary.of(part), tied=True)
+    return profiler.model(model, loss_fn, Boundary.of(inputs), Boundary.of(part))
 
 
 def compare(

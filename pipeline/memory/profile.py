@@ -60,6 +60,9 @@ class Profiler:
     ``with_shapes`` also keeps the shape that each storage was made for, which scaled profiles lack.
 
     ``split_backward`` also profiles the two halves of a backward, for schedules with I and W.
+
+    ``ties_apart`` profiles layers that share a parameter as if each had its own, as processes have that hold
+    one of them each. Without it they are refused.
     """
 
     autocast: torch.dtype | None = None
@@ -67,6 +70,7 @@ class Profiler:
     number_format: torch.dtype | None = None
     with_shapes: bool = False
     split_backward: bool = False
+    ties_apart: bool = False
     _known: dict[tuple[object, ...], LayerProfile] = field(default_factory=dict, repr=False)
     _graphs: dict[tuple[object, ...], Halves | None] = field(default_factory=dict, repr=False)
 
@@ -88,17 +92,15 @@ class Profiler:
         layers: Iterable[nn.Module],
         inputs: Boundary,
         unused: frozenset[int] = frozenset(),
-        *,
-        tied: bool = False,
     ) -> tuple[LayerProfile, ...]:
         """Profiles of layers in sequence, each fed with what the one before it returns.
 
         ``unused`` are positions of the last one's outputs that nothing differentiates. Raises ValueError if
-        two layers share a parameter: profiles are added up, so it would be counted twice. ``tied`` says that
-        whoever adds them up knows (``pipeline_memory(..., ties=)``).
+        two layers share a parameter, unless ``ties_apart``: profiles are added up, so it would be counted
+        twice.
         """
         modules, profiles = list(layers), list[LayerProfile]()
-        if not tied:
+        if not self.ties_apart:
             _refuse_ties(modules)
         for module in modules:
             profiles.append(self.layer(module, inputs))
@@ -116,17 +118,15 @@ class Profiler:
         loss_fn: Callable[[Any, Tensor], Tensor],
         inputs: Boundary,
         target: Boundary,
-        *,
-        tied: bool = False,
     ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
         """Profiles of all layers of a model and of its loss, which may leave outputs unused. Portals count as
-        passed on from layer to layer; ``tied`` as of `chain`.
+        passed on from layer to layer.
         """
         modules = passed_on(list(layers))
-        profiles = self.chain(modules, inputs, tied=tied)
+        profiles = self.chain(modules, inputs)
         loss = self.loss(loss_fn, profiles[-1].outputs, target)
         if loss.first.without_gradient:
-            profiles = self.chain(modules, inputs, loss.first.without_gradient, tied=tied)
+            profiles = self.chain(modules, inputs, loss.first.without_gradient)
         return profiles, loss
 
     def loss(
@@ -248,7 +248,8 @@ def _refuse_ties(layers: Iterable[nn.Module]) -> None:
             if owners.setdefault(parameter, index) != index:
                 raise ValueError(
                     f"layers {owners[parameter]} and {index} share the parameter {name!r}, which profiles "
-                    "would count twice: put both layers into one module, or give each its own"
+                    "would count twice: put both layers into one module, give each its own, or profile with "
+                    "Profiler(ties_apart=True)"
                 )
 
 

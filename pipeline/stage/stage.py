@@ -114,6 +114,12 @@ class Stage:
         self._habits.look()
         arriving = deliver(targets, self.device, self._transfers, "the target")
         self._runner.begin(step, arriving, loss_fn, shared)
+        self.look_for_first_gradients()
+
+    def look_for_first_gradients(self) -> None:
+        """Notes which of the layers' parameters have no gradient yet. Who exchanges the parameters in a step
+        calls it again before the first backward.
+        """
         self._without_grad = self._habits.without_grad()
         self._without_grad += [leaf for leaf in self._own_leaves() if leaf.grad is None]
 

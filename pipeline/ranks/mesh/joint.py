@@ -14,41 +14,66 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.journal import Journal
+from gpipe_bench.pipeline.ranks.failures.job import Job
+from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
+from gpipe_bench.pipeline.ranks.mesh.grid import Grid
 from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
 from gpipe_bench.pipeline.ranks.mesh.shares import GlobalShares, mean_of_all
+from gpipe_bench.pipeline.ranks.mesh.tree import Tree
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.stage.reduced import Reduction
 from gpipe_bench.pipeline.stage.stage import Stage
+
+REDUCTIONS = ("buckets", "tree")
 
 
 class Joint:
     """This process's part.
 
     Args:
-        replicas: who else holds these stages.
+        replicas: who else holds these stages; None where nobody does.
         device: of the stages.
+        by_tree: whether gradients are summed by a tree over all micro-batches, or in buckets.
         bucket_bytes: gradients that leave together.
     """
 
-    def __init__(self, replicas: Replicas, device: torch.device, bucket_bytes: int) -> None:
-        self._replicas, self._bucket_bytes = replicas, bucket_bytes
-        accelerated = devices.is_accelerator(device)
-        sums = OverBackend(replicas, replicas.connect("sums", accelerated=accelerated))
-        self._collectives = self._of_hosts = sums
-        if accelerated:
-            self._of_hosts = OverBackend(replicas, replicas.connect("sums of hosts", accelerated=False))
+    def __init__(
+        self, replicas: Replicas | None, device: torch.device, *, by_tree: bool, bucket_bytes: int
+    ) -> None:
+        self.replicas, self._by_tree, self._bucket_bytes = replicas, by_tree, bucket_bytes
         self._reductions: dict[int, Reduction] = {}
         self.journal = Journal(device)
+        self._collectives = self._of_hosts = None
+        if replicas is not None:
+            accelerated = devices.is_accelerator(device)
+            self._collectives = OverBackend(replicas, replicas.connect("sums", accelerated=accelerated))
+            self._of_hosts = self._collectives
+            if accelerated:
+                self._of_hosts = OverBackend(replicas, replicas.connect("sums of hosts", accelerated=False))
 
-    def share_values(self, model: nn.Module) -> None:
-        """All replicas begin with the first one's parameters and buffers."""
+    def start_alike(self, plan: object, model: nn.Module) -> None:
+        """All replicas begin with the first one's parameters and buffers.
+
+        `ValueError` where a replica has other ones, or another plan of what is done with them.
+        """
+        if self.replicas is None or self._collectives is None:
+            return
+        values = [*model.named_parameters(), *model.named_buffers()]
+        forms = [(name, value.shape, value.dtype) for name, value in values]
+        check_equal(self.replicas.share((plan, forms, self._by_tree, self._bucket_bytes)), "replica")
         with torch.no_grad():
-            self._collectives.take_over([*model.parameters(), *model.buffers()])
+            self._collectives.take_over([value for _, value in values])
 
-    def reduction(self, stage: Stage) -> Reduction:
+    def reduction(self, stage: Stage, num_microbatches: int) -> Reduction:
         """What joins the gradients of a stage of this process."""
-        found = Buckets(stage, self._collectives, self._replicas, self.journal, self._bucket_bytes)
+        found: Reduction
+        if self._by_tree:
+            found = Tree(stage, num_microbatches, self._collectives, self.journal, self._bucket_bytes)
+        else:
+            assert self._collectives is not None
+            assert self.replicas is not None
+            found = Buckets(stage, self._collectives, self.replicas, self.journal, self._bucket_bytes)
         self._reductions[stage.index] = found
         return found
 
@@ -58,13 +83,15 @@ class Joint:
         """
         for reduction in self._reductions.values():
             reduction.begin(sync=sync)
-        return GlobalShares(lengths, self._of_hosts) if has_loss else ()
+        if self._of_hosts is not None:
+            return GlobalShares(lengths, self._of_hosts) if has_loss else ()
+        return tuple([length / sum(lengths) for length in lengths])
 
     def finish(self, loss: Tensor) -> Tensor:
         """All actions of a training step are taken: waits for the gradients; the loss over all replicas."""
         for reduction in self._reductions.values():
             reduction.finish()
-        return mean_of_all(loss, self._collectives)
+        return loss if self._collectives is None else mean_of_all(loss, self._collectives)
 
     def evaluated(self) -> None:
         """A pass of forwards alone is over."""
@@ -75,3 +102,26 @@ class Joint:
         """Drops what is held of the step, after an error."""
         for reduction in self._reductions.values():
             reduction.reset()
+
+
+def joint_of(
+    grid: Grid | None,
+    job: Job | None,
+    device: torch.device,
+    timeout_s: float,
+    reduction: str,
+    bucket_bytes: int,
+) -> Joint | None:
+    """What is done jointly on a grid, or because of the way to sum gradients; None if nothing is. `job` are
+    the processes of the grid.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
+    group = None if grid is None else grid.batch_group
+    by_tree = reduction == "tree"
+    if group is None and not by_tree:
+        return None
+    replicas = None if group is None or job is None else Replicas(group, timeout_s, job)
+    return Joint(replicas, device, by_tree=by_tree, bucket_bytes=bucket_bytes)

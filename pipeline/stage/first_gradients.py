@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline.stage.parts import local
+
 
 def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]) -> list[nn.Parameter]:
     """Copies the `.grad` of `parameters` that had none where it overlaps with `others` or with one another.
@@ -22,16 +24,17 @@ def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]
     taken: dict[int, list[Tensor]] = {}  # by storage
     for tensor in others:
         if tensor is not None and tensor.layout is torch.strided:
+            tensor = local(tensor)
             taken.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     waiting: list[nn.Parameter] = []
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
+        gradient = local(parameter.grad)
+        if parameter.grad is None or gradient is None:
             waiting.append(parameter)
         elif gradient.layout is torch.strided:
             neighbours = taken.setdefault(gradient.untyped_storage()._cdata, [])
             if any(_overlap(gradient, neighbour) for neighbour in neighbours):
-                parameter.grad = gradient.clone()
+                parameter.grad = parameter.grad.clone()
             else:
                 neighbours.append(gradient)
     return waiting

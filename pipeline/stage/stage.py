@@ -108,6 +108,12 @@ class Stage:
         self._habits.look()
         arriving = deliver(targets, self.device, self._transfers, "the target")
         self._runner.begin(step, arriving, loss_fn, shared)
+        self.look_for_first_gradients()
+
+    def look_for_first_gradients(self) -> None:
+        """Notes which of the layers' parameters have no gradient yet. Who exchanges the parameters in a step
+        calls it again before the first backward.
+        """
         self._without_grad = self._habits.without_grad()
 
     def refresh(self) -> None:

@@ -1,0 +1,186 @@
+"""Parameters that the holders of a stage keep a part of each, by torch's `fully_shard` on every layer.
+
+ZeRO divides what every replica has a copy of: the state of the optimizer and the gradients (2), and the
+parameters too (3). torch gathers a layer's parameters before the layer runs and scatters the sum of its
+gradients behind its backward, by hooks; when it does so it has to be told, because a pipeline calls a layer M
+times forward, perhaps M times again, and M times backward in a step:
+
+    zero=2   F F F F R B R B R B R B       gathers      a a a                 once per layer and step
+                                           scatters                     s s s inside of the last B, or behind
+                                                                              the last W
+    zero=3   F F F F R B R B R B R B       gathers      in every F, R and B of a layer
+                                           scatters     in every B of a layer
+
+What is alive of a layer with P bytes of parameters among n holders (shards are padded to equal rows):
+
+    always                    P / n of parameters, and as much for each state of the optimizer
+    between steps             P / n of gradients, from the first step to `zero_grad`
+    zero=2, the whole step    P of gathered parameters from the beginning of the step to the layer's last
+                              backward; P of gradients from its first backward to its last
+    zero=3, while it runs     P of gathered parameters in F, R and B, of one layer at a time; P of gradients
+                              in its B
+    a gather                  P more, the message, until it is copied into the parameters
+    a scatter                 P more, the message, beside P of gradients until it is copied; then P and the
+                              P / n that becomes the gradient
+
+The sums are sums: a replica's loss counts the examples of all replicas. After forwards alone, gathered
+parameters are given up too, or the next training step would use the weights from before the optimizer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.ranks.mesh.grid import Grid
+from gpipe_bench.pipeline.stage.stage import Stage
+
+LEVELS = (2, 3)
+
+
+def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None:
+    """Divides the parameters of each layer among the holders of its stage; all of them call.
+
+    `ValueError` where a weight belongs to two layers, or the parameters of a layer have different types.
+    """
+    homes: dict[nn.Parameter, str] = {}
+    for name, layer in layers.items():
+        for parameter in layer.parameters():
+            if parameter in homes:
+                raise ValueError(
+                    f"layers {homes[parameter]} and {name} share a weight, and fsdp divides each layer by "
+                    "itself; give them weights of their own, or replicate the stages with dp instead of fsdp"
+                )
+            homes[parameter] = name
+        types = {p.dtype for p in layer.parameters() if p.requires_grad}
+        if len(types) > 1:
+            raise ValueError(
+                f"the parameters of layer {name} are of {' and '.join(sorted(map(str, types)))}, and fsdp "
+                "sends those of a layer together; make them of one type, or replicate the stages with dp"
+            )
+    mesh = _mesh(grid)
+    for layer in layers.values():
+        if next(layer.parameters(), None) is not None:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=zero == 3)
+
+
+def _mesh(grid: Grid) -> DeviceMesh:
+    if grid.size("dp") == 1:
+        return grid.mesh["fsdp"]
+    names = [name for name, _ in grid.shape]
+    if names.index("dp") > names.index("fsdp"):
+        raise ValueError(
+            f"the mesh has the dimensions {', '.join(names)}; where both are larger than 1, dp must stand "
+            "before fsdp"
+        )
+    return grid.mesh["dp", "fsdp"]
+
+
+def refuse_unsharded(schedule: Schedule | str, zero: int, *, compiles: bool) -> None:
+    """`ValueError` for what cannot be done with divided parameters, and what can."""
+    if compiles:
+        raise ValueError(
+            "compile= makes programs of layers whose parameters stay where they are, and fsdp moves them; "
+            "leave it out, or replicate the stages with dp instead of fsdp"
+        )
+    if zero == 2:
+        return
+    if isinstance(schedule, str):
+        raise ValueError(
+            'schedule="auto" may choose one with I and W, whose parameters must stay gathered until W; name '
+            "a schedule, or use zero=2"
+        )
+    if any(action.kind is Kind.W for row in schedule.actions for action in row):
+        raise ValueError(
+            f"{schedule.name} has I and W, and with zero=3 the parameters are gone before W; use zero=2, or "
+            "a schedule with B"
+        )
+
+
+class Shards:
+    """The `Reduction` of a stage whose layers are sharded: tells FSDP2 which backward is the last.
+
+    Args:
+        stage: whose layers they are
+        zero: 2 or 3
+    """
+
+    def __init__(self, stage: Stage, zero: int) -> None:
+        self._stage, self._zero = stage, zero
+        self._layers = [_Sharded(layer) for layer in stage.layers if isinstance(layer, FSDPModule)]
+        self._watched = False
+
+    def begin(self, *, sync: bool) -> None:
+        """The parameters of the step are fetched while the stage waits for its first micro-batch.
+
+        Gradients are kept in parts whatever `sync` says, so there is nothing to put off.
+        """
+        self._watched = False
+        for layer in self._layers:
+            if self._zero == 2:
+                layer.finishes(finishes=False)
+                layer.module.unshard(async_op=True)
+
+    def before(self, kind: Kind, m: int, *, last: bool) -> None:
+        if self._zero == 3:
+            return
+        if not self._watched:
+            self._stage.look_for_first_gradients()
+            self._watched = True
+        if last and kind is Kind.B:
+            for layer in self._layers:
+                layer.finishes(finishes=True)
+
+    def after(self, kind: Kind, m: int, *, last: bool) -> None:
+        if last and self._zero == 2:
+            # What no backward hook has ended: after W, and layers that this micro-batch did not lead to.
+            for layer in self._layers:
+                layer.conclude()
+
+    def finish(self) -> None:
+        """Nothing is under way any more."""
+
+    def evaluated(self) -> None:
+        for layer in self._layers:
+            layer.conclude()
+
+    def reset(self) -> None:
+        for layer in self._layers:
+            layer.reset()
+
+    def refresh(self) -> None:
+        """Which parameters are trained, torch looks up when it gathers them."""
+
+
+class _Sharded:
+    """One layer, and what is asked of its FSDP2 state."""
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        self._state = module._get_fsdp_state()
+
+    def finishes(self, *, finishes: bool) -> None:
+        """Whether the next backward sums the gradients and gives the gathered parameters up."""
+        self.module.set_is_last_backward(finishes)
+        self.module.set_requires_gradient_sync(finishes, recurse=False)
+        self.module.set_reshard_after_backward(finishes, recurse=False)
+
+    def conclude(self) -> None:
+        """As a last backward does for layers that it did not pass through; nothing where it did."""
+        self.finishes(finishes=True)
+        self._state._root_post_backward_final_callback()
+
+    def reset(self) -> None:
+        """Forgets a step that failed, with its gradients."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self.conclude()

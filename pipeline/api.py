@@ -13,7 +13,8 @@ checkpoints are interchangeable with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -35,13 +36,16 @@ from gpipe_bench.pipeline.portals import with_portals
 from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
+from gpipe_bench.pipeline.ranks.mesh.buckets import BUCKET_BYTES
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid, grid_of, refuse_unbuilt
+from gpipe_bench.pipeline.ranks.mesh.joint import Joint
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
 from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
 from gpipe_bench.pipeline.stage.portals import declarations, refuse_graphed_portals, runner_of
+from gpipe_bench.pipeline.stage.reduced import ReducedStage
 from gpipe_bench.pipeline.stage.running.graphed import refuse_graphs
 from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
@@ -74,8 +78,6 @@ class Pipeline(nn.Module):
         example: for `cost="auto"`: a micro-batch, also on the meta device.
         devices: where the stages live: one device for all, or one per stage. Default: where the layers are.
         seed: of the random streams of the layers (see `stage.rng`).
-        replica_group: process group of the data-parallel replicas of a stage, for batch normalization's
-            averages.
         num_workers: of schedules that give a worker several stages; `num_stages` is the number of stages of
             all of them. Default: the ranks of `group`, or as many as leave each two stages.
         action_s: for `schedule="auto"`, instead of timing steps: seconds of each kind of action, by kind or
@@ -86,7 +88,9 @@ class Pipeline(nn.Module):
         most_alive: for `schedule="auto"`: graphs of a stage and a micro-batch that a worker may hold at a
             time. Default: any number.
         mesh: the grid of the job, a `DeviceMesh` with a dimension "pp" for the workers of this pipeline and,
-            if wanted, "dp", "fsdp" and "tp" (`ranks.mesh.grid`).
+            if wanted, "dp", "fsdp" and "tp" (`ranks.mesh.grid`). Replicas begin with the parameters and
+            buffers of the first.
+        bucket_bytes: gradients that leave together on their way to the other replicas.
         group: instead of a mesh, the process group of a pipeline alone, whose rank k runs the stages of
             worker k; without either, all stages live in this process.
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
@@ -107,6 +111,7 @@ class Pipeline(nn.Module):
         num_stages: int | None = None,
         num_microbatches: int,
         mesh: DeviceMesh | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
         schedule: str | Schedule = "gpipe",
         num_workers: int | None = None,
         action_s: ActionTimes | None = None,
@@ -117,7 +122,6 @@ class Pipeline(nn.Module):
         example: Tree | None = None,
         devices: Device | Sequence[Device] | None = None,
         seed: int = 0,
-        replica_group: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | Network | None = None,
         timeout_s: float = 600.0,
         share_memory: bool = True,
@@ -152,7 +156,10 @@ class Pipeline(nn.Module):
         self._portals = declarations(modules)
         self._lines = lines_of(self._portals, self._partition)
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
-        self._replicas = Replicas(replica_group, timeout_s) if replica_group is not None else None
+        self._replicas, self._joint = None, None
+        if self.grid is not None and self.grid.batch_group is not None:
+            self._replicas = Replicas(self.grid.batch_group, timeout_s)
+            self._joint = Joint(self._replicas, self._devices[local[0]], bucket_bytes)
         self._layers = layout.layers(move=devices is not None)  # those of this process, by name
         self.seed = seed
         self.group = group
@@ -169,6 +176,8 @@ class Pipeline(nn.Module):
         else:
             self._modules.update(self._layers)
         self._stages = self._make_stages(local)
+        if self._joint is not None:
+            self._joint.share_values(self)
         self._ranks: PointToPoint | None = None
         self._tied: TiedWeights | None = None
         apart = len(set(self._devices)) > 1
@@ -184,12 +193,12 @@ class Pipeline(nn.Module):
             )
             self._transport = self._ranks
             of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
-            check_equal(
-                self.gather(
-                    (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
-                )
-            )
-            self._tied = TiedWeights(ties, self._ranks, self)
+            mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
+            check_equal(self.gather(mine))
+            if self._replicas is not None:
+                check_equal(self._replicas.share(mine), "replica")
+            bears = self._replicas is None or self._replicas.rank == 0
+            self._tied = TiedWeights(ties, self._ranks, self, bears=bears)
             self._tied.share_values()
         if self._lines:
             self._transport = with_portals(self._transport, self._lines, self._devices)
@@ -199,8 +208,13 @@ class Pipeline(nn.Module):
 
     def _make_stages(self, local: Iterable[int]) -> dict[int, Stage]:
         """The stages of this process, of the layers that are its submodules."""
+        make: Callable[..., Stage] = Stage
+        first_microbatch = 0
+        if self._joint is not None and self.grid is not None:
+            make = partial(ReducedStage, reduction=self._joint.reduction)
+            first_microbatch = self.grid.replica * self._schedule.num_microbatches
         return {
-            index: Stage(
+            index: make(
                 index,
                 [self._layers[self._layer_names[i]] for i in self._partition[index]],
                 self._partition[index].start,
@@ -211,18 +225,28 @@ class Pipeline(nn.Module):
                 backend=self._backend,
                 graphs=self._graphs,
                 runner=runner_of(self._portals, self._partition, self._lines, index),
+                first_microbatch=first_microbatch,
             )
             for index in local
         }
 
     def _prepare(self) -> None:
+        for stage in self._stages.values():
+            if isinstance(stage, ReducedStage):
+                stage.follow(self._schedule)
         self._steps = Steps(
-            self._schedule, self._stages, self._devices, self._transport, self._replicas, self._tied
+            self._schedule,
+            self._stages,
+            self._devices,
+            self._transport,
+            self._replicas,
+            self._tied,
+            self._joint,
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """For `copy` and `pickle`: everything but what is made of the rest again."""
-        if self.group is not None or self._replicas is not None:
+        if self.group is not None:
             raise TypeError(
                 "a pipeline over several processes cannot be copied or pickled, because its connections "
                 "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
@@ -303,6 +327,7 @@ class Pipeline(nn.Module):
         shared: Mapping[str, Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         observe: Observer | None = None,
+        sync: bool = True,
     ) -> Tensor:
         """One training step without the optimizer: gradients of the mean loss over the mini-batch are added
         to `.grad`.
@@ -310,6 +335,7 @@ class Pipeline(nn.Module):
         Args:
             batch: the mini-batch, a tensor or a pytree of tensors, which are split along dimension 0; what is
                 no tensor goes to every micro-batch as it is. With a process group the first rank's counts.
+                On a grid it is this replica's share of the batch; shares may be uneven.
             target: likewise, or None; the last rank's counts.
             loss_fn: `loss_fn(output, target)` returns the mean over the examples of a micro-batch.
             shared: keyword arguments for the layers, the same for all micro-batches: each layer is given
@@ -319,8 +345,11 @@ class Pipeline(nn.Module):
             scaler: multiplies the gradients, but not the loss that is returned, by its scale. With a process
                 group it must be of `Pipeline.scaler`, and given on every rank.
             observe: entered around every action.
+            sync: on a grid, whether the gradients of all replicas are summed at the end. Without it `.grad`
+                is each replica's own, to which further steps add, until one of them sums.
 
-        Returns the mean loss over the mini-batch, without a graph; with a process group, on every rank. An
+        Returns the mean loss over the mini-batch, of all replicas, without a graph; with a process group, on
+        every rank. An
         exception inside an action becomes an `ActionError` that names it; gradients of completed actions stay
         in `.grad`.
         """
@@ -336,7 +365,7 @@ class Pipeline(nn.Module):
         self._check_shared(shared)
         self._calibrate()
         loss = self._steps.take(
-            self, self.num_steps, batch, target, loss_fn, observe, shared=shared, scaler=scaler
+            self, self.num_steps, batch, target, loss_fn, observe, shared=shared, scaler=scaler, sync=sync
         )
         assert loss is not None
         self.num_steps += 1
@@ -367,7 +396,10 @@ class Pipeline(nn.Module):
             return
         if calibration.note(self.gather_timeline()):
             is_first = self._ranks is None or self._ranks.rank == 0
-            schedule = self.gather(calibration.choose() if is_first else None)[0]
+            choice = calibration.choose() if is_first else None
+            if is_first and self._replicas is not None:
+                choice = self._replicas.share(choice)[0]
+            schedule = self.gather(choice)[0]
             assert schedule is not None
             self._calibration = None
         else:
@@ -415,6 +447,8 @@ class Pipeline(nn.Module):
         """
         if self._ranks is not None:
             self._ranks.close()
+        if self._replicas is not None:
+            self._replicas.close()
 
     def __enter__(self) -> Self:
         return self

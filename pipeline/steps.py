@@ -57,6 +57,7 @@ class Steps:
     ) -> None:
         self._schedule, self._stages, self._joint = schedule, stages, joint
         self._transport, self._replicas, self._tied = transport, replicas, tied
+        self._has_last = schedule.num_stages - 1 in stages
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
         messages = transport.inner if isinstance(transport, PortalTransport) else transport
@@ -110,10 +111,9 @@ class Steps:
             if training and self._tied is not None:
                 self._tied.begin()
             lengths = sizes(plan.examples, num_microbatches)
-            if self._joint is None:
-                shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
-            else:
-                shares = self._joint.begin(lengths, training=training, sync=sync)
+            shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
+            if training and self._joint is not None:
+                shares = self._joint.begin(lengths, sync=sync, has_loss=self._has_last)
             versions = shared_arguments.versions(plan.shared)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
@@ -142,9 +142,12 @@ class Steps:
                 )
             loss = self._transport.finish()
             if self._joint is not None:
-                loss = self._joint.finish(loss)
+                if loss is None:
+                    self._joint.evaluated()
+                else:
+                    loss = self._joint.finish(loss)
             if training and self._tied is not None:
-                self._tied.sum_gradients()
+                self._tied.sum_gradients(sync=sync)
             for stage in self._stages.values():
                 stage.finish()
         except BaseException as error:

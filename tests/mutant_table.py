@@ -18,6 +18,7 @@ from planted.consistency import CONSISTENCY
 from planted.devices import DEVICES, ON_DEVICES
 from planted.exchanged import EXCHANGED
 from planted.gradients import GRADIENTS
+from planted.grids import GRIDS
 from planted.memory import HALVES_MODELLED, MODELLED
 from planted.models import MODELS, OWN_MODELS
 from planted.mutant import Mutant
@@ -31,5 +32,5 @@ from planted.trees import TREES
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
     *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *DEVICES, *ON_DEVICES, *TREES, *ACCELERATED,
-    *HALVES_MODELLED, *PLANNED, *OWN_MODELS, *EXCHANGED, *PORTALS,
+    *HALVES_MODELLED, *PLANNED, *OWN_MODELS, *EXCHANGED, *PORTALS, *GRIDS,
 )  # fmt: skip

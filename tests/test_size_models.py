@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.experiments.commands.sizing import models as size_models
+from gpipe_bench.experiments.planning import models as size_models
 from gpipe_bench.experiments.commands.sizing.given import Question
 from gpipe_bench.models import MODELS, SHAPES, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary

@@ -7,6 +7,7 @@ Figure 4, v5 section 3.1):
 
     the step itself      - what its actions, its weight update and its set-up fill is known
     with a free link     - the difference is communication
+    without collectives  - the difference, with the collectives inside actions, is a grid's price: collectives
     without set-up       - the difference, less the set-up itself, is waiting for it: counted as set-up
     with even stages     - every stage takes the mean: the difference is load imbalance
     what is still idle   - bubble
@@ -25,6 +26,7 @@ from math import inf
 from typing import cast
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.reductions import Bucket
 from gpipe_bench.pipeline.plan.replay import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
@@ -33,11 +35,14 @@ PARTS = (
     "computation", "recompute", "weight update", "setup", "communication", "load imbalance", "bubble",
 )  # fmt: skip
 """The reasons, named as in the paper, from work to waiting."""
+COLLECTIVES = "collectives"
+"""One more where there are any: gathering, summing over replicas and inside tensor-parallel layers."""
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Device-seconds of one step by reason, exact; `seconds` has an entry for each of PARTS.
+    """Device-seconds of one step by reason, exact; `seconds` has an entry for each of PARTS, and
+    for COLLECTIVES where the step has any.
 
     `timeline` is the step that was taken apart.
     """
@@ -67,15 +72,27 @@ def breakdown(
     setup_s: Sequence[float] = (),
     update_s: Sequence[float] = (),
     early_recompute: bool = True,
+    reductions: Sequence[Sequence[Bucket]] = (),
+    collective_s: ActionTimes | None = None,
 ) -> Breakdown:
     """Attributes every device-second of the replayed step. Arguments and errors are those of `replay`."""
     duration_s = duration_of(action_s)
     work = {action: _exact(f"duration of {action}", duration_s(action)) for action in schedule}
+    inside = _exact_collectives(collective_s, schedule)
+    leaving = [
+        [Bucket(_exact("ready", b.ready), _exact("takes_s", b.takes_s)) for b in buckets]
+        for buckets in reductions
+    ]
     setup = [_exact("setup_s", seconds) for seconds in setup_s]
     update = [_exact("update_s", seconds) for seconds in update_s]
 
     def lay_out(
-        actions: dict[Action, float], through: Link, before: Sequence[float], after: Sequence[float]
+        actions: dict[Action, float],
+        through: Link,
+        before: Sequence[float],
+        after: Sequence[float],
+        *,
+        with_collectives: bool = False,
     ) -> Timeline:
         return replay(
             schedule,
@@ -86,10 +103,13 @@ def breakdown(
             setup_s=before,
             update_s=after,
             early_recompute=early_recompute,
+            reductions=leaving if with_collectives else (),
+            collective_s=inside.__getitem__ if inside and with_collectives else None,
         )
 
-    step = lay_out(work, _exact_link(link), setup, update)
-    free = lay_out(work, FREE, setup, update)
+    step = lay_out(work, _exact_link(link), setup, update, with_collectives=True)
+    free = lay_out(work, FREE, setup, update, with_collectives=True)
+    alone = lay_out(work, FREE, setup, update) if leaving or inside else free
     ready = lay_out(work, FREE, (), update)
     even = lay_out(even_stages(work, schedule), FREE, (), _even_updates(update, schedule))
 
@@ -97,8 +117,11 @@ def breakdown(
     set_up = _total(setup)
     idle = Fraction(step.idle_s)
     communication = _lost(step, free, idle)
-    waiting_for_setup = _lost(free, ready, idle - communication, known=set_up)
-    imbalance = _lost(ready, even, idle - communication - waiting_for_setup)
+    collectives = _total(inside.values()) if inside else Fraction(0)
+    waiting_for_others = _lost(free, alone, idle - communication, known=collectives)
+    rest = idle - communication - waiting_for_others
+    waiting_for_setup = _lost(alone, ready, rest, known=set_up)
+    imbalance = _lost(ready, even, rest - waiting_for_setup)
     seconds = {
         "computation": _total(work.values()) - recompute,
         "recompute": recompute,
@@ -106,9 +129,18 @@ def breakdown(
         "setup": set_up + waiting_for_setup,
         "communication": communication,
         "load imbalance": imbalance,
-        "bubble": idle - communication - waiting_for_setup - imbalance,
+        "bubble": rest - waiting_for_setup - imbalance,
     }
+    if leaving or inside:
+        seconds[COLLECTIVES] = collectives + waiting_for_others
     return Breakdown(seconds, schedule.num_workers, _in_floats(step))
+
+
+def _exact_collectives(collective_s: ActionTimes | None, schedule: Schedule) -> dict[Action, float] | None:
+    if collective_s is None:
+        return None
+    waits_s = duration_of(collective_s)
+    return {action: _exact(f"collectives of {action}", waits_s(action)) for action in schedule}
 
 
 def even_stages(work: Mapping[Action, float], schedule: Schedule) -> dict[Action, float]:
@@ -154,6 +186,7 @@ def _in_floats(step: Timeline) -> Timeline:
         events=tuple(Event(e.action, float(e.start_s), float(e.end_s)) for e in step.events),
         work=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.work),
         messages=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.messages),
+        reductions=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.reductions),
     )
 
 

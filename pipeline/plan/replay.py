@@ -9,9 +9,11 @@ ends, its message enters the link, and the stages that waited for either go on.
     worker 1     F0 F1 B1 B0              while both workers compute
 
 A worker that holds several stages takes the actions of all in one row, and what it sends to itself is there
-at once. What it leaves out: workers that slow each other down (memory, shared cores), and jitter. So where a
-step can be measured, measure it too and look at the difference. Only the standard library is imported; times
-may be fractions or integers, and then all results are exact.
+at once. A stage's reductions over its replicas leave inside its last backward, one after the other on a link
+of their own, and the worker's update waits for all. What it leaves out: workers that slow each other down
+(memory, shared cores, messages and reductions on one link), replicas that are not equally fast, and jitter.
+So where a step can be measured, measure it too and look at the difference. Only the standard library is
+imported; times may be fractions or integers, and then all results are exact.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
+from typing import TypeVar
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.reductions import Bucket
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulation import Simulation
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 # A backward computes two products where a forward computes one; a recomputation is a forward.
 SLOTS: dict[Kind, float] = {Kind.F: 1, Kind.R: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
+
+T = TypeVar("T")
 
 ActionTimes = (
     Callable[[Action], float]
@@ -48,6 +54,8 @@ def replay(
     setup_s: Sequence[float] = (),
     update_s: Sequence[float] = (),
     early_recompute: bool = True,
+    reductions: Sequence[Sequence[Bucket]] = (),
+    collective_s: ActionTimes | None = None,
 ) -> Timeline:
     """The timeline of `schedule` when an action takes `action_s` seconds.
 
@@ -60,9 +68,13 @@ def replay(
         update_s: per stage, after the last action of its worker: the optimizer.
         early_recompute: False makes a recomputation wait for the gradient, as engines do that recompute
             inside the backward pass.
+        reductions: per stage, the buckets of its gradients that are summed over replicas, in the order in
+            which they leave (plan/reductions.py makes them).
+        collective_s: what an action waits for collectives of its own, beyond `action_s`: parameters that are
+            gathered, sums of tensor-parallel layers.
 
     Returns:
-        Actions as `events`, set-up and update as `work`, `messages` unless the link is free.
+        Actions as `events`, set-up and update as `work`, `messages` unless the link is free, `reductions`.
 
     Raises:
         ValueError: a duration is missing, negative or not finite; sizes don't fit the schedule; the schedule
@@ -70,13 +82,14 @@ def replay(
     """
     step = Simulation(
         schedule,
-        duration_of(action_s),
+        _together(action_s, collective_s),
         link,
         _per_boundary("activation_bytes", activation_bytes, schedule, link),
         _per_boundary("gradient_bytes", gradient_bytes or activation_bytes, schedule, link),
         _per_stage("setup_s", setup_s, schedule),
         _per_stage("update_s", update_s, schedule),
         early_recompute,
+        _of_each_stage("reductions", reductions, schedule),
     )
     with _collector_paused():
         return step.run()
@@ -112,6 +125,14 @@ def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
     return duration
 
 
+def _together(action_s: ActionTimes, collective_s: ActionTimes | None) -> Callable[[Action], float]:
+    alone_s = duration_of(action_s)
+    if collective_s is None:
+        return alone_s
+    waiting_s = duration_of(collective_s)
+    return lambda action: alone_s(action) + waiting_s(action)
+
+
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """The garbage collector would walk through hundreds of thousands of new objects again and again, none of
@@ -139,11 +160,15 @@ def _per_boundary(what: str, values: Sequence[float], schedule: Schedule, link: 
 
 
 def _per_stage(what: str, values: Sequence[float], schedule: Schedule) -> Sequence[float]:
+    return _checked(what, _of_each_stage(what, values, schedule))
+
+
+def _of_each_stage(what: str, values: Sequence[T], schedule: Schedule) -> Sequence[T]:
     if values and len(values) != schedule.num_stages:
         raise ValueError(
             f"{what} has {len(values)} entries for {schedule.num_stages} stages; give one per stage"
         )
-    return _checked(what, values)
+    return values
 
 
 def _checked(what: str, values: Sequence[float]) -> Sequence[float]:

@@ -12,6 +12,7 @@ from math import inf
 from operator import attrgetter
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.reductions import Bucket
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 
@@ -19,7 +20,7 @@ from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 class _Worker:
     """Where a worker is in its row: it is running, waiting for a message, or through."""
 
-    __slots__ = ("events", "free_s", "index", "next", "rest", "running")
+    __slots__ = ("events", "free_s", "index", "next", "reduced_s", "rest", "running")
 
     def __init__(self, index: int, row: Sequence[Action], free_s: float) -> None:
         self.index = index
@@ -27,6 +28,7 @@ class _Worker:
         self.next = next(self.rest, None)
         self.running = False  # an action has been started, and its end is in the heap
         self.free_s = free_s
+        self.reduced_s: float = 0  # the end of its last reduction
         self.events: list[Event] = []
 
 
@@ -56,6 +58,7 @@ class Simulation:
         setup_s: Sequence[float],
         update_s: Sequence[float],
         early_recompute: bool,
+        reductions: Sequence[Sequence[Bucket]] = (),
     ) -> None:
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
         self.early_recompute = early_recompute
@@ -79,6 +82,11 @@ class Simulation:
         self.activations_take_s = [link.occupied_s(num_bytes) for num_bytes in activation_bytes]
         self.gradients_take_s = [link.occupied_s(num_bytes) for num_bytes in gradient_bytes]
         self.free_s: dict[tuple[int, int], float] = {}
+        self.reductions: list[Span] = []
+        # The last action of a stage that makes gradients of parameters, and what leaves inside it.
+        self.buckets: dict[Action, Sequence[Bucket]] = {
+            action: buckets for stage, buckets in enumerate(reductions) for action in schedule.row(stage)[-1:]
+        }
 
     def run(self) -> Timeline:
         """`ValueError` where an action cannot start or takes no time that can be."""
@@ -101,6 +109,7 @@ class Simulation:
             work=self._work(),
             messages=tuple(self.messages),
             placement=self.schedule.placement,
+            reductions=tuple(self.reductions),
         )
 
     def _go_on(self, worker: _Worker) -> None:
@@ -138,6 +147,8 @@ class Simulation:
         action, end_s = event.action, event.end_s
         kind, microbatch = action.kind, action.microbatch
         stage.done[microbatch] = kind
+        if action in self.buckets:
+            self._reduce(stage, event)
         if kind is Kind.F and not stage.is_last:
             target = self.stages[stage.index + 1]
             boundary, take_s, arrivals_s = stage.index, self.activations_take_s, target.inputs_s
@@ -160,11 +171,20 @@ class Simulation:
             self.messages.append(Span(name, stage.index, start_s, arrival_s))
         self._go_on(target.worker)
 
+    def _reduce(self, stage: _Stage, event: Event) -> None:
+        """The stage's buckets have left inside its last backward: one by one, as each was there."""
+        worker = stage.worker
+        for number, bucket in enumerate(self.buckets[event.action]):
+            ready_s = event.start_s + bucket.ready * event.duration_s
+            start_s = ready_s if ready_s > worker.reduced_s else worker.reduced_s
+            worker.reduced_s = start_s + bucket.takes_s
+            self.reductions.append(Span(f"reduce {number}", stage.index, start_s, worker.reduced_s))
+
     def _work(self) -> tuple[Span, ...]:
         found = []
         for worker in self.workers:
             before_s: float = 0
-            after_s = worker.free_s
+            after_s = worker.free_s if worker.free_s > worker.reduced_s else worker.reduced_s
             for stage in self.schedule.stages_of(worker.index):
                 if self.setup_s:
                     found.append(Span("setup", stage, before_s, before_s + self.setup_s[stage]))

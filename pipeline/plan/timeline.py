@@ -30,8 +30,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What takes time in a step beside its actions: work of a stage ("setup", "update") or a message
-    ("0F1->1") on its way from `stage`, in seconds from the start of the step.
+    """What takes time in a step beside its actions: work of a stage ("setup", "update"), a message
+    ("0F1->1") on its way from `stage`, or one of its reductions ("reduce 0"), in seconds from the start of
+    the step.
     """
 
     name: str
@@ -50,8 +51,9 @@ class Timeline:
 
     `provenance` is "measured" or "replayed"; `devices` names the device of each stage; `conditions` says what
     was held fixed (threads, pinned cores), so that a picture can be judged without its producer. `work` keeps
-    a stage busy like an action; `messages` occupy a link and no stage. Either is empty where it is not known.
-    `placement` is that of the schedule.
+    a stage busy like an action; `messages` occupy a link and no stage, and so do `reductions`: the sums of a
+    stage's gradients over its replicas, for which the end of the step waits. Each is empty where it is not
+    known. `placement` is that of the schedule.
     """
 
     events: tuple[Event, ...]
@@ -62,6 +64,7 @@ class Timeline:
     work: tuple[Span, ...] = ()
     messages: tuple[Span, ...] = ()
     placement: tuple[int, ...] = ()
+    reductions: tuple[Span, ...] = ()
 
     @classmethod
     def of(
@@ -91,7 +94,8 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         """Seconds from the first start to the last end."""
-        ends_s = [event.end_s for event in self.events] + [span.end_s for span in self.work]
+        ends_s = [event.end_s for event in self.events]
+        ends_s += [span.end_s for span in (*self.work, *self.reductions)]
         return max(ends_s, default=0.0)
 
     def of_stage(self, stage: int) -> tuple[Event, ...]:
@@ -173,11 +177,13 @@ class Timeline:
             }
             for span in self.work
         ]  # fmt: skip
-        for number, span in enumerate(self.messages):  # asynchronous: messages of a link may overlap
+        beside = [(span, "message") for span in self.messages]
+        beside += [(span, "reduction") for span in self.reductions]
+        for number, (span, what) in enumerate(beside):  # asynchronous: messages of a link may overlap
             ends = (("b", span.start_s), ("e", span.end_s))
             rows += [
                 {
-                    "name": span.name, "cat": "message", "ph": phase, "id": number, "pid": 0,
+                    "name": span.name, "cat": what, "ph": phase, "id": number, "pid": 0,
                     "tid": row_of[span.stage], "ts": time_s * 1e6,
                 }
                 for phase, time_s in ends
@@ -199,6 +205,15 @@ class Timeline:
             "work": [[span.name, span.stage, span.start_s, span.end_s] for span in self.work],
             "messages": [[span.name, span.stage, span.start_s, span.end_s] for span in self.messages],
             **({"placement": list(self.placement)} if self.placement else {}),
+            **(
+                {
+                    "reductions": [
+                        [span.name, span.stage, span.start_s, span.end_s] for span in self.reductions
+                    ]
+                }
+                if self.reductions
+                else {}
+            ),
         }
 
     @classmethod
@@ -213,6 +228,7 @@ class Timeline:
             tuple(Span(*span) for span in data["work"]),
             tuple(Span(*span) for span in data["messages"]),
             tuple(data.get("placement", ())),
+            tuple(Span(*span) for span in data.get("reductions", ())),
         )
 
 

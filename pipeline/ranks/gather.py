@@ -20,14 +20,14 @@ from gpipe_bench.pipeline.ranks.together import Together
 _ROUND_TRIPS = 10
 
 
-def check_equal(found: Sequence[object]) -> None:
-    """`ValueError`, on every rank alike, if what the ranks build is not the same."""
+def check_equal(found: Sequence[object], who: str = "rank") -> None:
+    """`ValueError`, on every rank alike, if what the ranks (or what `who` says) build is not the same."""
     for rank, other in enumerate(found):
         if rank == 0:
             first = other
         elif other != first:
             raise ValueError(
-                f"rank {rank} builds another pipeline than rank 0: its layers, cuts, schedule or seed "
+                f"{who} {rank} builds another pipeline than {who} 0: its layers, cuts, schedule or seed "
                 "differ; give all ranks the same arguments"
             )
 

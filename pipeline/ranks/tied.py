@@ -73,10 +73,11 @@ class TiedWeights:
         ties: those of the whole model.
         ranks: the transport.
         model: what this rank has of the model.
+        bears: whether this replica keeps what was in `.grad` before steps without `sync`.
     """
 
-    def __init__(self, ties: Iterable[Tie], ranks: Ranks, model: nn.Module) -> None:
-        self._ranks = ranks
+    def __init__(self, ties: Iterable[Tie], ranks: Ranks, model: nn.Module, *, bears: bool = True) -> None:
+        self._ranks, self._bears = ranks, bears
         self._ties = [tie for tie in ties if len(tie.ranks) > 1 and ranks.rank in tie.ranks]
         tied = {tie.parameter: tie for tie in self._ties}
         self._places = [
@@ -86,6 +87,7 @@ class TiedWeights:
             if parameter in tied
         ]
         self._held: list[Tensor | None] = []
+        self._own = False  # what is in .grad is of this owner alone
         self.copies = frozenset(tie.parameter for tie in self._ties if tie.first != ranks.rank)
         """The parameters of this rank that another one counts."""
 
@@ -114,13 +116,25 @@ class TiedWeights:
                     "stages of other processes share it; change its values in place, as load_state_dict does "
                     "without assign=True, or build a new pipeline on every rank"
                 )
+        if self._own:
+            return
         self._held = [tie.parameter.grad for tie in self._ties]
         for tie in self._ties:
             tie.parameter.grad = None
 
-    def sum_gradients(self) -> None:
-        """Ends a training step: every owner has the sum in `.grad`, added to what it held before."""
-        if self._ties:
+    def sum_gradients(self, *, sync: bool = True) -> None:
+        """Ends a training step: every owner has the sum in `.grad`, added to what it held before.
+
+        Without `sync` each keeps its own, until a step sums them. What was held is a sum already, so one
+        owner alone keeps it.
+        """
+        self._own = not sync
+        if not sync:
+            self._held = [
+                held if self._bears and tie.first == self._ranks.rank else None
+                for tie, held in zip(self._ties, self._held, strict=False)
+            ]
+        elif self._ties:
             with self._ranks.together() as together, torch.no_grad():
                 for tie in self._ties:
                     tie.parameter.grad = self._sum(together, tie)

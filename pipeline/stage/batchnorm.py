@@ -252,7 +252,7 @@ def _refuse_unsupported(module: nn.Module) -> None:
     if isinstance(module, nn.SyncBatchNorm):
         raise ValueError(
             "SyncBatchNorm normalizes over replicas inside a micro-batch, which a pipeline does not "
-            "schedule; use BatchNorm, and replica_group for the moving averages of all replicas"
+            "schedule; use BatchNorm, whose moving averages follow the replicas of a mesh together"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise ValueError(

@@ -38,7 +38,8 @@ class Stage:
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
     `torch.compile`, for layers that shall be compiled; `graphs` runs them as graphs of the device;
-    `runner` is what calls them.
+    `runner` is what calls them. `first_microbatch` is the number of micro-batch 0 among those of all
+    replicas, which keys the random streams, too.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Stage:
         backend: str | None = None,
         graphs: bool = False,
         runner: Callable[..., LayerRunner] = LayerRunner,
+        first_microbatch: int = 0,
     ) -> None:
         self.index, self.device, self.seed = index, device, seed
         self.is_first, self.is_last = index == 0, is_last
@@ -65,6 +67,7 @@ class Stage:
         self._runner = runner(
             self.layers, first_layer,
             device=device, seed=seed, statistics=self.statistics, backend=backend, graphs=graphs,
+            first_microbatch=first_microbatch,
         )  # fmt: skip
         self._habits = Habits(index, self.layers, device)
         # By the kind of the inputs; they stay the same two dictionaries.
@@ -122,6 +125,11 @@ class Stage:
         """
         self._habits.forget()
         self._buffers.forget()
+
+    @property
+    def trainable(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that require a gradient, each once, in the order of the layers."""
+        return tuple([p for p in self._habits.parameters if p.requires_grad])
 
     @property
     def overwrites_input(self) -> bool:

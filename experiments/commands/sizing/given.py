@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from gpipe_bench.experiments.commands.output import print_line
-from gpipe_bench.experiments.commands.sizing.models import Model, model_of
 from gpipe_bench.experiments.commands.sizing.schedule import describe_model, stage_table
 from gpipe_bench.experiments.commands.sizing.schedule import text as schedule_text
+from gpipe_bench.experiments.planning.models import Model, model_of
 from gpipe_bench.experiments.table1.paper_models import GIB
 from gpipe_bench.pipeline.memory.cut import StagePeaks
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory

@@ -9,35 +9,69 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.journal import Journal
+from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
+from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
+from gpipe_bench.pipeline.ranks.mesh.shares import GlobalShares, mean_of_all
+from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.stage.reduced import Reduction
+from gpipe_bench.pipeline.stage.stage import Stage
 
 
 class Joint:
-    """This process's part; `reductions` are those of its stages."""
+    """This process's part.
 
-    def __init__(self, reductions: Sequence[Reduction]) -> None:
-        self._reductions = tuple(reductions)
+    Args:
+        replicas: who else holds these stages.
+        device: of the stages.
+        bucket_bytes: gradients that leave together.
+    """
 
-    def begin(self, lengths: Sequence[int], *, training: bool, sync: bool) -> Sequence[float]:
-        """A step with micro-batches of `lengths` examples begins; what each of them counts for."""
-        examples = sum(lengths)
-        if training:
-            for reduction in self._reductions:
-                reduction.begin(sync=sync)
-        return tuple([length / examples for length in lengths])
+    def __init__(self, replicas: Replicas, device: torch.device, bucket_bytes: int) -> None:
+        self._replicas, self._bucket_bytes = replicas, bucket_bytes
+        accelerated = devices.is_accelerator(device)
+        sums = OverBackend(replicas, replicas.connect("sums", accelerated=accelerated))
+        self._collectives = self._of_hosts = sums
+        if accelerated:
+            self._of_hosts = OverBackend(replicas, replicas.connect("sums of hosts", accelerated=False))
+        self._reductions: dict[int, Reduction] = {}
+        self.journal = Journal(device)
 
-    def finish(self, loss: Tensor | None) -> Tensor | None:
-        """All actions are taken. In a training step waits for the gradients; the loss over all replicas."""
-        for reduction in self._reductions:
-            if loss is None:
-                reduction.evaluated()
-            else:
-                reduction.finish()
-        return loss
+    def share_values(self, model: nn.Module) -> None:
+        """All replicas begin with the first one's parameters and buffers."""
+        with torch.no_grad():
+            self._collectives.take_over([*model.parameters(), *model.buffers()])
+
+    def reduction(self, stage: Stage) -> Reduction:
+        """What joins the gradients of a stage of this process."""
+        found = Buckets(stage, self._collectives, self._replicas, self.journal, self._bucket_bytes)
+        self._reductions[stage.index] = found
+        return found
+
+    def begin(self, lengths: Sequence[int], *, sync: bool, has_loss: bool) -> Sequence[float]:
+        """A training step with micro-batches of `lengths` examples begins; what each of them counts for, on
+        the process that has the loss.
+        """
+        for reduction in self._reductions.values():
+            reduction.begin(sync=sync)
+        return GlobalShares(lengths, self._of_hosts) if has_loss else ()
+
+    def finish(self, loss: Tensor) -> Tensor:
+        """All actions of a training step are taken: waits for the gradients; the loss over all replicas."""
+        for reduction in self._reductions.values():
+            reduction.finish()
+        return mean_of_all(loss, self._collectives)
+
+    def evaluated(self) -> None:
+        """A pass of forwards alone is over."""
+        for reduction in self._reductions.values():
+            reduction.evaluated()
 
     def reset(self) -> None:
         """Drops what is held of the step, after an error."""
-        for reduction in self._reductions:
+        for reduction in self._reductions.values():
             reduction.reset()

@@ -30,7 +30,8 @@ class LayerRunner:
     """Consecutive layers of the model, and the loss behind the last of them, on one device.
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are. `statistics` are those of these layers. With a `backend` of
+    draws the same wherever the cuts are; `first_microbatch` is the number of micro-batch 0 among those of all
+    replicas, which keys them too. `statistics` are those of these layers. With a `backend` of
     `torch.compile` the layers are compiled (`compiled`), with `graphs` recorded (`graphed`).
     """
 
@@ -44,8 +45,9 @@ class LayerRunner:
         statistics: Statistics,
         backend: str | None = None,
         graphs: bool = False,
+        first_microbatch: int = 0,
     ) -> None:
-        self.layers, self.first_layer = layers, first_layer
+        self.layers, self.first_layer, self._first_microbatch = layers, first_layer, first_microbatch
         self.device, self.seed, self.statistics = device, seed, statistics
         self._generators = Generators(device)
         self._draws = tuple(may_draw(layer) for layer in layers)
@@ -118,7 +120,7 @@ class LayerRunner:
                 if key is not None:
                     if states is None:
                         states = generators.save()
-                    generators.seed(mix(key ^ m))
+                    generators.seed(mix(key ^ (self._first_microbatch + m)))
                 value = layer(value) if shared is None else layer(value, **shared)
         finally:
             if states is not None:
@@ -148,7 +150,7 @@ class LayerRunner:
         target = self._targets[m]
         states = self._generators.save()
         try:
-            self._generators.seed(mix(self._loss_key ^ m))
+            self._generators.seed(mix(self._loss_key ^ (self._first_microbatch + m)))
             loss = self._loss_fn(output, target)
         finally:
             self._generators.restore(states)

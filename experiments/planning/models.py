@@ -1,4 +1,4 @@
-"""The models of `size` beside Table 1's: published shapes by name and one's own, built without memory."""
+"""The models of `plan` and `size`: published shapes by name and one's own, built without memory."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""`plan`: how to train a model on given machines, and how long a step takes."""

@@ -1,0 +1,260 @@
+"""Collectives by the ring, and where they stand in a step, against steps computed by hand."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpipe_bench.pipeline.plan.breakdown import COLLECTIVES, PARTS, breakdown
+from gpipe_bench.pipeline.plan.collectives import (
+    all_gather_s,
+    all_gather_sent_bytes,
+    all_reduce_s,
+    all_reduce_sent_bytes,
+    reduce_scatter_s,
+)
+from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.reductions import (
+    Bucket,
+    data_parallel,
+    gathered_s,
+    gathering_s,
+    sharded,
+    tensor_parallel_s,
+)
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Action, Kind, Schedule, gpipe
+from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.timeline import Timeline
+
+LINK = Link("test", latency_s=Fraction(1, 10), bandwidth_bytes_per_s=Fraction(100))  # type: ignore[arg-type]
+RANKS = st.integers(1, 64)
+BYTES = st.integers(0, 10**9)
+
+
+def ring_sent(num_bytes: int, ranks: int) -> list[Fraction]:
+    """What each rank sends when a reduce-scatter really goes round: hop by hop, piece by piece."""
+    sent = [Fraction(0)] * ranks
+    for _hop in range(ranks - 1):
+        for rank in range(ranks):
+            sent[rank] += Fraction(num_bytes, ranks)
+    return sent
+
+
+@given(BYTES, RANKS)
+def test_a_ring_is_its_hops(num_bytes: int, ranks: int) -> None:
+    sent = ring_sent(num_bytes, ranks)
+    hops_s = (ranks - 1) * LINK.latency_s + sent[0] / LINK.bandwidth_bytes_per_s
+    exact = Fraction(num_bytes)
+    assert reduce_scatter_s(exact, ranks, LINK) == all_gather_s(exact, ranks, LINK) == hops_s  # type: ignore[arg-type]
+    assert all_reduce_s(exact, ranks, LINK) == 2 * hops_s  # type: ignore[arg-type]
+    assert all_gather_sent_bytes(exact, ranks) == sent[0]  # type: ignore[arg-type]
+    assert all_reduce_sent_bytes(exact, ranks) == 2 * sent[0]  # type: ignore[arg-type]
+
+
+def test_numbers_by_hand() -> None:
+    """Four ranks, 400 bytes: 3 hops of 100 bytes, 1.1 s each; twice for an all-reduce."""
+    assert all_gather_s(400, 4, LINK) == pytest.approx(3.3)
+    assert all_reduce_s(400, 4, LINK) == pytest.approx(6.6)
+    assert all_reduce_s(400, 1, LINK) == 0
+    assert all_reduce_s(400, 4, FREE) == 0
+
+
+def test_two_ranks_on_a_link_whose_directions_share_it_send_one_after_the_other() -> None:
+    both_ways = Link("shared", 0, 100, shares_directions=True)
+    assert all_gather_s(400, 2, Link("full duplex", 0, 100)) == 2
+    assert all_gather_s(400, 2, both_ways) == 4
+    assert all_gather_s(400, 3, both_ways) == pytest.approx(2 * 400 / 3 / 100)  # each link is used one way
+
+
+@pytest.mark.parametrize("collective", [all_reduce_s, all_gather_s, reduce_scatter_s])
+def test_collectives_that_cannot_be(collective) -> None:
+    with pytest.raises(ValueError, match="0 ranks; give 1 or more"):
+        collective(1, 0, LINK)
+    with pytest.raises(ValueError, match="-1 bytes"):
+        collective(-1, 2, LINK)
+
+
+def test_buckets_leave_as_the_backward_goes_from_the_last_layer_to_the_first() -> None:
+    """Layers of 1, 3 and 4 s: the last one's gradients are there after 4 of 8 s, the next one's after 7."""
+    layers = [[10.0], [30.0, 20.0], [40.0]]
+    found = data_parallel(layers, 2, Link("link", 0, 1), backward_s=[1, 3, 4], bucket_bytes=40)
+    # 40 closes at once; 20 + 30 is past 40; 10 is the rest, which leaves in the end.
+    assert [bucket.ready for bucket in found] == [4 / 8, 7 / 8, 1]
+    assert [bucket.takes_s for bucket in found] == [40, 50, 10]  # 2 hops of a half
+
+
+def test_buckets_of_one_replica_are_none() -> None:
+    assert data_parallel([[10.0]], 1, LINK) == ()
+    assert sharded([[10.0]], 1, LINK) == ()
+
+
+def test_shards_are_scattered_layer_by_layer_and_then_summed_over_replicas() -> None:
+    link, slow = Link("link", 0, 1), Link("slow", 0, Fraction(1, 10))  # type: ignore[arg-type]
+    found = sharded([[8.0, 8.0], [], [32.0]], 4, link, replicas=2, replica_link=slow, backward_s=[2, 1, 1])
+    # 3 hops of 8 bytes, then a shard of 8 bytes over 2 replicas: 2 hops of 4 bytes at a tenth of the rate.
+    assert [(bucket.ready, bucket.takes_s) for bucket in found] == [(1 / 4, 24 + 80), (1, 12 + 40)]
+
+
+def test_gathering_ahead_hides_behind_the_layer_before() -> None:
+    link = Link("link", 0, 1)
+    sizes, compute_s = [4.0, 8.0, 2.0], [3.0, 3.0, 3.0]  # gathers of 2, 4 and 1 s
+    assert gathering_s(sizes, compute_s, 2, link, ahead=False) == 7
+    assert gathering_s(sizes, compute_s, 2, link, ahead=True) == 2 + 1
+    assert gathering_s([], [], 2, link, ahead=True) == 0
+    with pytest.raises(ValueError, match="2 layers have parameters and 1 take time"):
+        gathering_s([1, 2], [1], 2, link, ahead=True)
+
+
+def seconds_of(schedule: Schedule, waits_s) -> dict[str, float]:
+    return {str(action): waits_s(action) for action in schedule if waits_s(action)}
+
+
+def test_level_2_gathers_once_in_a_step_and_level_3_in_every_pass() -> None:
+    schedule = gpipe(2, 2, "except_last")
+    assert seconds_of(schedule, gathered_s(schedule, 2, [1, 2])) == {"0F0": 1, "1F0": 2}
+    assert seconds_of(schedule, gathered_s(schedule, 3, [1, 2], [3, 4])) == {
+        "0F0": 1, "0F1": 1, "0B1": 3, "0R0": 1, "0B0": 3, "1F0": 2, "1F1": 2, "1B1": 4, "1R0": 2, "1B0": 4,
+    }  # fmt: skip
+
+
+def test_levels_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="ZeRO level 1; parameters are gathered at levels 2 and 3"):
+        gathered_s(gpipe(1, 1), 1, [1])
+    with pytest.raises(ValueError, match="its W would find its parameters sharded: use level 2"):
+        gathered_s(named("zb-h1", 2, 4), 3, [1, 1])
+
+
+def test_tensor_parallel_layers_sum_in_every_pass_but_w() -> None:
+    schedule = named("zb-h1", 2, 2, remat="always")
+    waits_s = tensor_parallel_s([[10, 10], [30]], 2, Link("link", 0, 10), backward_bytes=[[5], [20, 20]])
+    by_kind = {(action.stage, action.kind): waits_s(action) for action in schedule}
+    assert by_kind == {
+        (0, Kind.F): 2, (0, Kind.R): 2, (0, Kind.I): 0.5, (0, Kind.W): 0,
+        (1, Kind.F): 3, (1, Kind.R): 3, (1, Kind.I): 4, (1, Kind.W): 0,
+    } | ({(0, Kind.B): 0.5} if (0, Kind.B) in by_kind else {})  # fmt: skip
+
+
+def spans(timeline: Timeline) -> list[tuple[str, int, float, float]]:
+    return [(span.name, span.stage, span.start_s, span.end_s) for span in timeline.reductions]
+
+
+def test_buckets_leave_inside_the_last_backward_and_the_update_waits() -> None:
+    """Stage 1: F0 1-2, B0 2-4; its buckets at 3 and 4. Stage 0: B0 4-6; a bucket of 5 s at 5."""
+    buckets = [[Bucket(0.5, 5)], [Bucket(0.5, 0.5), Bucket(1, 0.25)]]
+    timeline = replay(gpipe(2, 1, "never"), SLOTS, reductions=buckets, update_s=[1, 1])
+    assert spans(timeline) == [("reduce 0", 1, 3, 3.5), ("reduce 1", 1, 4, 4.25), ("reduce 0", 0, 5, 10)]
+    assert [(span.stage, span.start_s, span.end_s) for span in timeline.work] == [
+        (0, 10, 11),
+        (1, 4.25, 5.25),
+    ]
+    assert timeline.makespan_s == 11
+
+
+def test_the_end_of_a_step_waits_for_reductions_without_an_update() -> None:
+    timeline = replay(gpipe(1, 1, "never"), SLOTS, reductions=[[Bucket(1, 2)]])
+    assert timeline.makespan_s == 5
+    assert timeline.idle_s == 2
+
+
+def test_a_bucket_waits_for_the_one_before_on_its_worker() -> None:
+    """Stages 0 and 1 on one worker: what stage 1 sends late keeps stage 0's waiting."""
+    both = Schedule("both", 2, 1, "never", (tuple(map(Action.parse, ("0F0", "1F0", "1B0", "0B0"))),), (0, 0))
+    timeline = replay(both, SLOTS, reductions=[[Bucket(0, 1)], [Bucket(1, 5)]])
+    assert spans(timeline) == [("reduce 0", 1, 4, 9), ("reduce 0", 0, 9, 10)]
+
+
+def test_buckets_leave_inside_the_last_w_where_backwards_are_split() -> None:
+    schedule = named("zb-h1", 2, 4)
+    timeline = replay(schedule, SLOTS, reductions=[[Bucket(1, 1)]] * 2)
+    for span in timeline.reductions:
+        last = timeline.of_stage(span.stage)[-1]
+        assert last.action.kind in (Kind.W, Kind.B)
+        assert span.start_s == last.end_s
+
+
+def test_collectives_inside_an_action_make_it_longer() -> None:
+    schedule = gpipe(2, 2, "never")
+    waits_s = {Kind.F: 1, Kind.B: 3}
+    together = replay(schedule, SLOTS, collective_s=waits_s)
+    assert together == replay(schedule, {Kind.F: 2, Kind.B: 5})
+
+
+def test_the_timeline_keeps_its_reductions() -> None:
+    timeline = replay(gpipe(2, 1, "never"), SLOTS, reductions=[[Bucket(1, 1)]] * 2)
+    assert Timeline.from_data(timeline.to_data()) == timeline
+    shown = [row for row in timeline.to_chrome()["traceEvents"] if row.get("cat") == "reduction"]
+    assert [(row["ph"], row["tid"], row["ts"]) for row in shown] == [
+        ("b", 1, 4e6), ("e", 1, 5e6), ("b", 0, 6e6), ("e", 0, 7e6),
+    ]  # fmt: skip
+    assert "reductions" not in replay(gpipe(2, 1, "never"), SLOTS).to_data()
+
+
+def test_buckets_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"ready after 1.5 of the last backward"):
+        Bucket(1.5, 1)
+    with pytest.raises(ValueError, match="takes -1 s"):
+        Bucket(1, -1)
+    with pytest.raises(ValueError, match="takes nan s"):
+        Bucket(1, float("nan"))
+    with pytest.raises(ValueError, match="reductions has 1 entries for 2 stages"):
+        replay(gpipe(2, 1), SLOTS, reductions=[[]])
+
+
+def test_the_breakdown_names_what_is_waited_for() -> None:
+    """6 s without a grid. Forwards wait 1 s each, 2 x 2 of them busy; the last bucket ends 3 s after B0."""
+    found = breakdown(
+        gpipe(2, 1, "never"), SLOTS, reductions=[[Bucket(1, 3)], [Bucket(0, 1)]],
+        collective_s={Kind.F: 1, Kind.B: 0},
+    )  # fmt: skip
+    assert found.makespan_s == 6 + 2 + 3
+    assert {part: float(value) for part, value in found.seconds.items() if value} == {
+        "computation": 6, COLLECTIVES: 2 * (11 - 6), "bubble": 6,
+    }  # fmt: skip
+
+
+def test_reductions_that_the_step_hides_cost_nothing() -> None:
+    """Stage 1 is through at 4, and stage 0 at 6: two seconds for its reduction."""
+    found = breakdown(gpipe(2, 1, "never"), SLOTS, reductions=[[], [Bucket(1, 2)]])
+    assert found.makespan_s == 6
+    assert found.seconds[COLLECTIVES] == 0
+
+
+COSTS = st.integers(0, 9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_the_parts_add_up_and_a_step_is_no_shorter_for_a_grid(data: st.DataObject) -> None:
+    make = SCHEDULES[data.draw(st.sampled_from(sorted(SCHEDULES)))]
+    schedule = make(
+        data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5)), data.draw(st.sampled_from(REMAT_MODES))
+    )
+    stages = schedule.num_stages
+    action_s = {(stage, kind): data.draw(COSTS) for stage in range(stages) for kind in Kind}
+    waits_s = {(stage, kind): data.draw(COSTS) for stage in range(stages) for kind in Kind}
+    eighths = st.integers(0, 8).map(lambda number: Fraction(number, 8))  # floats know them exactly
+    bucket = st.builds(Bucket, eighths, COSTS)
+    buckets = [data.draw(st.lists(bucket, max_size=3)) for _ in range(stages)]
+    link = data.draw(st.sampled_from([FREE, Link("slow", 1, 2)]))
+    arguments = {
+        "activation_bytes": [data.draw(COSTS)] * (stages - 1),
+        "setup_s": [data.draw(COSTS) for _ in range(stages)],
+        "update_s": [data.draw(COSTS) for _ in range(stages)],
+    }
+    found = breakdown(schedule, action_s, link, reductions=buckets, collective_s=waits_s, **arguments)
+    assert tuple(found.seconds) == (*PARTS, COLLECTIVES)
+    assert all(value >= 0 for value in found.seconds.values())
+    assert sum(found.seconds.values()) == schedule.num_workers * Fraction(found.timeline.makespan_s)
+    alone = breakdown(schedule, action_s, link, **arguments)
+    assert tuple(alone.seconds) == PARTS
+    for part in ("computation", "recompute", "weight update"):
+        assert alone.seconds[part] == found.seconds[part]
+    assert found.makespan_s >= alone.makespan_s
+    for worker in range(schedule.num_workers):
+        mine = [span for span in found.timeline.reductions if schedule.worker(span.stage) == worker]
+        assert all(first.end_s <= second.start_s for first, second in pairwise(mine))

@@ -1,0 +1,105 @@
+"""What a plan is asked, what it may choose and what it answers: values that refuse what cannot be."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpipe_bench.experiments import planning
+from gpipe_bench.experiments.planning.candidate import Candidate
+from gpipe_bench.experiments.planning.prediction import Prediction
+from gpipe_bench.experiments.planning.request import OPTIMIZERS, PRECISIONS, Request
+from gpipe_bench.experiments.table1 import model_costs
+from gpipe_bench.pipeline.memory.stages import peaks
+from gpipe_bench.pipeline.plan.links import LINKS
+
+REQUEST = Request(accelerators=8, memory_bytes=2**30, batch_size=64, link=LINKS["nvlink4"])
+CANDIDATE = Candidate(
+    cut=(range(0, 3), range(3, 5)), schedule="1f1b", num_microbatches=4, remat=("always", "never"),
+    num_workers=2, dp=2, fsdp=2, fsdp_level=3,
+)  # fmt: skip
+PREDICTION = Prediction(
+    candidate=CANDIDATE, batch_size=64, step_s=2.0, low_s=1.0, high_s=4.0, peak_bytes=(5, 7),
+    peak_when=("0B0", "1B0"), parts_s={"computation": 2.0},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accelerators": 0}, "accelerators is 0; give 1 or more"),
+        ({"batch_size": -4}, "batch_size is -4; give 1 or more"),
+        ({"hosts": 3, "between": LINKS["infiniband-ndr"]}, "8 accelerators cannot be spread evenly over 3"),
+        ({"hosts": 2}, "2 hosts have no link between them; give one, such as infiniband"),
+        ({"optimizer": "lion"}, "optimizer is 'lion'; choose one of sgd, rmsprop, adam"),
+        ({"precision": "fp4"}, "precision is 'fp4'; choose one of float32, bfloat16"),
+    ],
+)
+def test_a_request_refuses_what_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(REQUEST, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dp": 0}, "dp is 0; give 1 or more"),
+        ({"schedule": "2f2b"}, "schedule is '2f2b'; choose one of naive, gpipe"),
+        ({"schedule": "zb-v"}, "schedule 'zb-v' has 2 stages per worker, not 1"),
+        ({"cut": (range(0, 5),)}, "the cut has 1, remat 2"),
+        ({"cut": (range(0, 3), range(4, 5))}, "no gaps"),
+        ({"cut": (range(0, 3), range(3, 3))}, "stages hold a layer or more each"),
+        ({"remat": ("always", "seldom")}, "remat is 'seldom'; choose one of never, always, except_last"),
+        ({"fsdp": 1}, "fsdp 1 with fsdp_level 3"),
+        ({"fsdp_level": 0}, "fsdp 2 with fsdp_level 0"),
+    ],
+)
+def test_a_candidate_refuses_what_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(CANDIDATE, **changes)
+
+
+def test_a_candidate_counts_its_accelerators_and_examples() -> None:
+    assert (CANDIDATE.num_stages, CANDIDATE.replicas, CANDIDATE.accelerators) == (2, 4, 8)
+    assert replace(CANDIDATE, tp=3).accelerators == 24
+    assert CANDIDATE.microbatch_size(64) == 4
+    with pytest.raises(ValueError, match="70 does not divide into 4 replicas of 4 micro-batches.*of 16"):
+        CANDIDATE.microbatch_size(70)
+    assert REQUEST.per_host == 8
+    assert replace(REQUEST, hosts=2, between=LINKS["infiniband-ndr"]).per_host == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"low_s": 3.0}, {"high_s": 1.5}, {"low_s": 0.0}, {"high_s": float("inf")}, {"peak_bytes": (5,)}],
+)
+def test_a_prediction_refuses_what_cannot_be(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give"):
+        replace(PREDICTION, **changes)
+
+
+def test_a_prediction_names_its_fullest_worker() -> None:
+    assert (PREDICTION.peak, PREDICTION.fullest, PREDICTION.examples_per_s) == (7, 1, 32.0)
+    facts = PREDICTION.describe()
+    assert (facts["cut"], facts["remat"], facts["peak_bytes"]) == ([3, 2], ["always", "never"], [5, 7])
+
+
+def test_names_are_those_of_the_parts_that_know_them() -> None:
+    assert set(OPTIMIZERS) == set(peaks.OPTIMIZERS)
+    assert set(PRECISIONS) == set(model_costs.PRECISIONS)
+
+
+def test_the_values_need_no_torch() -> None:
+    for name in ("request", "candidate", "prediction"):
+        tree = ast.parse((Path(planning.__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
+        imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert all(
+            module.split(".")[0] in sys.stdlib_module_names
+            or module.startswith(("gpipe_bench.pipeline.plan.", "gpipe_bench.experiments.planning."))
+            for module in imported
+        ), (name, imported)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
@@ -29,8 +28,8 @@ from torch.distributed.tensor.parallel import (
 
 from gpipe_bench.models import llama
 from gpipe_bench.models.transformer import lm, seq2seq
-from gpipe_bench.models.transformer.draws import Division
 from gpipe_bench.models.transformer.blocks import Attention, FeedForward, Softmax, TransformerLayer
+from gpipe_bench.models.transformer.draws import Division
 
 Plan = list[tuple[str, ParallelStyle]]  # paths below a layer, and how each is divided
 TOKENS = 1  # the dimension of (N, T, d) that sequence parallelism divides
@@ -46,10 +45,10 @@ class Gathered(ParallelStyle):
         self.layout = layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             return (DTensor.from_local(inputs[0], mesh, (self.layout,), run_check=False), *inputs[1:])
 
-        def leave(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> DTensor:
+        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.redistribute(mesh, (Replicate(),))
 
         return distribute_module(module, device_mesh, None, enter, leave)
@@ -101,7 +100,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = Fals
             belongs to two layers.
     """
     if mesh.ndim != 1:
-        raise ValueError(f"the mesh has {mesh.ndim} dimensions: give the one of the tensor parallelism, mesh['tp']")
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions: give the one of the tensor parallelism, mesh['tp']"
+        )
     places: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in places:
@@ -110,7 +111,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = Fals
                 "model with separate weights (num_tables=2, tied=False)"
             )
         places[parameter] = name
-    plans = [(name, layer, _plan(name, layer, mesh.size(), sequence)) for name, layer in model.named_children()]
+    plans = [
+        (name, layer, _plan(name, layer, mesh.size(), sequence)) for name, layer in model.named_children()
+    ]
     for _, layer, plan in plans:
         for path, style in plan:
             parallelize_module(layer, mesh, {path: style})

@@ -37,7 +37,8 @@ from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.mesh.buckets import BUCKET_BYTES
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid, grid_of, refuse_unbuilt
+from gpipe_bench.pipeline.ranks.mesh.division import divided_over
+from gpipe_bench.pipeline.ranks.mesh.grid import Grid, grid_of
 from gpipe_bench.pipeline.ranks.mesh.joint import Joint
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
@@ -90,11 +91,15 @@ class Pipeline(nn.Module):
         mesh: the grid of the job, a `DeviceMesh` with a dimension "pp" for the workers of this pipeline and,
             if wanted, "dp", "fsdp" and "tp" (`ranks.mesh.grid`). Replicas begin with the parameters and
             buffers of the first.
+        zero: what the processes along "fsdp" hold in parts. 2 (the default): gradients and the optimizer's
+            state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs. See
+            `ranks.mesh.sharding`.
         bucket_bytes: gradients that leave together on their way to the other replicas.
         group: instead of a mesh, the process group of a pipeline alone, whose rank k runs the stages of
             worker k; without either, all stages live in this process.
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
-        share_memory: whether ranks on one host exchange CPU tensors through memory that both map.
+        share_memory: whether ranks on one host exchange CPU tensors through memory that both map. Never where
+            a mesh divides parameters: the actions of a stage then wait for other processes themselves.
         transport: another in-process transport, such as `InProcess(copy=True)`.
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
             chooses that. What cannot be compiled runs as it is, and a warning says why. "graphs" records what
@@ -111,6 +116,7 @@ class Pipeline(nn.Module):
         num_stages: int | None = None,
         num_microbatches: int,
         mesh: DeviceMesh | None = None,
+        zero: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         schedule: str | Schedule = "gpipe",
         num_workers: int | None = None,
@@ -134,8 +140,8 @@ class Pipeline(nn.Module):
             if group is not None:
                 raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
             self.grid = grid_of(mesh)
-            refuse_unbuilt(self.grid)
             group = self.grid.group("pp")
+        self._divided = divided_over(self.grid, zero)
         network = None if group is None else network_of(group)
         layout = layout_of(
             layers,
@@ -157,9 +163,14 @@ class Pipeline(nn.Module):
         self._lines = lines_of(self._portals, self._partition)
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
         self._replicas, self._joint = None, None
+        if self._divided is not None:
+            known = None if self._calibration is not None else self._schedule
+            self._divided.check(dict(layout.named), ties, known, compiles=bool(compile))
+            share_memory = False  # nobody moves messages along while an action waits for other processes
         if self.grid is not None and self.grid.batch_group is not None:
             self._replicas = Replicas(self.grid.batch_group, timeout_s)
-            self._joint = Joint(self._replicas, self._devices[local[0]], bucket_bytes)
+        if self._replicas is not None or self._divided is not None:
+            self._joint = Joint(self._replicas, self._devices[local[0]], bucket_bytes, self._divided)
         self._layers = layout.layers(move=devices is not None)  # those of this process, by name
         self.seed = seed
         self.group = group
@@ -175,9 +186,11 @@ class Pipeline(nn.Module):
             layers.give_to(self, [part for part in self._layers.values() if isinstance(part, Part)])
         else:
             self._modules.update(self._layers)
-        self._stages = self._make_stages(local)
         if self._joint is not None:
             self._joint.share_values(self)
+        if self._divided is not None:
+            self._divided.divide(self._layers)
+        self._stages = self._make_stages(local)
         self._ranks: PointToPoint | None = None
         self._tied: TiedWeights | None = None
         apart = len(set(self._devices)) > 1
@@ -211,7 +224,8 @@ class Pipeline(nn.Module):
         make: Callable[..., Stage] = Stage
         first_microbatch = 0
         if self._joint is not None and self.grid is not None:
-            make = partial(ReducedStage, reduction=self._joint.reduction)
+            made = ReducedStage if self._divided is None else self._divided.makes
+            make = partial(made, reduction=self._joint.reduction)
             first_microbatch = self.grid.replica * self._schedule.num_microbatches
         return {
             index: make(

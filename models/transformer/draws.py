@@ -35,7 +35,7 @@ WHOLE = Division()
 
 
 def draws_of(shard: int | None, like: Tensor) -> AbstractContextManager[None]:
-    """Draws on the device of `like` come from a stream of part number `shard` in here; None changes nothing."""
+    """In here draws on the device of `like` come from a stream of part `shard`; None changes nothing."""
     return _NO_OTHER if shard is None else _stream(shard, like)
 
 

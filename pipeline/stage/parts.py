@@ -20,15 +20,16 @@ def is_divided(tensor: Any) -> bool:
 def local(tensor: Tensor) -> Tensor: ...
 @overload
 def local(tensor: None) -> None: ...
-def local(tensor: Tensor | None) -> Tensor | None:
+def local(tensor: Any) -> Tensor | None:
     """What this process has of a tensor, as a plain one whose numbers are there."""
-    return None if tensor is None else here(tensor.to_local() if is_divided(tensor) else tensor)  # type: ignore[attr-defined]
+    return None if tensor is None else here(tensor.to_local() if is_divided(tensor) else tensor)
 
 
-def here(tensor: Tensor) -> Tensor:
+def here(tensor: Any) -> Tensor:
     """The tensor, once a collective that may still be writing it is done.
 
     torch gives those of its functional collectives out at once, as tensors of a type that waits when an
     operation reads them. Who reads their memory without an operation has to wait itself.
     """
-    return tensor.wait() if hasattr(tensor, "wait") else tensor  # type: ignore[no-any-return]
+    found: Tensor = tensor.wait() if hasattr(tensor, "wait") else tensor
+    return found

@@ -47,10 +47,10 @@ def _parts(parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.ProcessGroup, 
     found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for i, parameter in enumerate(parameters):
         if is_divided(parameter):
-            mesh = parameter.device_mesh
+            mesh = parameter.device_mesh  # type: ignore[attr-defined]
             groups = tuple(
                 mesh.get_group(dimension)
-                for dimension, placement in enumerate(parameter.placements)
+                for dimension, placement in enumerate(parameter.placements)  # type: ignore[attr-defined]
                 if placement.is_shard() and mesh.size(dimension) > 1
             )
             if groups:

@@ -29,12 +29,9 @@ parameters are given up too, or the next training step would use the weights fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -42,29 +39,30 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
 from gpipe_bench.pipeline.stage.stage import Stage
 
-LEVELS = (2, 3)
 
-
-def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None:
-    """Divides the parameters of each layer among the holders of its stage; all of them call.
-
-    `ValueError` where a weight belongs to two layers, or the parameters of a layer have different types.
-    """
-    homes: dict[nn.Parameter, str] = {}
+def check_sharded(layers: Mapping[str, nn.Module], schedule: Schedule | None, zero: int) -> None:
+    """`ValueError` for layers and schedules whose parameters cannot be stored in parts, and what can."""
+    if zero == 3 and schedule is None:
+        raise ValueError(
+            'schedule="auto" may choose one with I and W, and with zero=3 the parameters are gone before W; '
+            "name a schedule, or use zero=2"
+        )
+    if zero == 3 and schedule is not None and any(a.kind is Kind.W for row in schedule.actions for a in row):
+        raise ValueError(
+            f"{schedule.name} has I and W, and with zero=3 the parameters are gone before W; use zero=2, or "
+            "a schedule with B"
+        )
     for name, layer in layers.items():
-        for parameter in layer.parameters():
-            if parameter in homes:
-                raise ValueError(
-                    f"layers {homes[parameter]} and {name} share a weight, and fsdp divides each layer by "
-                    "itself; give them weights of their own, or replicate the stages with dp instead of fsdp"
-                )
-            homes[parameter] = name
         types = {p.dtype for p in layer.parameters() if p.requires_grad}
         if len(types) > 1:
             raise ValueError(
                 f"the parameters of layer {name} are of {' and '.join(sorted(map(str, types)))}, and fsdp "
-                "sends those of a layer together; make them of one type, or replicate the stages with dp"
+                "sends those of a layer together; make them of one type, or use the dimension 'dp' instead"
             )
+
+
+def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None:
+    """Divides the parameters of each layer among the holders of its stage; all of them call."""
     mesh = _mesh(grid)
     for layer in layers.values():
         if next(layer.parameters(), None) is not None:
@@ -81,27 +79,6 @@ def _mesh(grid: Grid) -> DeviceMesh:
             "before fsdp"
         )
     return grid.mesh["dp", "fsdp"]
-
-
-def refuse_unsharded(schedule: Schedule | str, zero: int, *, compiles: bool) -> None:
-    """`ValueError` for what cannot be done with divided parameters, and what can."""
-    if compiles:
-        raise ValueError(
-            "compile= makes programs of layers whose parameters stay where they are, and fsdp moves them; "
-            "leave it out, or replicate the stages with dp instead of fsdp"
-        )
-    if zero == 2:
-        return
-    if isinstance(schedule, str):
-        raise ValueError(
-            'schedule="auto" may choose one with I and W, whose parameters must stay gathered until W; name '
-            "a schedule, or use zero=2"
-        )
-    if any(action.kind is Kind.W for row in schedule.actions for action in row):
-        raise ValueError(
-            f"{schedule.name} has I and W, and with zero=3 the parameters are gone before W; use zero=2, or "
-            "a schedule with B"
-        )
 
 
 class Shards:
@@ -181,6 +158,6 @@ class _Sharded:
 
     def reset(self) -> None:
         """Forgets a step that failed, with its gradients."""
-        for parameter in self.module.parameters():
+        for parameter in self.module.parameters():  # type: ignore[attr-defined]  # every FSDPModule is one
             parameter.grad = None
         self.conclude()

@@ -16,15 +16,17 @@ A message between stages is what the layers give: a plain tensor, whole or this 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
 from gpipe_bench.pipeline.stage.microbatch import Message
-from gpipe_bench.pipeline.stage.parts import here, is_divided
+from gpipe_bench.pipeline.stage.parts import here, is_divided, local
 from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
 
@@ -122,8 +124,8 @@ class DividedStage(ReducedStage):
             return None
         if any(map(is_divided, message.tensors)):
             raise TypeError(
-                f"{self.describe_output()} is a DTensor, and messages between stages are plain tensors; let "
-                "the plan of that layer end with use_local_output=True"
+                f"{self._runner.describe_output(self.index)} is a DTensor, and messages between stages are "
+                "plain tensors; let the plan of that layer end with use_local_output=True"
             )
         return message._replace(tensors=tuple(map(here, message.tensors)))
 
@@ -143,11 +145,11 @@ class Layouts:
 
     Args:
         stage: whose parameters they are of
-        replicas: joins the gradients with those of other replicas; None where this is the only one
+        sums: makes what joins the gradients with those of other replicas; None where there are none
     """
 
-    def __init__(self, stage: Stage, replicas: Reduction | None) -> None:
-        self._replicas = replicas
+    def __init__(self, stage: Stage, sums: Callable[[Any], Reduction | None]) -> None:
+        self._replicas = sums(_Parts(stage))
         found = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
         self._parameters = [parameter for parameter in found if isinstance(parameter, DTensor)]
         for parameter in self._parameters:
@@ -186,6 +188,62 @@ class Layouts:
     def refresh(self) -> None:
         if self._replicas is not None:
             self._replicas.refresh()
+
+
+class _Parts:
+    """A stage, as what sums gradients over replicas sees it: with this process's parts of its parameters."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._parts: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def index(self) -> int:
+        return self._stage.index
+
+    @property
+    def trainable(self) -> tuple[Tensor, ...]:
+        found = self._stage.trainable
+        if self._parts.keys() != set(found):
+            self._parts = {p: _Part.of(p) if isinstance(p, DTensor) else p for p in found}
+        return tuple([self._parts[parameter] for parameter in found])
+
+
+class _Part(Tensor):
+    """This process's part of a divided parameter, whose gradient is its part of the parameter's."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    whole: DTensor
+
+    @staticmethod
+    def of(parameter: DTensor) -> Tensor:
+        part = parameter.to_local().detach().as_subclass(_Part)
+        part.whole = parameter
+        return part
+
+    @property
+    def grad(self) -> Tensor | None:
+        return local(self.whole.grad)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        whole = self.whole
+        if gradient is None:
+            whole.grad = None
+            return
+        found = whole if whole.grad is None else whole.grad
+        assert isinstance(found, DTensor)
+        whole.grad = DTensor.from_local(
+            gradient,
+            found.device_mesh,
+            found.placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        return self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))
 
 
 class _Cut:

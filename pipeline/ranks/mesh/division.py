@@ -93,7 +93,7 @@ class Divided:
             shard_layers(layers, self._grid, self._zero)
 
     def reduction(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> Reduction:
-        """What joins the gradients of a stage; `sums` makes what adds them up over replicas of equal parts."""
+        """What joins the gradients of a stage; `sums` makes what sums over replicas."""
         if self._zero is not None:
             from gpipe_bench.pipeline.ranks.mesh.sharding import Shards
 

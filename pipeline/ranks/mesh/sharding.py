@@ -30,10 +30,13 @@ parameters are given up too, or the next training step would use the weights fro
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
@@ -67,6 +70,10 @@ def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None
     for layer in layers.values():
         if next(layer.parameters(), None) is not None:
             fully_shard(layer, mesh=mesh, reshard_after_forward=zero == 3)
+            around = _Around()
+            layer.register_forward_pre_hook(around.come, prepend=True)
+            layer.register_forward_pre_hook(around.enter)
+            layer.register_forward_hook(around.leave, prepend=True)
 
 
 def _mesh(grid: Grid) -> DeviceMesh:
@@ -79,6 +86,64 @@ def _mesh(grid: Grid) -> DeviceMesh:
             "before fsdp"
         )
     return grid.mesh["dp", "fsdp"]
+
+
+class _Around:
+    """Hides torch's hooks around a layer from what the layer and its neighbours do with their tensors.
+
+    The hook before makes views of the inputs, and a view has other strides where a dimension has the length
+    1. Kernels choose the layout of their results by strides, and a mask follows the layout: a recomputation,
+    which has a graph, would drop other elements than the forward, which has none. Nor may such a view be
+    changed in place. The hook behind is lost where somebody changes a view that leaves the layer in place.
+    """
+
+    def __init__(self) -> None:
+        self._strides: list[tuple[int, ...]] = []
+
+    def come(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Runs before torch's hook."""
+        self._strides = []
+        if torch.is_grad_enabled():
+            self._strides = [leaf.stride() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+    def enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Runs behind it."""
+        if not self._strides:
+            return inputs
+        strides = iter(self._strides)
+
+        def as_it_came(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            stride = next(strides)
+            return _NoView.apply(leaf, stride) if leaf.requires_grad else leaf
+
+        found: tuple[Any, ...] = tree_map(as_it_came, inputs)
+        return found
+
+    def leave(self, _: nn.Module, inputs: Any, output: Any) -> Any:
+        """Runs before torch's hook behind the layer."""
+        return tree_map(_as_no_view, output)
+
+
+def _as_no_view(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._base is not None:
+        return _NoView.apply(leaf, leaf.stride())
+    return leaf
+
+
+class _NoView(torch.autograd.Function):
+    """The same tensor, in the same memory, but for autograd none of its views; with these strides, which may
+    differ from its own where that means nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+        return tensor.as_strided(tensor.shape, stride).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class Shards:

@@ -29,18 +29,20 @@ from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
 from gpipe_bench.pipeline.plan.portals import lines_of
+from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
+from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.portals import with_portals
 from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
+from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
-from gpipe_bench.pipeline.ranks.mesh.buckets import BUCKET_BYTES
 from gpipe_bench.pipeline.ranks.mesh.division import divided_over
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid, grid_of
-from gpipe_bench.pipeline.ranks.mesh.joint import Joint
-from gpipe_bench.pipeline.ranks.replicas import Replicas
+from gpipe_bench.pipeline.ranks.mesh.grid import Grid, joined, located
+from gpipe_bench.pipeline.ranks.mesh.jobs import job_of, watch_over
+from gpipe_bench.pipeline.ranks.mesh.joint import joint_of
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
 from gpipe_bench.pipeline.stage.keywords import Keywords
@@ -72,7 +74,8 @@ class Pipeline(nn.Module):
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty.
         schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`; "auto" for one made for
             the times that the first training steps take; or a `Schedule` of one's own.
-        remat: which micro-batches are recomputed: "always", "except_last" or "never". A `Schedule` says it
+        remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one choice for each
+            stage, in the model's order: one of these names, or the micro-batches. A `Schedule` says it
             itself.
         cost: what the stages are balanced by: "parameters" (the default), "auto" (estimated from `example`),
             or a number per layer.
@@ -94,6 +97,9 @@ class Pipeline(nn.Module):
         zero: what the processes along "fsdp" hold in parts. 2 (the default): gradients and the optimizer's
             state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs. See
             `ranks.mesh.sharding`.
+        reduction: how gradients are summed over replicas: in "buckets" that leave within a stage's last
+            backward, or by a "tree" over all micro-batches, which takes more memory and gives the same bits
+            on every grid of as many micro-batches whose replicas are a power of two.
         bucket_bytes: gradients that leave together on their way to the other replicas.
         group: instead of a mesh, the process group of a pipeline alone, whose rank k runs the stages of
             worker k; without either, all stages live in this process.
@@ -117,13 +123,14 @@ class Pipeline(nn.Module):
         num_microbatches: int,
         mesh: DeviceMesh | None = None,
         zero: int | None = None,
+        reduction: str = "buckets",
         bucket_bytes: int = BUCKET_BYTES,
         schedule: str | Schedule = "gpipe",
         num_workers: int | None = None,
         action_s: ActionTimes | None = None,
         link_s: float | None = None,
         most_alive: int | None = None,
-        remat: str = "always",
+        remat: Remat = "always",
         cost: str | Sequence[float] | None = None,
         example: Tree | None = None,
         devices: Device | Sequence[Device] | None = None,
@@ -136,10 +143,14 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self.grid: Grid | None = None
+        job: Job | None = None
         if mesh is not None:
             if group is not None:
                 raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
-            self.grid = grid_of(mesh)
+            place = located(mesh)
+            job = job_of(place, timeout_s)
+            self.grid = job.bounded(lambda: joined(place), timeout_s)
+            watch_over(job, self.grid, timeout_s)
             group = self.grid.group("pp")
         self._divided = divided_over(self.grid, zero)
         network = None if group is None else network_of(group)
@@ -162,23 +173,20 @@ class Pipeline(nn.Module):
         self._portals = declarations(modules)
         self._lines = lines_of(self._portals, self._partition)
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
-        self._replicas, self._joint = None, None
         if self._divided is not None:
             known = None if self._calibration is not None else self._schedule
-            self._divided.check(dict(layout.named), ties, known, compiles=bool(compile))
+            self._divided.check(dict(layout.named), ties, known, compiles=bool(compile), reduction=reduction)
             share_memory = False  # nobody moves messages along while an action waits for other processes
-        if self.grid is not None and self.grid.batch_group is not None:
-            self._replicas = Replicas(self.grid.batch_group, timeout_s)
-        if self._replicas is not None or self._divided is not None:
-            self._joint = Joint(self._replicas, self._devices[local[0]], bucket_bytes, self._divided)
+        self._reduction = (timeout_s, reduction, bucket_bytes, self._divided)
+        self._joint = joint_of(self.grid, self._devices[local[0]], *self._reduction)
+        self._replicas = None if self._joint is None else self._joint.replicas
         self._layers = layout.layers(move=devices is not None)  # those of this process, by name
         self.seed = seed
         self.group = group
         self._backend = None if compile == GRAPHS else backend_of(compile)
         self._graphs = compile == GRAPHS
         if self._graphs:
-            recomputes = any(map(self._schedule.recomputes, range(num_microbatches)))
-            refuse_graphs(modules, recomputes)
+            refuse_graphs(modules, any(self._schedule.recomputed))
             refuse_graphed_portals(self._portals)
         self._layer_names = tuple(name for name, _ in layout.named)
         self._keywords = Keywords.of_all(modules)
@@ -186,8 +194,10 @@ class Pipeline(nn.Module):
             layers.give_to(self, [part for part in self._layers.values() if isinstance(part, Part)])
         else:
             self._modules.update(self._layers)
+        of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
+        mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
         if self._joint is not None:
-            self._joint.share_values(self)
+            self._joint.start_alike(mine, self)
         if self._divided is not None:
             self._divided.divide(self._layers)
         self._stages = self._make_stages(local)
@@ -203,13 +213,10 @@ class Pipeline(nn.Module):
                 timeout_s=timeout_s,
                 share_memory=share_memory,
                 portals=self._lines,
+                job=job,
             )
             self._transport = self._ranks
-            of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
-            mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
             check_equal(self.gather(mine))
-            if self._replicas is not None:
-                check_equal(self._replicas.share(mine), "replica")
             bears = self._replicas is None or self._replicas.rank == 0
             self._tied = TiedWeights(ties, self._ranks, self, bears=bears)
             self._tied.share_values()
@@ -223,10 +230,11 @@ class Pipeline(nn.Module):
         """The stages of this process, of the layers that are its submodules."""
         make: Callable[..., Stage] = Stage
         first_microbatch = 0
-        if self._joint is not None and self.grid is not None:
+        if self._joint is not None:
+            count = self._schedule.num_microbatches
             made = ReducedStage if self._divided is None else self._divided.makes
-            make = partial(made, reduction=self._joint.reduction)
-            first_microbatch = self.grid.replica * self._schedule.num_microbatches
+            make = partial(made, reduction=partial(self._joint.reduction, num_microbatches=count))
+            first_microbatch = 0 if self.grid is None else self.grid.replica * count
         return {
             index: make(
                 index,
@@ -266,11 +274,12 @@ class Pipeline(nn.Module):
                 "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
                 "every rank and load its state_dict"
             )
-        made = ("_stages", "_steps")
+        made = ("_stages", "_steps", "_joint")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(dict(state))
+        self._joint = joint_of(None, self._devices[0], *self._reduction)
         self._stages = self._make_stages(range(self._schedule.num_stages))
         self._prepare()
 
@@ -332,6 +341,15 @@ class Pipeline(nn.Module):
         with self._ranks.together() as together:
             return together.gather(mine)
 
+    def gather_all(self, mine: T) -> list[T]:
+        """The same of all processes of the grid, in the order of the mesh's ranks."""
+        if self._ranks is None:
+            return [mine]
+        if self.grid is None:
+            return self.gather(mine)
+        with self._ranks.all_together() as together:
+            return together.gather(mine)
+
     def step(
         self,
         batch: Tree | None,
@@ -371,6 +389,8 @@ class Pipeline(nn.Module):
             raise RuntimeError(
                 "step() trains, but gradients are disabled here; call the pipeline itself to evaluate"
             )
+        if not sync and self._reduction[1] == "tree":
+            raise ValueError("reduction='tree' sums in every step; sync=False is for reduction='buckets'")
         if scaler is not None and self.group is not None and not decides_for(scaler, self):
             raise ValueError(
                 "this scaler would decide on every rank by that rank's gradients alone; make it with "

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
 from gpipe_bench.pipeline.memory.cost import layer_costs
 from gpipe_bench.pipeline.model.own_layers import OwnLayers
+from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.schedules.automatic import automatic
@@ -57,7 +58,7 @@ def schedule_of(
     schedule: str | Schedule,
     num_stages: int,
     num_microbatches: int,
-    remat: str,
+    remat: Remat,
     num_workers: int | None = None,
     num_ranks: int | None = None,
 ) -> Schedule:
@@ -127,7 +128,7 @@ class Automatic(NamedTuple):
         self,
         num_stages: int,
         num_microbatches: int,
-        remat: str,
+        remat: Remat,
         num_workers: int | None = None,
         num_ranks: int | None = None,
     ) -> tuple[Schedule, Calibration | None]:

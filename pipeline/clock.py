@@ -19,14 +19,24 @@ from collections.abc import Sequence
 import torch
 
 from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.journal import Journal
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.plan.timeline import Event, Timeline
+from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 
 
 class Clock:
-    """Records start and end of the actions of one program, step after step; keeps the latest step."""
+    """Records start and end of the actions of one program, step after step; keeps the latest step.
 
-    def __init__(self, actions: Sequence[Action], stage_devices: Sequence[torch.device]) -> None:
+    The sums over replicas that leave meanwhile are in a `journal`.
+    """
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        stage_devices: Sequence[torch.device],
+        journal: Journal | None = None,
+    ) -> None:
+        self._journal = journal
         self._actions = tuple(actions)
         self._devices = tuple(stage_devices)  # by stage
         self._start_ns = [0] * len(self._actions)
@@ -40,6 +50,8 @@ class Clock:
 
     def begin(self) -> None:
         self.complete = False
+        if self._journal is not None:
+            self._journal.begin()
         if self._accelerators:
             self._firsts_ns = {}
             if not self._events:
@@ -72,11 +84,7 @@ class Clock:
 
         `ValueError` before the first complete step.
         """
-        if not self.complete:
-            raise ValueError("no complete step to show; run a step first")
-        for device, first in self._firsts.items():
-            if device not in self._firsts_ns:
-                self._firsts_ns[device] = _happened_ns(first, device)
+        self._date_firsts()
         found = []
         for position, action in enumerate(self._actions):
             start_ns, end_ns = float(self._start_ns[position]), float(self._end_ns[position])
@@ -89,6 +97,29 @@ class Clock:
             found.append(Event(action, (start_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9))
         return tuple(found)
 
+    def collectives(self, offset_ns: int = 0) -> tuple[Span, ...]:
+        """The sums over replicas of the latest step, as `events`."""
+        self._date_firsts()
+        if self._journal is None:
+            return ()
+        device = next(iter(self._firsts), None)
+
+        def happened_ns(event: torch.Event) -> float:
+            assert device is not None
+            return self._firsts_ns[device] + self._firsts[device].elapsed_time(event) * 1e6
+
+        return tuple(
+            Span(f"reduce {number}", stage, (begin_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9)
+            for stage, number, begin_ns, end_ns in self._journal.entries(happened_ns)
+        )
+
+    def _date_firsts(self) -> None:
+        if not self.complete:
+            raise ValueError("no complete step to show; run a step first")
+        for device, first in self._firsts.items():
+            if device not in self._firsts_ns:
+                self._firsts_ns[device] = _happened_ns(first, device)
+
     def timeline(self, num_stages: int, placement: tuple[int, ...] = ()) -> Timeline:
         """The latest step. Waits for the device. `ValueError` before the first complete step."""
         return Timeline.of(
@@ -97,6 +128,7 @@ class Clock:
             devices=[str(device) for device in self._devices],
             conditions=conditions(),
             placement=placement,
+            collectives=self.collectives(),
         )
 
 

@@ -56,7 +56,7 @@ def prepare(
             action.kind,
             stages[action.stage],
             action.microbatch,
-            training and not schedule.recomputes(action.microbatch),
+            training and not schedule.recomputes(action.microbatch, action.stage),
             action,
         )
         for action in actions

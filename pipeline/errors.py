@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gpipe_bench.pipeline.plan.schedule import Action
 
 
 class ActionError(RuntimeError):
     """An action failed. `action` is which (`2F0`, None outside of any), `rank` the process (None if there is
-    but one), and `cause` what happened.
+    but one), `cause` what happened and `coordinates` where on the grid (`dp=1 pp=0`; none without a grid).
 
     In the process in which it was raised, the original exception with its traceback is `__cause__`.
     """
 
-    def __init__(self, action: Action | None, cause: str, rank: int | None = None) -> None:
-        self.action, self.cause, self.rank = action, cause, rank
+    def __init__(
+        self, action: Action | None, cause: str, rank: int | None = None, coordinates: str = ""
+    ) -> None:
+        self.action, self.cause, self.rank, self.coordinates = action, cause, rank, coordinates
         where = f"action {action}" if action is not None else "a step"
         if rank is not None:
             where += f" on rank {rank}"
+        if coordinates:
+            where = f"{coordinates}, {where}"
         super().__init__(f"{where} failed: {cause}")
 
 
 class PeerError(RuntimeError):
-    """A message between this rank and rank `peer` did not get through, because of `cause`; `action` of the
-    peer should have produced or taken it. `peer` is None where all that is known is that somebody is missing.
+    """A message between this rank and rank `peer` did not get through; `action` of the peer should have
+    produced or taken it. `what` says why, of the peer, or of whomever where `peer` is None: all that is known
+    then is that somebody is missing. `in_job`: the peer has its number in the job, not in a group of it.
     """
 
-    def __init__(self, action: Action | None, peer: int | None, cause: str, *, timed_out: bool) -> None:
-        super().__init__(cause)
-        self.action, self.peer, self.cause, self.timed_out = action, peer, cause, timed_out
+    def __init__(
+        self, action: Action | None, peer: int | None, what: str, *, timed_out: bool, in_job: bool = False
+    ) -> None:
+        self.action, self.peer, self.what, self.timed_out = action, peer, what, timed_out
+        self._in_job = in_job
+        self.cause = what if peer is None else f"rank {peer} {what}"
+        super().__init__(self.cause)
+
+    def numbered(self, ranks: Sequence[int]) -> PeerError:
+        """The same with the peer's number in the job; `ranks` has that of each of the group."""
+        if self.peer is None or self._in_job:
+            return self
+        return PeerError(self.action, ranks[self.peer], self.what, timed_out=self.timed_out, in_job=True)
 
 
 class StoreError(RuntimeError):

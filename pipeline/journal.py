@@ -7,6 +7,7 @@ accelerator events tell, the end in a stream that does nothing but wait for coll
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +47,17 @@ class Journal:
         """It has ended by now."""
         if self._stream is None:
             self._ended.setdefault((stage, number), time.perf_counter_ns())
+
+    def entries(self, happened_ns: Callable[[Any], float]) -> Iterator[tuple[int, int, float, float]]:
+        """Stage, number, begin and end of each that is over, in ns of the wall clock; `happened_ns` says when
+        an event was.
+        """
+        for (stage, number), begun in self._begun.items():
+            ended = self._ended.get((stage, number))
+            if ended is not None:
+                times = (begun, ended)
+                begin_ns, end_ns = map(happened_ns, times) if self._is_accelerated else times
+                yield stage, number, begin_ns, end_ns
 
     def _now(self) -> Any:
         if not self._is_accelerated:

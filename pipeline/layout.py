@@ -22,6 +22,7 @@ from gpipe_bench.pipeline.arguments import (
 )
 from gpipe_bench.pipeline.model.own_layers import OwnLayers
 from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
 from gpipe_bench.pipeline.ranks.connecting.network import Network
@@ -74,7 +75,7 @@ def layout_of(
     schedule: str | Schedule,
     automatic: Automatic,
     num_workers: int | None,
-    remat: str,
+    remat: Remat,
     cost: str | Sequence[float] | None,
     example: Tree | None,
     devices: Device | Sequence[Device] | None,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices, engine
 from gpipe_bench.pipeline.clock import Clock
-from gpipe_bench.pipeline.errors import ActionError, PeerError
+from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
@@ -62,11 +62,15 @@ class Steps:
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
         messages = transport.inner if isinstance(transport, PortalTransport) else transport
         self._asks = isinstance(messages, PointToPoint)  # which mini-batches have messages of equal shapes
+        self._is_let_down = (
+            messages.is_let_down if isinstance(messages, PointToPoint) else lambda error: False
+        )
         self._programs = {
             training: engine.prepare(schedule, stages, training=training) for training in (True, False)
         }
+        journal = None if joint is None else joint.journal
         self._clocks = {
-            training: Clock([instruction.action for instruction in program], stage_devices)
+            training: Clock([instruction.action for instruction in program], stage_devices, journal)
             for training, program in self._programs.items()
         }
 
@@ -161,7 +165,7 @@ class Steps:
             failure = error if isinstance(error, ActionError) else self._transport.abort(None, error)
             if self._replicas is not None:
                 self._replicas.tell(failure)
-            if isinstance(error, PeerError):
+            if self._is_let_down(error):
                 raise failure from error
             raise
         finally:

@@ -214,36 +214,6 @@ def checkpoint_from_two_stages_to_four() -> None:
         checkpoint.load(folder, other, rmsprop(other))
 
 
-def batch_statistics_of_replicas() -> None:
-    """Two replicas of a pipeline of two: the averages follow both mini-batches, uneven ones too."""
-    rank = dist.get_rank()
-    pair = halves()
-    for pattern in ([0, 2], [1, 3]):
-        group = dist.new_group(pattern)
-        if rank in pattern:
-            replicas = group
-    torch.manual_seed(0)
-    layers = [
-        nn.BatchNorm1d(3, momentum=0.5),
-        nn.Linear(3, 2),
-        nn.BatchNorm1d(2, momentum=0.5),
-        nn.Linear(2, 1),
-    ]
-    pipeline = pair.pipeline([layer.double() for layer in layers], 2, replica_group=replicas)
-    batches = [torch.randn(size, 3, dtype=torch.float64) + size for size in (5, 9)]
-    batch = batches[rank // 2]
-    pipeline.step(batch if pair.is_first else None, None, lambda output, target: output.square().mean())
-    if pair.is_first:
-        both = torch.cat(batches)
-        norm = pipeline.get_submodule("0")
-        torch.testing.assert_close(norm.running_mean, both.mean(0) / 2, **EXACT)
-        torch.testing.assert_close(norm.running_var, (1 + both.var(0)) / 2, **EXACT)
-    norm = next(module for module in pipeline.children() if isinstance(module, nn.BatchNorm1d))
-    everywhere: list[Tensor] = [torch.empty_like(norm.running_var) for _ in range(2)]
-    dist.all_gather(everywhere, norm.running_var, group=replicas)
-    assert torch.equal(*everywhere)
-
-
 def timeline_of_all_ranks() -> None:
     ranks = Ranks()
     pipeline = ranks.pipeline(seeded(mlp))
@@ -836,22 +806,6 @@ def a_failure_that_is_noticed_after_the_last_receive() -> None:
         assert not list(folder.iterdir())
 
 
-def a_replica_that_fails() -> None:
-    """The others say which process it was, also one that only waits for another rank of its own pipeline."""
-    rank, pair = dist.get_rank(), halves()
-    first, second = dist.new_group([0, 2]), dist.new_group([1, 3])
-    broken = nn.Identity()
-    if rank == 3:
-        broken = Fuse("3F1", ZeroDivisionError("broken"))  # by its rank of all processes
-    layers = [nn.BatchNorm1d(6).double(), nn.Linear(6, 6).double(), nn.BatchNorm1d(6).double(), broken]
-    pipeline = pair.pipeline(layers, 2, replica_group=first if pair.is_first else second, timeout_s=2.0)
-    with raises(RuntimeError, "action 1F1 on rank 1 failed: ZeroDivisionError: broken") as caught:
-        for _ in range(2):
-            pipeline.step(*pair.own(*mlp_batch(8)), mse_loss)
-    if rank < 2:
-        assert f"process {rank + 2}, which runs the same stage of another replica, failed" in caught.found
-
-
 def a_rank_that_cannot_write() -> None:
     """Every rank says which one and why, and goes on: the next folder may be a better one."""
     ranks = Ranks()
@@ -944,7 +898,6 @@ CASES: dict[str, Callable[[], None]] = {
         a_loss_of_another_dtype_is_refused,
         what_is_closed_stays_closed,
         checkpoint_from_two_stages_to_four,
-        batch_statistics_of_replicas,
         timeline_of_all_ranks,
         stages_without_anything_to_train,
         memory_layout_survives,
@@ -963,7 +916,6 @@ CASES: dict[str, Callable[[], None]] = {
         through_memory_and_the_network,
         a_failure_that_only_the_blackboard_tells,
         a_failure_that_is_noticed_after_the_last_receive,
-        a_replica_that_fails,
         a_rank_that_cannot_write,
         schedules_that_need_more_buffers,
         several_stages_per_worker,

@@ -23,6 +23,7 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.connecting import network
 from gpipe_bench.pipeline.ranks.launch import start_process
+from gpipe_bench.pipeline.ranks.store import Store
 
 WIDTH = 6
 RAISED = "the fuse has blown"
@@ -119,8 +120,15 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
         schedule = schedule_of(fault)
         layers = [Layer(bomb) for _ in range(schedule.num_stages)]
         bomb.at("before construction")
-        third = bomb.inside(network, "backend", "in construction", lambda *_, name, **__: name == "gradients")
-        with third if fault.place == "in construction" else nullcontext():
+        inside = {
+            "before the store": bomb.inside(Store, "connect", "before the store"),
+            "while meeting": bomb.inside(Store, "await_from", "while meeting"),
+            "in construction": bomb.inside(
+                network, "backend", "in construction", lambda *_, name, **__: name == "gradients"
+            ),
+            "before agreeing": bomb.inside(Pipeline, "gather", "before agreeing"),
+        }
+        with inside.get(fault.place, nullcontext()):
             pipeline = Pipeline(
                 layers,
                 num_stages=schedule.num_stages,
@@ -149,6 +157,8 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
         bomb.at("before loading")
         with _patched(fault, "in loading", bomb.inside(FileSystemReader, "read_data", "in loading")):
             checkpoint.load(path, pipeline, optimizer)
+        bomb.at("before closing")
+        pipeline.close()
 
 
 def _patched(fault: Fault, place: str, patch: Any) -> AbstractContextManager[object]:

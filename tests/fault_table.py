@@ -21,11 +21,14 @@ PLACES = (
     "before construction", "in construction", "between steps", "before clipping", "before timeline",
     "before saving", "in saving", "before loading", "in loading",
 )  # fmt: skip
+# More of them while ranks get to know each other, and one where they need each other no longer.
+BEGINNINGS = ("before the store", "while meeting", "before agreeing")
+END = "before closing"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`place` is an action such as `1R2`, met in training step `step`, or one of `PLACES`."""
+    """`place` is an action such as `1R2`, met in training step `step`, or one around the steps."""
 
     kind: str
     rank: int
@@ -37,7 +40,7 @@ class Fault:
 
     @property
     def is_action(self) -> bool:
-        return self.place not in PLACES
+        return self.place not in (*PLACES, *BEGINNINGS, END)
 
     def __str__(self) -> str:
         when = f" of step {self.step}, {self.schedule}" if self.is_action else ""
@@ -71,3 +74,13 @@ def several_stages(seed: int) -> tuple[Fault, ...]:
             place = f"{stage}{draw.choice(actions)}{draw.randrange(NUM_MICROBATCHES)}"
             found.append(Fault(kind, rank, num_ranks, transport, place, draw.randrange(2), schedule))
     return tuple(found)
+
+
+def beginnings_and_ends() -> tuple[Fault, ...]:
+    """More of them, before the first step and after the last, in the rank that holds the store and in
+    another.
+    """
+    return tuple(
+        Fault(kind, rank, 3, "shared memory", place, 0, "gpipe")
+        for place, kind, rank in itertools.product((*BEGINNINGS, END), ("kill", "stop"), (0, 1))
+    )

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch._dynamo  # noqa: F401  what the first optimizer imports, or every rank would
 from fault_rank import RAISED, take_part
-from fault_table import Fault, faults, several_stages
+from fault_table import END, Fault, beginnings_and_ends, faults, several_stages
 
 from gpipe_bench.pipeline.errors import ActionError
 
@@ -140,6 +140,9 @@ class World:
             errors.append(record["error"].replace(f"{self._folder}/", ""))
             if when is None:
                 wrong.append(f"rank {rank} did not end: " + self._output(rank))
+            elif fault.place == END:  # nobody needs it any more
+                if status != 0:
+                    wrong.append(f"rank {rank} ended with status {status}: " + self._output(rank))
             elif status == 0:
                 wrong.append(f"rank {rank} ended with status 0")
             elif not record["error"]:
@@ -205,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=8, help="worlds side by side (default 8)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON lines")
     options = parser.parse_args(arguments)
-    known = (*faults(options.seed), *several_stages(options.seed))
+    known = (*faults(options.seed), *several_stages(options.seed), *beginnings_and_ends())
     chosen = [f for f in known if not options.only or any(t in str(f) for t in options.only)]
     if not chosen:
         parser.error("no fault has such a line; --list shows them")

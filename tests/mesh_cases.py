@@ -7,19 +7,30 @@ target count.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
+from unittest import mock
 
 import torch
 from mesh_grids import CLOSE, assert_gradients, joint_step, mesh_of, on_grid, own_part
 from ranks import raises
+from tied_cases import tied_model, words
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from gpipe_bench import models
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
+from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
+from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 AMOEBANET = {
@@ -70,8 +81,402 @@ def transparency_4_1() -> None:
     transparency(4, 1)
 
 
+def of_a_model(name: str, options: dict, dtype: torch.dtype, rtol: float) -> None:
+    torch.manual_seed(0)
+    model = models.MODELS[name](**options).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    parts = []
+    for size in (5, 3):
+        batch, target = models.example_batch(name, size, generator=generator, **options)
+        parts.append((batch.to(dtype) if batch.is_floating_point() else batch, target))
+    loss_fn = models.loss_fn(name, **options)
+    plain = joint_step(copy.deepcopy(model), parts, loss_fn, 2)
+    for schedule, remat in (("1f1b", "always"), ("zb-h1", "never")):
+        # Normalization begins with the averages of the model.
+        pipeline = on_grid(
+            2, 2, copy.deepcopy(model), 2, schedule=schedule, remat=remat, bucket_bytes=1 << 14
+        )
+        pipeline.step(*own_part(pipeline, parts), loss_fn)
+        assert_gradients(pipeline, plain, rtol=rtol)
+        pipeline.close()
+
+
+def amoebanet() -> None:
+    of_a_model("amoebanet-d", AMOEBANET, torch.float64, 1e-12)
+
+
+def transformer() -> None:
+    of_a_model("transformer-lm", TRANSFORMER, torch.float64, 1e-13)
+
+
+def transformer_float32() -> None:
+    of_a_model("transformer-lm", TRANSFORMER, torch.float32, 1e-5)
+
+
+def gradients_of_earlier_steps_count_once() -> None:
+    """Steps without `zero_grad`, with and without a sum over replicas, in all orders."""
+    parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
+    for syncs in itertools.product((True, False), repeat=2):
+        model = seeded(mlp)
+        pipeline = on_grid(2, 2, seeded(mlp), 3, schedule="1f1b")
+        for step, sync in enumerate((*syncs, True)):
+            plain = joint_step(model, parts, mse_loss, 3, step=step)
+            loss = pipeline.step(*own_part(pipeline, parts), mse_loss, sync=sync)
+            torch.testing.assert_close(loss, plain.loss, **CLOSE)  # of all replicas, in any case
+        assert_gradients(pipeline, plain)
+        pipeline.close()
+
+
+def gradients_without_a_sum_are_of_this_replica() -> None:
+    """And what the user forgets is forgotten."""
+    parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
+    pipeline = on_grid(2, 2, seeded(mlp), 3)
+    replica = pipeline.grid.replica
+    pipeline.step(*own_part(pipeline, parts), mse_loss, sync=False)
+    model = seeded(mlp)
+    examples = [len(target) for _, target in parts]
+    own = joint_step(model, [((parts[0]), parts[1])[replica]], mse_loss, 3) if replica == 0 else None
+    if own is not None:
+        share = examples[0] / sum(examples)
+        own.gradients = {name: g * share for name, g in own.gradients.items()}
+        assert_gradients(pipeline, own)
+    pipeline.zero_grad()
+    pipeline.step(*own_part(pipeline, parts), mse_loss)
+    assert_gradients(pipeline, joint_step(seeded(mlp), parts, mse_loss, 3, step=1))
+
+
+class Picky(nn.Module):
+    """Uses one of its weights only for inputs that ask for it, and another never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return y + self.sometimes(x) if float(x.mean()) > 5 else y
+
+
+def parameters_without_a_gradient() -> None:
+    """A gradient on one replica is there on all; where there is none, there is none afterwards."""
+    for loud in (None, 0, 1):
+        parts = [mlp_batch(4, seed=r) for r in range(2)]
+        if loud is not None:
+            parts[loud] = (parts[loud][0] + 10, parts[loud][1])
+
+        def build() -> nn.Sequential:
+            frozen = nn.Linear(6, 6).requires_grad_(requires_grad=False)
+            return nn.Sequential(Picky(), frozen, nn.Linear(6, 6), nn.Linear(6, 6))
+
+        model = seeded(build)
+        pipeline = on_grid(2, 2, seeded(build), 2, schedule="zb-h1")
+        for step in range(3):
+            plain = joint_step(model, parts, mse_loss, 2, step=step)
+            pipeline.step(*own_part(pipeline, parts), mse_loss)
+            assert_gradients(pipeline, plain)
+            assert (plain.gradients["0.sometimes.weight"] is None) == (loud is None)
+            if step == 1:
+                pipeline.zero_grad(), model.zero_grad()
+        for each in (model, pipeline):
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(name.startswith("1."))
+        pipeline.refresh()
+        pipeline.zero_grad(), model.zero_grad()
+        pipeline.step(*own_part(pipeline, parts), mse_loss)
+        assert_gradients(pipeline, joint_step(model, parts, mse_loss, 2, step=3))
+        pipeline.close()
+
+
+class TwiceCheckpointed(nn.Module):
+    """One weight in two checkpoints of the reentrant kind: two gradients for it in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpointed(self.linear, x, use_reentrant=True).tanh()
+        return x
+
+
+def a_weight_with_several_gradients_in_one_backward() -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 6), TwiceCheckpointed(), nn.Linear(6, 6), TwiceCheckpointed())
+
+    parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
+    for schedule in ("gpipe", "zb-h1"):
+        model, pipeline = seeded(build), on_grid(2, 2, seeded(build), 2, schedule=schedule, remat="never")
+        for step in range(3):
+            plain = joint_step(model, parts, mse_loss, 2, step=step)
+            pipeline.step(*own_part(pipeline, parts), mse_loss)
+            assert_gradients(pipeline, plain)
+        pipeline.close()
+
+
+def averages_follow_all_replicas() -> None:
+    """Batch normalization's, of uneven shares of the batch; and they are the same bits everywhere."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(
+            nn.BatchNorm1d(3, momentum=0.5), nn.Linear(3, 2), nn.BatchNorm1d(2, momentum=0.5), nn.Linear(2, 1)
+        )
+
+    pipeline = on_grid(2, 2, seeded(build), 2)
+    batches = [torch.randn(size, 3, dtype=torch.float64) + size for size in (5, 9)]
+    for batch in batches:
+        dist.broadcast(batch, 0)
+    own, _ = own_part(pipeline, [(batch, None) for batch in batches])
+    pipeline.step(own, None, lambda output, target: output.square().mean())
+    if pipeline.stages[0].is_first:
+        both = torch.cat(batches)
+        norm = pipeline.get_submodule("0")
+        torch.testing.assert_close(norm.running_mean, both.mean(0) / 2, **CLOSE)
+        torch.testing.assert_close(norm.running_var, (1 + both.var(0)) / 2, **CLOSE)
+    norm = next(module for module in pipeline.children() if isinstance(module, nn.BatchNorm1d))
+    everywhere: list[Tensor] = [torch.empty_like(norm.running_var) for _ in range(2)]
+    dist.all_gather(everywhere, norm.running_var, group=pipeline.grid.batch_group)
+    assert torch.equal(*everywhere)
+
+
+def replicas_begin_alike() -> None:
+    """With the first one's values, whatever they were built with; who builds something else is told."""
+    replica = mesh_of(2, 2).get_local_rank("dp")
+    model = seeded(everything, torch.float32, seed=replica)
+    if replica:
+        model[1].norm.running_mean.fill_(7.0)
+    pipeline = on_grid(2, 2, model, 2)
+    wanted = seeded(everything, torch.float32).state_dict()
+    for name, value in pipeline.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+    with raises(ValueError, "replica 1 builds another pipeline than replica 0"):
+        on_grid(2, 2, seeded(mlp), 2 + replica)
+    with raises(ValueError, "replica 1 builds another pipeline than replica 0"):
+        on_grid(2, 2, seeded(lambda: mlp(6 + replica)), 2)
+
+
+def one_schedule_for_all_replicas() -> None:
+    """With schedule="auto" the replicas measure other times and take what the first one chooses."""
+    parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
+    model, pipeline = seeded(mlp), on_grid(2, 2, seeded(mlp), 3, schedule="auto", remat="never")
+    replica = pipeline.grid.replica
+    names = set()
+    with mock.patch.object(Calibration, "choose", return_value=named(("1f1b", "zb-h1")[replica], 2, 3)):
+        for step in range(8):
+            plain = joint_step(model, parts, mse_loss, 3, step=step)
+            pipeline.step(*own_part(pipeline, parts), mse_loss)
+            assert_gradients(pipeline, plain, rtol=1e-12)
+            names.add(pipeline.schedule.name)
+            model.zero_grad(), pipeline.zero_grad()
+    assert pipeline.schedule == named("1f1b", 2, 3)
+
+
+def tied_weights() -> None:
+    """Stages of several processes share them, and each has replicas: every use counts once."""
+    parts = [words(UNEVEN[r], seed=r) for r in range(2)]
+    for users, syncs in ((2, (True, True)), (3, (True, False, True)), (3, (False, True, True))):
+        plain_model = seeded(lambda users=users: tied_model(users))
+        pipeline = on_grid(2, 2, seeded(lambda users=users: tied_model(users)), 3, schedule="1f1b")
+        for step, sync in enumerate(syncs):
+            plain = joint_step(plain_model, parts, cross_entropy, 3, step=step)
+            pipeline.step(*own_part(pipeline, parts), cross_entropy, sync=sync)
+        for name, first in pipeline.tied_names.items():
+            plain.gradients[name] = plain.gradients[first]
+        assert_gradients(pipeline, plain)
+        pipeline.close()
+
+
+def clipping() -> None:
+    parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
+    model, pipeline = seeded(mlp), on_grid(2, 2, seeded(mlp), 3)
+    plain = joint_step(model, parts, mse_loss, 3)
+    pipeline.step(*own_part(pipeline, parts), mse_loss)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    torch.testing.assert_close(pipeline.clip_grad_norm_(0.01), norm, **CLOSE)
+    plain.gradients = {name: p.grad for name, p in model.named_parameters()}
+    assert_gradients(pipeline, plain, rtol=1e-12)
+
+
+def one_decision_for_all_scalers() -> None:
+    """An infinite gradient on one rank of one replica: nobody takes the step, all have the same scale."""
+    parts = [mlp_batch(4, seed=r) for r in range(2)]
+    pipeline = on_grid(2, 2, seeded(mlp), 2)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    scaler = pipeline.scaler(init_scale=64.0, growth_interval=100)
+    for step, culprit in enumerate((None, 1, 2, 3)):
+        handle = None
+        if dist.get_rank() == culprit:
+            broken = next(pipeline.parameters())
+            handle = broken.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+        before = [parameter.detach().clone() for parameter in pipeline.parameters()]
+        pipeline.step(*own_part(pipeline, parts), mse_loss, scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = [not torch.equal(old, new) for old, new in zip(before, pipeline.parameters(), strict=True)]
+        assert any(changed) == all(changed) == (culprit is None)
+        assert scaler.get_scale() == 64.0 / 2**step
+        if handle is not None:
+            handle.remove()
+
+
+def collectives_of_a_step() -> None:
+    """A bucket each, the loss, and where the loss is made the number of examples; none in evaluation."""
+    parts = [mlp_batch(4, seed=r) for r in range(2)]
+    pipeline = on_grid(2, 2, seeded(mlp), 4, schedule="1f1b", bucket_bytes=2 * 42 * 8)
+    with mock.patch.object(OverBackend, "sum", autospec=True, side_effect=OverBackend.sum) as sums:
+        for _ in range(3):
+            sums.reset_mock()
+            pipeline.step(*own_part(pipeline, parts), mse_loss)
+            buckets = 2  # four layers of 42 numbers, two in each
+            assert sums.call_count == buckets + 1 + pipeline.stages[0].is_last
+        sums.reset_mock()
+        pipeline.step(*own_part(pipeline, parts), mse_loss, sync=False)
+        assert sums.call_count == 1 + pipeline.stages[0].is_last
+        sums.reset_mock()
+        pipeline(own_part(pipeline, parts)[0])
+        assert not sums.called
+
+
+def buckets_leave_inside_the_last_backward() -> None:
+    """From the second step on before the backward is over; the timeline of all ranks shows it."""
+    parts = [mlp_batch(4, seed=r) for r in range(2)]
+    begun: dict[object, int] = {}  # by stage, when the last backward is over and the rest has not been sent
+
+    def after(*arguments: object, last: bool, of: Buckets, whole: Callable[..., None]) -> None:
+        if last:
+            begun[of] = sums.call_count - begun["before"]
+        whole(*arguments, last=last)
+        begun["before"] = sums.call_count
+
+    for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved"):
+        pipeline = on_grid(2, 2, seeded(mlp), 2, schedule=schedule, bucket_bytes=42 * 8)
+        reductions = [stage.reduction for stage in pipeline.stages]
+        for reduction in reductions:
+            reduction.after = partial(after, of=reduction, whole=reduction.after)
+        for step in range(3):
+            begun.clear()
+            with mock.patch.object(OverBackend, "sum", autospec=True, side_effect=OverBackend.sum) as sums:
+                pipeline.step(*own_part(pipeline, parts), mse_loss)
+            timeline = pipeline.gather_timeline()
+            for stage in range(pipeline.schedule.num_stages):
+                spans = [span for span in timeline.collectives if span.stage == stage]
+                assert [span.name for span in spans] == [f"reduce {i}" for i in range(len(spans))]
+                assert len(spans) > 1
+                of_kind = [e for e in timeline.of_stage(stage) if e.action.kind in (Kind.B, Kind.W)]
+                for span in spans:
+                    assert of_kind[-1].start_s <= span.start_s <= of_kind[-1].end_s
+                    assert span.start_s <= span.end_s
+                starts_s = [span.start_s for span in spans]
+                assert starts_s == sorted(starts_s)
+            for stage, reduction in zip(pipeline.stages, reductions, strict=True):
+                own = sum(span.stage == stage.index for span in timeline.collectives)
+                assert begun[reduction] == (own if step else 0), (schedule, step, stage.index)
+        pipeline.close()
+
+
+def a_tree_gives_the_same_bits_on_every_grid() -> None:
+    """Float32 weights after five steps of eight micro-batches, with dropout and normalization."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(*(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 6))
+            for _ in range(4)
+        ))  # fmt: skip
+
+    def trained(pipeline: Pipeline) -> dict[str, Tensor]:
+        optimizer = torch.optim.RMSprop(pipeline.parameters(), lr=1e-2, momentum=0.9)
+        grid = pipeline.grid
+        for step in range(5):
+            batch, target = mlp_batch(24, dtype=torch.float32, seed=step)
+            dp = 1 if grid is None else grid.size("dp")
+            parts = list(zip(batch.chunk(dp), target.chunk(dp), strict=True))
+            own = (batch, target) if grid is None else own_part(pipeline, parts)
+            pipeline.step(*own, mse_loss)
+            if step != 2:  # two steps add up
+                optimizer.step()
+                optimizer.zero_grad()
+        pipeline.close()
+        return dict(pipeline.named_parameters())
+
+    alone = trained(
+        Pipeline(seeded(build, torch.float32), num_stages=1, num_microbatches=8, reduction="tree")
+    )
+    usual = trained(Pipeline(seeded(build, torch.float32), num_stages=1, num_microbatches=8))
+    assert any(not torch.equal(alone[name], usual[name]) for name in alone)  # there is something to see
+    for dp, pp in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1)):
+        for schedule, remat in (("gpipe", "always"), ("1f1b", "never"), ("zb-h1", "never")):
+            layers = seeded(build, torch.float32)
+            pipeline = on_grid(dp, pp, layers, 8 // dp, schedule=schedule, remat=remat, reduction="tree")
+            for name, parameter in trained(pipeline).items():
+                assert torch.equal(parameter, alone[name]), (dp, pp, schedule, name)
+
+
+def a_tree_is_transparent() -> None:
+    """Uneven shares, parameters without a gradient, weights that cannot wait for W."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(Picky(), TwiceCheckpointed(), nn.Linear(6, 6), Picky(), nn.Linear(6, 6))
+
+    parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
+    parts[1] = (parts[1][0] + 10, parts[1][1])
+    for schedule, remat in HOWS:
+        model = seeded(build)
+        pipeline = on_grid(2, 2, seeded(build), 3, schedule=schedule, remat=remat, reduction="tree")
+        for step in range(2):
+            plain = joint_step(model, parts, mse_loss, 3, step=step)
+            pipeline.step(*own_part(pipeline, parts), mse_loss)
+            assert_gradients(pipeline, plain)
+        with raises(ValueError, "reduction='tree' sums in every step"):
+            pipeline.step(*own_part(pipeline, parts), mse_loss, sync=False)
+        pipeline.close()
+
+
+def a_replica_that_fails() -> None:
+    """The others say which process it was, also one that only waits for another rank of its own pipeline."""
+    rank = dist.get_rank()
+    layers: list[nn.Module] = [nn.Linear(6, 6).double() for _ in range(4)]
+    pipeline = on_grid(2, 2, layers, 2, timeout_s=20.0)
+    parts = [mlp_batch(4, seed=r) for r in range(2)]
+    pipeline.step(*own_part(pipeline, parts), mse_loss)
+    if rank == 3:
+
+        def broken(*_: object) -> None:
+            raise ZeroDivisionError("broken")
+
+        next(pipeline.children()).register_forward_pre_hook(broken)
+    with raises(RuntimeError, "dp=1 pp=1, action 1F0 on rank 3 failed: ZeroDivisionError: broken"):
+        pipeline.step(*own_part(pipeline, parts), mse_loss)
+    with raises(RuntimeError, "failed before"):
+        pipeline.step(*own_part(pipeline, parts), mse_loss)
+
+
 CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case for case in (transparency_2_1, transparency_1_2, transparency_2_2, transparency_4_1)
+    case.__name__: case
+    for case in (
+        transparency_2_1,
+        transparency_1_2,
+        transparency_2_2,
+        transparency_4_1,
+        amoebanet,
+        transformer,
+        transformer_float32,
+        gradients_of_earlier_steps_count_once,
+        gradients_without_a_sum_are_of_this_replica,
+        parameters_without_a_gradient,
+        a_weight_with_several_gradients_in_one_backward,
+        averages_follow_all_replicas,
+        replicas_begin_alike,
+        one_schedule_for_all_replicas,
+        tied_weights,
+        clipping,
+        one_decision_for_all_scalers,
+        collectives_of_a_step,
+        buckets_leave_inside_the_last_backward,
+        a_tree_gives_the_same_bits_on_every_grid,
+        a_tree_is_transparent,
+        a_replica_that_fails,
+    )
 }
 
 

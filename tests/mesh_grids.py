@@ -1,4 +1,4 @@
-"""What the cases on grids of processes share: meshes over four ranks, and the plain step on the joint batch."""
+"""What the cases on grids of processes share: meshes over four ranks, the plain step on the joint batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def on_grid(
 
 
 def own_part(pipeline: Pipeline, parts: Sequence[Part]) -> tuple[Tree | None, Tensor | None]:
-    """The share of this replica, where it counts: the batch with the first stage, the target with the last."""
+    """This replica's share, where it counts: the batch with the first stage, the target with the last."""
     assert pipeline.grid is not None
     batch, target = parts[pipeline.grid.replica]
     indices = {stage.index for stage in pipeline.stages}
@@ -77,7 +77,7 @@ def joint_step(
 
 
 def assert_gradients(pipeline: Pipeline, wanted: Plain, *, rtol: float = 1e-13) -> None:
-    """Every gradient of this rank, within `rtol` of the model's largest one: some are nothing but rounding."""
+    """Every gradient of this rank, within `rtol` of the model's largest: some are nothing but rounding."""
     largest = max(float(g.abs().max()) for g in wanted.gradients.values() if g is not None)
     for name, parameter in pipeline.named_parameters():
         found, expected = parameter.grad, wanted.gradients[name]

@@ -16,12 +16,13 @@ from unittest import mock
 
 import torch
 from random_models import plain_gradients, random_layers
-from random_schedules import random_schedule
+from random_schedules import random_remat, random_schedule
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Schedule
+from gpipe_bench.pipeline.plan.remat import to_text
+from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
 from gpipe_bench.pipeline.ranks.messages import receiving, sending
 
 NUM_PROCESSES = 3
@@ -38,7 +39,7 @@ class Example:
         generator = random.Random(f"{seed} {number}")
         self.num_stages = generator.choice([2, 3])
         self.num_microbatches = generator.randint(1, 7)
-        self.remat = generator.choice(REMAT_MODES)
+        self.remat = random_remat(generator, self.num_stages, self.num_microbatches)
         self.schedule = self._schedule(generator)
         self.share_memory = generator.random() < 0.5
         self.small_bytes = generator.choice(SMALL_BYTES)
@@ -64,7 +65,7 @@ class Example:
             for layer in self.layers
         )
         return (
-            f"K={self.num_stages} M={self.num_microbatches} {self.schedule.name} remat={self.remat} "
+            f"K={self.num_stages} M={self.num_microbatches} {self.schedule.name} remat={to_text(self.schedule.remat)} "
             f"N={self.batch_size} width={self.width} small_bytes={self.small_bytes} "
             f"share_memory={self.share_memory} zeroed={self.zeroed}: {layers}"
         )
@@ -117,7 +118,7 @@ class Example:
 
 def _in_order(batch: Tensor, schedule: Schedule) -> list[Tensor]:
     parts = torch.tensor_split(batch, schedule.num_microbatches)
-    return [parts[action.microbatch] for action in schedule.actions[0] if action.kind == "F"]
+    return [parts[action.microbatch] for action in schedule.row(0) if action.kind == "F"]
 
 
 def _order(batch: Tensor, schedule: Schedule) -> Tensor:

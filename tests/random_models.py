@@ -262,7 +262,7 @@ def plain_gradients(
     sums: dict[str, Tensor | None] = dict.fromkeys(name for name, _ in model.named_parameters())
     lengths = sizes(len(batch), schedule.num_microbatches)
     inputs, targets = split(batch, len(lengths)), split(target, len(lengths))
-    for m in [action.microbatch for action in schedule.actions[0] if action.kind is Kind.F]:
+    for m in [action.microbatch for action in schedule.row(0) if action.kind is Kind.F]:
         loss = nn.functional.mse_loss(model(inputs[m]), targets[m]) * (lengths[m] / len(batch))
         found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
         for name, gradient in zip(trained, found, strict=True):

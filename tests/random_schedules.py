@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Action, Kind, Schedule, recomputes
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Choice, Remat, of_stages
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 
 def _of(name: str, num_microbatches: int, *rows: str) -> Schedule:
@@ -57,18 +58,32 @@ def random_placement(generator: random.Random, num_stages: int) -> tuple[int, ..
     return tuple(generator.sample([*range(num_workers), *rest], num_stages))
 
 
+def random_remat(generator: random.Random, num_stages: int, num_microbatches: int) -> Remat:
+    """A name for all stages, or for each one a name or any of its micro-batches."""
+    if generator.random() < 0.4:
+        return generator.choice(REMAT_MODES)
+
+    def choice() -> Choice:
+        if generator.random() < 0.4:
+            return generator.choice(REMAT_MODES)
+        return generator.sample(range(num_microbatches), generator.randint(0, num_microbatches))
+
+    return [choice() for _ in range(num_stages)]
+
+
 def random_schedule(
     generator: random.Random,
     num_stages: int,
     num_microbatches: int,
-    remat: str | None = None,
+    remat: Remat | None = None,
     placement: tuple[int, ...] = (),
 ) -> Schedule:
     """A schedule in which every stage takes what it likes best of what it can take, and likes change.
 
     What a worker takes of another one's messages of a direction it takes in the order in which they leave.
     """
-    remat = remat or generator.choice(REMAT_MODES)
+    remat = remat or random_remat(generator, num_stages, num_microbatches)
+    again = of_stages(remat, num_stages, num_microbatches)
     stages, microbatches = range(num_stages), range(num_microbatches)
     forwards = list(microbatches)
     if generator.random() < 0.3:
@@ -106,14 +121,14 @@ def random_schedule(
             if s == 0 or comes(s, s - 1, m, False):
                 found.append(Action(s, Kind.F, m))
         for m in microbatches:
-            if recomputes(remat, m, num_microbatches) and Action(s, Kind.F, m) in done:
+            if m in again[s] and Action(s, Kind.F, m) in done:
                 found.append(Action(s, Kind.R, m))
             if Action(s, Kind.I, m) in done:
                 found.append(Action(s, Kind.W, m))
         number = taken.count(Kind.B) + taken.count(Kind.I)
         if number < num_microbatches:
             m = backwards[number]
-            maker = Kind.R if recomputes(remat, m, num_microbatches) else Kind.F
+            maker = Kind.R if m in again[s] else Kind.F
             is_due = s == num_stages - 1 or comes(s, s + 1, m, True)
             if is_due and Action(s, maker, m) in done:
                 found.append(Action(s, Kind.I if split[s, m] else Kind.B, m))

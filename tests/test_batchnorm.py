@@ -256,7 +256,7 @@ def test_half_precision_averages_follow_too() -> None:
 @pytest.mark.parametrize(
     ("module", "complaint"),
     [
-        (nn.SyncBatchNorm(3), "replica_group"),
+        (nn.SyncBatchNorm(3), "replicas of a mesh"),
         (nn.InstanceNorm2d(3, track_running_stats=True), "track_running_stats=False"),
     ],
 )

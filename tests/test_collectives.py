@@ -20,9 +20,11 @@ from gpipe_bench.pipeline.plan.collectives import (
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.reductions import (
     Bucket,
+    Gather,
     data_parallel,
-    gathered_s,
-    gathering_s,
+    every_pass_s,
+    fetched,
+    pass_s,
     sharded,
     tensor_parallel_s,
 )
@@ -103,30 +105,67 @@ def test_shards_are_scattered_layer_by_layer_and_then_summed_over_replicas() -> 
 def test_gathering_ahead_hides_behind_the_layer_before() -> None:
     link = Link("link", 0, 1)
     sizes, compute_s = [4.0, 8.0, 2.0], [3.0, 3.0, 3.0]  # gathers of 2, 4 and 1 s
-    assert gathering_s(sizes, compute_s, 2, link, ahead=False) == 7
-    assert gathering_s(sizes, compute_s, 2, link, ahead=True) == 2 + 1
-    assert gathering_s([], [], 2, link, ahead=True) == 0
-    with pytest.raises(ValueError, match="2 layers have parameters and 1 take time"):
-        gathering_s([1, 2], [1], 2, link, ahead=True)
+    assert pass_s(sizes, compute_s, 2, link, ahead=False) == 7
+    assert pass_s(sizes, compute_s, 2, link, ahead=True) == 2 + 1
+    assert pass_s([], [], 2, link, ahead=True) == 0
+    with pytest.raises(ValueError, match="1 layers take time and 2 have parameters"):
+        pass_s([1, 2], [1], 2, link, ahead=True)
+
+
+def test_a_pass_back_scatters_behind_the_layer_after() -> None:
+    """Gathers and scatters of 1 s. Layer 1: gathered 0-1, runs 1-4, while layer 0's is gathered, 1-2;
+    scattered 4-5. Layer 0 runs 4-7, scattered 7-8.
+    """
+    link = Link("link", 0, 1)
+    assert pass_s([2.0, 2.0], [3.0, 3.0], 2, link, ahead=True, scattered=True) == 8 - 6
+    assert pass_s([2.0, 2.0], [3.0, 3.0], 2, link, ahead=False, scattered=True) == 4
+    # Of 4 s each: gathered 0-4, runs 4-7; layer 0's gathered 4-8; scatter 8-12; layer 0 runs 8-11, 12-16.
+    assert pass_s([8.0, 8.0], [3.0, 3.0], 2, link, ahead=True, scattered=True) == 16 - 6
+
+
+def test_parameters_are_fetched_layer_by_layer_and_needed_as_the_forward_goes() -> None:
+    found = fetched([4.0, 0.0, 8.0], 2, Link("link", 0, 1), forward_s=[1, 2, 1])
+    assert found == (Gather(0, 2), Gather(0.75, 4))
+    assert fetched([4.0], 1, LINK) == ()
+    with pytest.raises(ValueError, match="1 layers take time and 2 have parameters"):
+        fetched([1, 2], 2, LINK, forward_s=[1])
+
+
+def test_a_first_forward_waits_inside_for_what_it_needs() -> None:
+    """F takes 2 s and needs a gather that ends at 1 and, half-way, one that ends at 5: 1-2, 5-6."""
+    timeline = replay(gpipe(1, 2, "never"), {Kind.F: 2, Kind.B: 1}, gathers=[[Gather(0, 1), Gather(0.5, 4)]])
+    assert [(str(e.action), e.start_s, e.end_s) for e in timeline.events[:2]] == [
+        ("0F0", 0, 6),
+        ("0F1", 6, 8),
+    ]
+    assert spans(timeline) == [("gather 0", 0, 0, 1), ("gather 1", 0, 1, 5)]
+
+
+def test_a_stage_fetches_while_it_waits_for_its_input() -> None:
+    timeline = replay(gpipe(2, 1, "never"), SLOTS, gathers=[[], [Gather(0, 1)]])
+    assert timeline.makespan_s == 6
+    late = replay(gpipe(2, 1, "never"), SLOTS, gathers=[[], [Gather(0, 1.5)]])
+    assert late.makespan_s == 6.5
+
+
+def test_the_stages_of_a_worker_fetch_one_after_the_other() -> None:
+    both = Schedule("both", 2, 1, "never", (tuple(map(Action.parse, ("0F0", "1F0", "1B0", "0B0"))),), (0, 0))
+    timeline = replay(both, SLOTS, gathers=[[Gather(0, 2)], [Gather(0, 2)]])
+    assert spans(timeline) == [("gather 0", 0, 0, 2), ("gather 0", 1, 2, 4)]
+    assert [event.end_s for event in timeline.events[:2]] == [3, 5]
 
 
 def seconds_of(schedule: Schedule, waits_s) -> dict[str, float]:
     return {str(action): waits_s(action) for action in schedule if waits_s(action)}
 
 
-def test_level_2_gathers_once_in_a_step_and_level_3_in_every_pass() -> None:
+def test_every_pass_gathers_where_nothing_is_kept() -> None:
     schedule = gpipe(2, 2, "except_last")
-    assert seconds_of(schedule, gathered_s(schedule, 2, [1, 2])) == {"0F0": 1, "1F0": 2}
-    assert seconds_of(schedule, gathered_s(schedule, 3, [1, 2], [3, 4])) == {
+    assert seconds_of(schedule, every_pass_s(schedule, [1, 2], [3, 4])) == {
         "0F0": 1, "0F1": 1, "0B1": 3, "0R0": 1, "0B0": 3, "1F0": 2, "1F1": 2, "1B1": 4, "1R0": 2, "1B0": 4,
     }  # fmt: skip
-
-
-def test_levels_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="ZeRO level 1; parameters are gathered at levels 2 and 3"):
-        gathered_s(gpipe(1, 1), 1, [1])
-    with pytest.raises(ValueError, match="its W would find its parameters sharded: use level 2"):
-        gathered_s(named("zb-h1", 2, 4), 3, [1, 1])
+    with pytest.raises(ValueError, match="its W would find its parameters sharded: gather once in a step"):
+        every_pass_s(named("zb-h1", 2, 4), [1, 1], [1, 1])
 
 
 def test_tensor_parallel_layers_sum_in_every_pass_but_w() -> None:
@@ -140,7 +179,7 @@ def test_tensor_parallel_layers_sum_in_every_pass_but_w() -> None:
 
 
 def spans(timeline: Timeline) -> list[tuple[str, int, float, float]]:
-    return [(span.name, span.stage, span.start_s, span.end_s) for span in timeline.reductions]
+    return [(span.name, span.stage, span.start_s, span.end_s) for span in timeline.collectives]
 
 
 def test_buckets_leave_inside_the_last_backward_and_the_update_waits() -> None:
@@ -171,7 +210,7 @@ def test_a_bucket_waits_for_the_one_before_on_its_worker() -> None:
 def test_buckets_leave_inside_the_last_w_where_backwards_are_split() -> None:
     schedule = named("zb-h1", 2, 4)
     timeline = replay(schedule, SLOTS, reductions=[[Bucket(1, 1)]] * 2)
-    for span in timeline.reductions:
+    for span in timeline.collectives:
         last = timeline.of_stage(span.stage)[-1]
         assert last.action.kind in (Kind.W, Kind.B)
         assert span.start_s == last.end_s
@@ -187,11 +226,11 @@ def test_collectives_inside_an_action_make_it_longer() -> None:
 def test_the_timeline_keeps_its_reductions() -> None:
     timeline = replay(gpipe(2, 1, "never"), SLOTS, reductions=[[Bucket(1, 1)]] * 2)
     assert Timeline.from_data(timeline.to_data()) == timeline
-    shown = [row for row in timeline.to_chrome()["traceEvents"] if row.get("cat") == "reduction"]
+    shown = [row for row in timeline.to_chrome()["traceEvents"] if row.get("cat") == "collective"]
     assert [(row["ph"], row["tid"], row["ts"]) for row in shown] == [
         ("b", 1, 4e6), ("e", 1, 5e6), ("b", 0, 6e6), ("e", 0, 7e6),
     ]  # fmt: skip
-    assert "reductions" not in replay(gpipe(2, 1, "never"), SLOTS).to_data()
+    assert "collectives" not in replay(gpipe(2, 1, "never"), SLOTS).to_data()
 
 
 def test_buckets_that_cannot_be() -> None:
@@ -201,8 +240,14 @@ def test_buckets_that_cannot_be() -> None:
         Bucket(1, -1)
     with pytest.raises(ValueError, match="takes nan s"):
         Bucket(1, float("nan"))
+    with pytest.raises(ValueError, match="needed after -0.5 of the first forward"):
+        Gather(-0.5, 1)
+    with pytest.raises(ValueError, match="gather takes -1 s"):
+        Gather(1, -1)
     with pytest.raises(ValueError, match="reductions has 1 entries for 2 stages"):
         replay(gpipe(2, 1), SLOTS, reductions=[[]])
+    with pytest.raises(ValueError, match="gathers has 1 entries for 2 stages"):
+        replay(gpipe(2, 1), SLOTS, gathers=[[]])
 
 
 def test_the_breakdown_names_what_is_waited_for() -> None:
@@ -240,13 +285,19 @@ def test_the_parts_add_up_and_a_step_is_no_shorter_for_a_grid(data: st.DataObjec
     eighths = st.integers(0, 8).map(lambda number: Fraction(number, 8))  # floats know them exactly
     bucket = st.builds(Bucket, eighths, COSTS)
     buckets = [data.draw(st.lists(bucket, max_size=3)) for _ in range(stages)]
+    gather = st.builds(Gather, eighths, COSTS)
+    gathers = [
+        sorted(data.draw(st.lists(gather, max_size=2)), key=lambda each: each.needed) for _ in range(stages)
+    ]
     link = data.draw(st.sampled_from([FREE, Link("slow", 1, 2)]))
     arguments = {
         "activation_bytes": [data.draw(COSTS)] * (stages - 1),
         "setup_s": [data.draw(COSTS) for _ in range(stages)],
         "update_s": [data.draw(COSTS) for _ in range(stages)],
     }
-    found = breakdown(schedule, action_s, link, reductions=buckets, collective_s=waits_s, **arguments)
+    found = breakdown(
+        schedule, action_s, link, gathers=gathers, reductions=buckets, collective_s=waits_s, **arguments
+    )
     assert tuple(found.seconds) == (*PARTS, COLLECTIVES)
     assert all(value >= 0 for value in found.seconds.values())
     assert sum(found.seconds.values()) == schedule.num_workers * Fraction(found.timeline.makespan_s)
@@ -256,5 +307,9 @@ def test_the_parts_add_up_and_a_step_is_no_shorter_for_a_grid(data: st.DataObjec
         assert alone.seconds[part] == found.seconds[part]
     assert found.makespan_s >= alone.makespan_s
     for worker in range(schedule.num_workers):
-        mine = [span for span in found.timeline.reductions if schedule.worker(span.stage) == worker]
+        mine = [
+            span
+            for span in found.timeline.collectives
+            if schedule.worker(span.stage) == worker and span.name.startswith("reduce")
+        ]
         assert all(first.end_s <= second.start_s for first, second in pairwise(mine))

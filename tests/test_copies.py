@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_models import everything, everything_batch, seeded
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.transport import InProcess
@@ -118,8 +119,8 @@ def test_a_pipeline_over_processes_is_not_copied(how: str) -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        for option in ("group", "replica_group"):
-            options = {option: torch.distributed.group.WORLD}
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        for options in ({"group": torch.distributed.group.WORLD}, {"mesh": mesh}):
             pipeline = Pipeline([nn.Linear(2, 2)], num_stages=1, num_microbatches=1, **options)
             with pytest.raises(
                 TypeError, match=r"cannot be copied or pickled.*checkpoint\.save.*build a new"

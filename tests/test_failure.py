@@ -49,14 +49,14 @@ class Board:
 
 def waits_for(peer: int | None, action: str = "") -> PeerError:
     found = Action.parse(action) if action else None
-    return PeerError(found, peer, f"rank {peer} did not answer: timed out", timed_out=True)
+    return PeerError(found, peer, "did not answer: timed out", timed_out=True)
 
 
 def explain_all(errors: dict[int, PeerError], size: int, board: Board | None = None) -> list[ActionError]:
     """What the ranks that wait conclude, each in a thread."""
     board = board or Board()
     with ThreadPoolExecutor(len(errors)) as pool:
-        boards = {rank: Blackboard(board, rank, size) for rank in errors}
+        boards = {rank: Blackboard(board, rank, range(size)) for rank in errors}
         return list(pool.map(lambda rank: boards[rank].explain(errors[rank]), errors))
 
 
@@ -72,7 +72,7 @@ def test_the_rank_that_everybody_waits_for_in_the_end_is_blamed(monkeypatch: pyt
 
 def test_a_rank_that_closed_its_connections_because_it_timed_out_is_not_blamed() -> None:
     """As gloo does: rank 2 has stopped, 1 waits for it, and 0 for 1 until that connection is closed."""
-    closed = PeerError(Action.parse("1B2"), 1, "rank 1 disappeared: connection closed", timed_out=False)
+    closed = PeerError(Action.parse("1B2"), 1, "disappeared: connection closed", timed_out=False)
     found = explain_all({0: closed, 1: waits_for(2, "2B2")}, 3)
     assert [str(error.action) for error in found] == ["2B2", "2B2"]
     assert [error.rank for error in found] == [2, 2]
@@ -87,8 +87,10 @@ def test_a_rank_that_waits_for_an_unknown_one_is_not_blamed(monkeypatch: pytest.
 
 def test_who_waited_in_vain_hears_of_the_failure_that_a_rank_writes_meanwhile() -> None:
     board, told = Board(), ActionError(Action.parse("1F0"), "told", 1)
-    board.on_get = lambda: setattr(board, "on_get", lambda: None) or Blackboard(board, 1, 3).report(told)
-    assert str(Blackboard(board, 2, 3).explain(waits_for(0))) == str(told)
+    board.on_get = lambda: (
+        setattr(board, "on_get", lambda: None) or Blackboard(board, 1, range(3)).report(told)
+    )
+    assert str(Blackboard(board, 2, range(3)).explain(waits_for(0))) == str(told)
 
 
 def test_ranks_that_others_may_keep_waiting_hear_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +101,11 @@ def test_ranks_that_others_may_keep_waiting_hear_them_out(monkeypatch: pytest.Mo
         looks.append(0)
         if len(looks) == 20:
             board.on_get = lambda: None
-            Blackboard(board, 1, 2).report(ActionError(None, "told", 1))
+            Blackboard(board, 1, range(2)).report(ActionError(None, "told", 1))
 
     board.on_get = speak_late
     monkeypatch.setattr(failure, "EXPLANATION_S", 600.0)
-    assert Blackboard(board, 0, 2, alone=False).explain(waits_for(1)).cause == "told"
+    assert Blackboard(board, 0, range(2), alone=False).explain(waits_for(1)).cause == "told"
 
 
 @pytest.mark.parametrize(("silent", "what"), [(True, "did not answer"), (False, "disappeared")])

@@ -9,10 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from fault_table import ACTIONS, KINDS, TRANSPORTS, faults, several_stages
+from fault_table import ACTIONS, KINDS, TRANSPORTS, beginnings_and_ends, faults, several_stages
 
 ROOT = Path(__file__).parents[1]
-# The process that holds the store stops, in a step and while all wait to save; a chain of ranks that wait; a
+# The process that holds the store stops, in a step, while all wait to save, before it has met the others, and
+# when nobody needs it any more; a chain of ranks that wait; a
 # rank that is not there at all; and one of each other kind.
 CHOSEN = (
     "stop rank 0 of 2, gloo, 0F",
@@ -23,13 +24,15 @@ CHOSEN = (
     "memory rank 1 of 2, gloo, 1W",
     "stop rank 0 of 2, gloo, 3",
     "raise rank 2 of 3, shared memory, 5",
+    "stop rank 0 of 3, shared memory, while meeting",
+    "stop rank 0 of 3, shared memory, before closing",
 )
 
 
 def test_a_broken_rank_ends_all_others_which_say_who_it_was(tmp_path: Path) -> None:
     """How soon is the script's to judge; here only that they end, after the fault, and what they say."""
     report = tmp_path / "faults.jsonl"
-    lines = [str(fault) for fault in (*faults(0), *several_stages(0))]
+    lines = [str(fault) for fault in (*faults(0), *several_stages(0), *beginnings_and_ends())]
     chosen = [next(line for line in lines if line.startswith(start)) for start in CHOSEN]
     only = [argument for line in chosen for argument in ("--only", line)]
     process = subprocess.run(

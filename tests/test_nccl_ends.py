@@ -29,7 +29,7 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000
 def test_the_last_line_of_nccl_is_kept() -> None:
     found = unreachable(None, 1, RuntimeError(DUPLICATE))
     assert found.cause == (
-        "NCCL does not reach rank 1: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+        "rank 1 is not reached by NCCL: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
     )
     assert not found.timed_out
 
@@ -131,7 +131,8 @@ class Life:
     def __init__(self, size: int) -> None:
         self.now_s, self.board = 0.0, Board()
         self.of_rank = [
-            Heartbeats(self.board, rank, size, limit_s=10.0, now=lambda: self.now_s) for rank in range(size)
+            Heartbeats(self.board, rank, range(size), limit_s=10.0, now=lambda: self.now_s)
+            for rank in range(size)
         ]
 
     def pass_time(self, seconds: int, alive: set[int]) -> dict[int, ActionError]:

@@ -301,6 +301,46 @@ def test_any_two_ranks_of_a_host_meet() -> None:
     assert received == {(rank, peer): 10.0 * peer + rank for rank in range(4) for peer in peers[rank]}
 
 
+def test_a_rank_that_has_connected_and_not_gone_on_yet_is_nobody_elses_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 2 connects to rank 0 first, and has no time to do more before rank 1 has answered."""
+    connected, answer_is_asked_for = threading.Event(), threading.Event()
+    found: dict[int, list[int]] = {}
+
+    class Slow(socket.socket):
+        def connect(self, address: object) -> None:
+            if threading.current_thread().name == "rank 1":
+                connected.wait()
+            super().connect(address)  # type: ignore[arg-type]
+            if threading.current_thread().name == "rank 2":
+                connected.set()
+                answer_is_asked_for.wait()
+
+    class Store(SharedStore):
+        def await_from(self, rank: int, key: str, timeout_s: float) -> bytes:
+            if rank == 2:
+                answer_is_asked_for.set()
+            return super().await_from(rank, key, timeout_s)
+
+    store, peers = Store(), [[1, 2], [0], [0]]
+
+    def take_part(rank: int) -> None:
+        try:
+            met = meet(store, rank, peers[rank], willing=True, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+            found[rank] = sorted(met)
+        finally:
+            answer_is_asked_for.set()
+
+    monkeypatch.setattr(socket, "socket", Slow)
+    threads = [threading.Thread(target=take_part, args=(rank,), name=f"rank {rank}") for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict(enumerate(peers))
+
+
 def echo_until_killed(link: socket.socket) -> None:
     neighbour = Neighbour(link, TIMEOUT_S)
     memory = neighbour.empty(32)

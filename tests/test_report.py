@@ -341,6 +341,20 @@ def test_a_smoke_run_counts_only_where_there_is_nothing_else(tmp_path):
     ]
 
 
+def test_what_a_smoke_run_gave_is_marked_wherever_it_stands(tmp_path, monkeypatch):
+    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
+    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
+    none = tmp_path / "references"
+    monkeypatch.setattr(report_build, "folders", lambda results: folders(results, none))
+    smoke = build(put(tmp_path / "smoke", fake(1, 1, profile="smoke")), figures=False)
+    assert smoke.smoke == 1
+    marks = html(smoke).count('<strong class="smoke">')
+    assert marks == 4, "the banner, the row, its table's command and the experiment's runs"
+    short = build(put(tmp_path / "short", fake(1, 1)), figures=False)
+    assert short.smoke == 0
+    assert '<strong class="smoke">' not in html(short)
+
+
 def test_records_of_another_revision_or_engine_are_not_mixed_in(tmp_path):
     experiment = dataclasses.replace(FAKE, engines=("ours", "peer"))
     old = fake(1, 1, revision=FAKE.revision + 1)

@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,80 @@ def test_verdicts_can_be_filtered(open_page):
     assert rows.count() == before
 
 
+def test_what_ours_is_can_be_filtered_and_what_is_left_is_counted(open_page):
+    page = open_page()
+    for name in ("replayed", "modelled", "identity", "no number"):
+        page.locator("input[name=evidence]").and_(page.get_by_role("checkbox", name=name)).uncheck()
+    shown = page.locator("tr[data-verdict]:not([hidden])")
+    evidences = set(shown.evaluate_all("rows => rows.map(row => row.dataset.evidence)"))
+    assert evidences == {"measured"}
+    verdicts = Counter(shown.evaluate_all("rows => rows.map(row => row.dataset.verdict.replace('-', ' '))"))
+    status = page.locator("#filter-status").inner_text()
+    for verdict, count in verdicts.items():
+        assert f"{count} {verdict}" in status
+    assert status.startswith(f"{shown.count()} of ")
+
+
+def test_tables_without_a_row_to_show_go_and_come_back(open_page):
+    page = open_page()
+    tables = page.locator("article.table:visible")
+    before = tables.count()
+    for name in ("reproduced", "identity", "undecided", "above", "not comparable", "not run"):
+        page.locator("input[name=verdict]").and_(page.get_by_role("checkbox", name=name)).uncheck()
+    assert 0 < tables.count() < before
+    for table in tables.all():
+        assert table.locator("tr[data-verdict]:not([hidden])").count() > 0
+    page.get_by_role("button", name="Show all").click()
+    assert tables.count() == before
+    assert page.locator("input:not(:checked)").count() == 0
+
+
+def test_a_view_is_in_the_address(open_page, report):
+    page = open_page()
+    page.locator("input[value=above]").uncheck()
+    page.locator("input[value=replayed]").uncheck()
+    assert "verdict=" in page.url
+    assert "evidence=" in page.url
+    shown = page.locator("tr[data-verdict]:not([hidden])").count()
+    again = open_page()
+    again.goto(page.url)
+    assert again.locator("tr[data-verdict]:not([hidden])").count() == shown
+    assert not again.locator("input[value=above]").is_checked()
+    again.goto(report.as_uri() + "?verdict=better&evidence=guessed")
+    assert again.locator("input:not(:checked)").count() == 0, "names of another page hide nothing"
+    again.get_by_role("checkbox", name="below").uncheck()
+    again.get_by_role("checkbox", name="below").check()
+    assert "verdict" not in again.url
+    for box in again.locator("input[name=verdict]").all():
+        box.uncheck()
+    again.reload()
+    assert again.locator("input[name=verdict]:checked").count() == 0, "nothing chosen is a view too"
+
+
+def test_a_link_opens_what_it_leads_to(open_page, report):
+    page = open_page()
+    note = page.locator("li[id$=-note-1]").first
+    place = note.get_attribute("id")
+    assert note.is_hidden()
+    page.goto(f"{report.as_uri()}?verdict=none#{place}")
+    assert page.locator(f"#{place}").is_visible()
+
+
+def test_on_a_phone_numbers_are_cards_and_long_parts_are_closed(open_page):
+    page = open_page(PHONE)
+    assert page.evaluate("document.documentElement.scrollHeight") < 40_000
+    assert page.locator("tr[data-verdict]:visible").count() == 0
+    page.goto(page.url + "?verdict=below")
+    cards = page.locator("tr[data-verdict=below]:visible")
+    assert cards.count() > 0
+    for card in cards.all():
+        box = card.bounding_box()
+        assert box["width"] <= PHONE[0]
+        assert box["x"] >= 0
+        verdict = card.locator(".judged .verdict").bounding_box()
+        assert verdict["height"] < 30, "a verdict stands in one line"
+
+
 def test_the_first_tab_skips_to_the_results(open_page):
     page = open_page()
     page.keyboard.press("Tab")
@@ -211,7 +286,7 @@ def test_printed_settings_are_open(open_page):
     page = open_page()
     assert page.pdf(prefer_css_page_size=True)[:5] == b"%PDF-"
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert page.locator("details.more:not([open])").count() == 0
+    assert page.locator("details:is(.more, .part, .drawn):not([open])").count() == 0
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator("details.more:not([open])").count() > 0
 

@@ -67,7 +67,18 @@ def test_a_file_comes_back_as_the_same_schedule(tmp_path: Path) -> None:
         ("--from {tmp}/like_torch.csv", "'0F0xyz' is not an action"),
         ("gpipe --num-stages 0 --num-microbatches 2", "num_stages is 0"),
         ("gpipe --num-stages 2 --num-microbatches -1", "num_microbatches is -1"),
-        ("gpipe --num-stages 2 --num-microbatches 2 --remat some", "invalid choice: 'some'"),
+        (
+            "gpipe --num-stages 2 --num-microbatches 2 --remat some",
+            "'some' says nothing about recomputation; choose one",
+        ),
+        (
+            "gpipe --num-stages 2 --num-microbatches 2 --remat never,0+2",
+            "remat[1] has micro-batch 2; they are",
+        ),
+        (
+            "gpipe --num-stages 3 --num-microbatches 2 --remat never,always",
+            "2 choices for 3 stages; give one",
+        ),
         (
             "gpipe --num-stages 99999 --num-microbatches 99999",
             "more than 500000 actions; give smaller numbers",

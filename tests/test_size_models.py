@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.experiments.planning import models as size_models
 from gpipe_bench.experiments.commands.sizing.given import Question
+from gpipe_bench.experiments.planning import models as size_models
 from gpipe_bench.models import MODELS, SHAPES, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler

@@ -73,7 +73,7 @@ def held_after(schedule: Schedule, stage: int, action: Action) -> int:
     """Graphs that the schedule says are alive on a stage once it has taken `action`."""
     count = 0
     for done in schedule.actions[stage]:
-        count += done.kind is (Kind.R if schedule.recomputes(done.microbatch) else Kind.F)
+        count += done.kind is (Kind.R if schedule.recomputes(done.microbatch, stage) else Kind.F)
         count -= done.kind is Kind.B
         if done == action:
             return count

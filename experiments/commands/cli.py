@@ -248,7 +248,9 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument(
         "--schedule", choices=NAMED, help="of a given model: what each worker holds; without it, gpipe"
     )
-    verb.add_argument("--remat", choices=REMAT_MODES, help="with --schedule; default: never")
+    verb.add_argument(
+        "--remat", metavar="WHICH", help="with --schedule: as for the verb schedule; default: never"
+    )
     verb.add_argument(
         "--compiled", action="store_true", help="layers as torch.compile keeps and fuses them; takes seconds"
     )
@@ -263,7 +265,12 @@ def _parser() -> argparse.ArgumentParser:
         "--stages-per-worker", type=int, metavar="V", help="of interleaved and breadth-first; default: 2"
     )
     verb.add_argument("--microbatches", "--num-microbatches", dest="num_microbatches", type=int, metavar="M")
-    verb.add_argument("--remat", choices=REMAT_MODES, help="default: the schedule's, or as in the file")
+    verb.add_argument(
+        "--remat",
+        metavar="WHICH",
+        help=f"{', '.join(REMAT_MODES)}, or one choice per stage, of these or of micro-batches: always,0-2+5,"
+        "never; default: the schedule's, or as in the file",
+    )
     verb.add_argument(
         "--csv",
         type=Path,

@@ -20,6 +20,7 @@ from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.drawing import draw
+from gpipe_bench.pipeline.plan.remat import from_text, to_text
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
@@ -73,15 +74,16 @@ def _named(arguments: argparse.Namespace) -> Schedule:
             f"--workers {num_workers} with --microbatches {num_microbatches} is more than {MOST_ACTIONS} "
             "actions; give smaller numbers, the picture repeats itself"
         )
+    remat = None if arguments.remat is None else from_text(arguments.remat)
     if arguments.name in SCHEDULES and per_worker is None:
-        options = {} if arguments.remat is None else {"remat": arguments.remat}
+        options = {} if remat is None else {"remat": remat}
         schedule = SCHEDULES[arguments.name](num_workers, num_microbatches, **options)
     else:
         schedule = named(
             arguments.name,
             num_workers,
             num_microbatches,
-            remat=arguments.remat or "never",
+            remat=remat or "never",
             stages_per_worker=per_worker,
         )
     validate(schedule)
@@ -124,7 +126,8 @@ def _read(arguments: argparse.Namespace) -> Schedule:
     except UnicodeDecodeError as error:
         raise ValueError(f"--from {path} is no text; give a file that --csv wrote") from error
     try:
-        schedule = from_csv(text, path.stem, arguments.remat)
+        remat = None if arguments.remat is None else from_text(arguments.remat)
+        schedule = from_csv(text, path.stem, remat)
         total = sum(map(len, schedule.actions))
         if total > MOST_ACTIONS:
             raise ValueError(f"it holds {total} actions, more than {MOST_ACTIONS}; give a smaller schedule")
@@ -148,7 +151,7 @@ def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
         "schedule": schedule.name,
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
-        "remat": schedule.remat,
+        "remat": to_text(schedule.remat),
         "makespan_slots": timeline.makespan_s,
         "bubble": timeline.bubble,
         "stages": [

@@ -120,7 +120,7 @@ def peak_activations(schedule: Schedule, num_layers: int) -> Fraction:
         inputs, graphs = 0, 0
         for action in row:
             inputs += action.kind is Kind.F
-            makes_graph = Kind.R if schedule.recomputes(action.microbatch) else Kind.F
+            makes_graph = Kind.R if schedule.recomputes(action.microbatch, action.stage) else Kind.F
             graphs += action.kind is makes_graph
             peak = max(peak, inputs + layers_per_stage * graphs)
             if action.kind is Kind.B:

@@ -54,11 +54,16 @@ def _slow(method: Callable[..., Any], kind_of: Callable[..., Kind], slot_s: floa
     def take(self: Any, *arguments: Any, **options: Any) -> Any:
         end_s = time.perf_counter() + SLOTS[kind_of(*arguments, **options)] * slot_s
         result = method(self, *arguments, **options)
-        left_s = end_s - time.perf_counter()
-        if left_s > _LATE_S:
-            time.sleep(left_s - _LATE_S)
-        while time.perf_counter() < end_s:
-            pass
+        wait_until(end_s)
         return result
 
     return take
+
+
+def wait_until(end_s: float) -> None:
+    """Returns when `time.perf_counter` is there."""
+    left_s = end_s - time.perf_counter()
+    if left_s > _LATE_S:
+        time.sleep(left_s - _LATE_S)
+    while time.perf_counter() < end_s:
+        pass

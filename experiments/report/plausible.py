@@ -17,7 +17,7 @@ from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.record import Quantity, Record
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.records.travel import Parcel
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, recomputes
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES, recomputes
 
 _SLACK = 1e-6  # relative; a median of the same samples differs by rounding alone
 _EXACT = 1e-9

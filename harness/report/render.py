@@ -21,7 +21,7 @@ from gpipe_bench.harness.judging.entry import QUESTIONS
 from gpipe_bench.harness.judging.verdict import JUDGED, VERDICTS
 from gpipe_bench.harness.report.cells import cells_csv
 from gpipe_bench.harness.report.chart import Chart, data_url
-from gpipe_bench.harness.report.counts import ASKED
+from gpipe_bench.harness.report.counts import ASKED, EVIDENCE, evidence
 from gpipe_bench.harness.report.grid import escaped
 from gpipe_bench.harness.report.page import TableView
 from gpipe_bench.harness.report.replies import RULE, apart_text, replies_markdown, why_text
@@ -60,6 +60,25 @@ MEANINGS = {
     "not run": "there is no number of ours; what it would take stands beside it",
 }
 
+BIBTEX = """\
+@software{gpipe_bench,
+  title   = {gpipe-bench: reproducibility benchmark suite and paper harness for {GPipe} pipeline parallelism},
+  author  = {{The gpipe-bench maintainers}},
+  license = {Apache-2.0},
+  note    = {Give the commit that the records name},
+}
+@inproceedings{huang2019gpipe,
+  title     = {{GPipe}: Efficient Training of Giant Neural Networks using Pipeline Parallelism},
+  author    = {Huang, Yanping and Cheng, Youlong and Bapna, Ankur and Firat, Orhan and Chen, Mia Xu and
+               Chen, Dehao and Lee, HyoukJoong and Ngiam, Jiquan and Le, Quoc V. and Wu, Yonghui and
+               Chen, Zhifeng},
+  booktitle = {Advances in Neural Information Processing Systems},
+  volume    = {32},
+  year      = {2019},
+}
+"""
+"""What a paper that uses these numbers cites."""
+
 _FIELDS = (
     ("cpu_model", "processor"), ("cores_logical", "cores"), ("memory_total_gib", "memory, GiB"),
     ("gpus", "GPUs"), ("system", "system"), ("container", "container"), ("python", "Python"),
@@ -96,6 +115,12 @@ class ExperimentView:
     charts: tuple[Chart, ...] = ()
     traces: tuple[Chart, ...] = ()
 
+    @property
+    def drawn(self) -> str:
+        """What there is to look at: `2 figures, 1 timeline`."""
+        counts = (("figure", len(self.pictures)), ("timeline", len(self.charts) + len(self.traces)))
+        return ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts if count)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
@@ -113,6 +138,17 @@ class Page:
     def shown(self) -> Mapping[str, int]:
         """How many rows there are of each verdict, whether they count or not."""
         return Counter(row.comparison.verdict for table in self.tables for row in table.rows)
+
+    @property
+    def origins(self) -> Mapping[str, int]:
+        """How many rows there are of each evidence."""
+        return Counter(evidence(row.comparison) for table in self.tables for row in table.rows)
+
+    @property
+    def smoke(self) -> int:
+        """How many numbers are of a smoke run, which only shows that everything runs."""
+        answers = (row.answer for table in self.tables for row in table.rows)
+        return sum(each is not None and each.answers and each.profile == "smoke" for each in answers)
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
@@ -141,6 +177,7 @@ def html(page: Page) -> str:
         script_digest=f"sha256-{digest}",
         cells_url=cells,
         names=_names(page),
+        bibtex=BIBTEX,
     )
 
 
@@ -203,7 +240,7 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
     )
     environment.filters.update(
         ours=ours_text, interval=interval_text, range=range_text, parts=parts_text, fails=fails_text,
-        paper=paper_text, plot=plot, ratio=ratio_text, apart=apart_text, reasoned=why_text,
+        evidence=evidence, paper=paper_text, plot=plot, ratio=ratio_text, apart=apart_text, reasoned=why_text,
         times=lambda factor: times_text(max(factor, 1 / factor)), key=lambda cell: "|".join(cell.key),
         capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
         entry=entry_text, pipes=escaped, breakable=_breakable, ticks=_ticks,
@@ -211,7 +248,7 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
     environment.globals.update(
         verdicts=VERDICTS, marks=MARKS, meanings=MEANINGS, side_markdown=side_markdown,
         verdict_text=verdict_text, replies_markdown=replies_markdown, rule=RULE, questions=QUESTIONS,
-        asked=ASKED, judged=JUDGED,
+        asked=ASKED, judged=JUDGED, evidences=EVIDENCE,
     )  # fmt: skip
     return environment
 

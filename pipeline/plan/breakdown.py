@@ -26,7 +26,7 @@ from math import inf
 from typing import cast
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
-from gpipe_bench.pipeline.plan.reductions import Bucket
+from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
 from gpipe_bench.pipeline.plan.replay import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
@@ -72,6 +72,7 @@ def breakdown(
     setup_s: Sequence[float] = (),
     update_s: Sequence[float] = (),
     early_recompute: bool = True,
+    gathers: Sequence[Sequence[Gather]] = (),
     reductions: Sequence[Sequence[Bucket]] = (),
     collective_s: ActionTimes | None = None,
 ) -> Breakdown:
@@ -83,6 +84,10 @@ def breakdown(
         [Bucket(_exact("ready", b.ready), _exact("takes_s", b.takes_s)) for b in buckets]
         for buckets in reductions
     ]
+    fetched = [
+        [Gather(_exact("needed", g.needed), _exact("takes_s", g.takes_s)) for g in each] for each in gathers
+    ]
+    on_a_grid = bool(fetched or leaving or inside)
     setup = [_exact("setup_s", seconds) for seconds in setup_s]
     update = [_exact("update_s", seconds) for seconds in update_s]
 
@@ -103,13 +108,14 @@ def breakdown(
             setup_s=before,
             update_s=after,
             early_recompute=early_recompute,
+            gathers=fetched if with_collectives else (),
             reductions=leaving if with_collectives else (),
             collective_s=inside.__getitem__ if inside and with_collectives else None,
         )
 
     step = lay_out(work, _exact_link(link), setup, update, with_collectives=True)
     free = lay_out(work, FREE, setup, update, with_collectives=True)
-    alone = lay_out(work, FREE, setup, update) if leaving or inside else free
+    alone = lay_out(work, FREE, setup, update) if on_a_grid else free
     ready = lay_out(work, FREE, (), update)
     even = lay_out(even_stages(work, schedule), FREE, (), _even_updates(update, schedule))
 
@@ -117,8 +123,10 @@ def breakdown(
     set_up = _total(setup)
     idle = Fraction(step.idle_s)
     communication = _lost(step, free, idle)
-    collectives = _total(inside.values()) if inside else Fraction(0)
-    waiting_for_others = _lost(free, alone, idle - communication, known=collectives)
+    # What actions wait for inside is not idle; with a slow link they begin later, and may wait for less.
+    waiting_inside = _total(event.duration_s for event in step.events) - _total(work.values())
+    known = _total(event.duration_s for event in free.events) - _total(work.values())
+    waiting_for_others = _lost(free, alone, idle - communication, known=known)
     rest = idle - communication - waiting_for_others
     waiting_for_setup = _lost(alone, ready, rest, known=set_up)
     imbalance = _lost(ready, even, rest - waiting_for_setup)
@@ -131,8 +139,8 @@ def breakdown(
         "load imbalance": imbalance,
         "bubble": rest - waiting_for_setup - imbalance,
     }
-    if leaving or inside:
-        seconds[COLLECTIVES] = collectives + waiting_for_others
+    if on_a_grid:
+        seconds[COLLECTIVES] = waiting_inside + waiting_for_others
     return Breakdown(seconds, schedule.num_workers, _in_floats(step))
 
 
@@ -186,7 +194,7 @@ def _in_floats(step: Timeline) -> Timeline:
         events=tuple(Event(e.action, float(e.start_s), float(e.end_s)) for e in step.events),
         work=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.work),
         messages=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.messages),
-        reductions=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.reductions),
+        collectives=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.collectives),
     )
 
 

@@ -3,16 +3,18 @@
 Three kinds of a grid's dimensions cost three kinds of time:
 
     data parallel   a stage's gradients leave in buckets inside its last backward, in a fixed order, and the
-                    end of the step waits for them; a last bucket alone is seen, if the link keeps up
-    sharded         what is gathered is waited for inside an action; gradients leave as above, scattered
+                    end of the step waits for them; if the link keeps up, the last bucket alone is seen
+    sharded         parameters are fetched from the beginning of the step on (ZeRO-2), or waited for in every
+                    pass (ZeRO-3); gradients leave as above, scattered
     tensor parallel sums inside every action, which nothing hides
 
-        worker 1   1B3 1B2 1B1 [1B0      ]          the last backward, from its last layer to its first
-        its link               .[b0][b1] [b2]       a bucket leaves when its gradients are there
-                                        ^ ^^^ the end of the step waits
+        worker 1   .........[1F0] ... [1B0      ]     the last backward, from its last layer to its first
+        its link   [g0][g1]           .[b0][b1] [b2]  a bucket leaves when its gradients are there
+                                                ^^^^  the end of the step waits
 
-`Bucket`s are what the first kind comes to (`replay(..., reductions=...)`), seconds of an action what the
-others do (`replay(..., collective_s=...)`). Only the standard library is imported.
+`Gather`s and `Bucket`s are what stands beside the actions (`replay(..., gathers=..., reductions=...)`),
+seconds of an action what makes it longer (`replay(..., collective_s=...)`). Only the standard library is
+imported.
 """
 
 from __future__ import annotations
@@ -49,6 +51,28 @@ class Bucket:
             raise ValueError(f"a bucket is ready after {self.ready} of the last backward; give 0 to 1")
         if not self.takes_s >= 0:
             raise ValueError(f"a bucket takes {self.takes_s} s; give seconds, 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Parameters that are fetched together for a step.
+
+    Args:
+        needed: share of the stage's first forward at which they are, 0 to 1
+        takes_s: the all-gather, once it has the link for itself
+
+    Raises:
+        ValueError: a share outside 0 to 1, or seconds that are negative.
+    """
+
+    needed: float
+    takes_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.needed <= 1:
+            raise ValueError(f"a gather is needed after {self.needed} of the first forward; give 0 to 1")
+        if not self.takes_s >= 0:
+            raise ValueError(f"a gather takes {self.takes_s} s; give seconds, 0 or more")
 
 
 def data_parallel(
@@ -93,9 +117,11 @@ def sharded(
     replicas: int = 1,
     replica_link: Link | None = None,
     backward_s: Sequence[float] = (),
+    split: bool = False,
 ) -> tuple[Bucket, ...]:
-    """The buckets of one stage whose parameters are sharded: each layer's gradients are scattered over
-    `shards`, and each shard is then summed over `replicas` on `replica_link` (as `link`, if not given).
+    """The buckets of one stage whose parameters are sharded (ZeRO-2): each layer's gradients are scattered
+    over `shards`, and each shard is then summed over `replicas` on `replica_link` (as `link`, if not given).
+    Where backwards are `split` they leave behind the last W, all together.
 
     Arguments and errors are otherwise those of `data_parallel`.
     """
@@ -103,7 +129,7 @@ def sharded(
         return data_parallel(gradient_bytes, replicas, replica_link or link, backward_s=backward_s)
     return tuple(
         Bucket(
-            ready,
+            1 if split else ready,
             reduce_scatter_s(sum(layer), shards, link)
             + all_reduce_s(sum(layer) / shards, replicas, replica_link or link),
         )
@@ -112,63 +138,94 @@ def sharded(
     )
 
 
-def gathering_s(
-    parameter_bytes: Sequence[float], compute_s: Sequence[float], shards: int, link: Link, *, ahead: bool
+def fetched(
+    parameter_bytes: Sequence[float], shards: int, link: Link, *, forward_s: Sequence[float] = ()
+) -> tuple[Gather, ...]:
+    """What one stage of sharded parameters gathers once for a step, layer by layer (ZeRO-2).
+
+    Args:
+        parameter_bytes: of each layer, in the order of the forward pass.
+        shards: ranks that hold a part of each.
+        link: between neighbours among them.
+        forward_s: of each layer, which says when it is needed; by the parameters' bytes if not given.
+
+    Raises:
+        ValueError: other numbers of layers, or what a collective refuses.
+    """
+    if shards == 1:
+        return ()
+    weights = _weights(parameter_bytes, forward_s)
+    total = sum(weights)
+    begins = accumulate(weights[:-1], initial=0)
+    return tuple(
+        Gather(min(begin / total, 1) if total else 0, all_gather_s(size, shards, link))
+        for size, begin in zip(parameter_bytes, begins, strict=False)
+        if size
+    )
+
+
+def pass_s(
+    parameter_bytes: Sequence[float],
+    compute_s: Sequence[float],
+    shards: int,
+    link: Link,
+    *,
+    ahead: bool,
+    scattered: bool = False,
 ) -> float:
-    """Seconds that one pass over a stage's layers is longer because their parameters are gathered first.
+    """Seconds that one pass over a stage's layers is longer because each gathers its parameters (ZeRO-3).
 
     Args:
         parameter_bytes: of each layer, in the order in which the pass takes them.
         compute_s: of each layer.
+        shards: ranks that hold a part of each.
+        link: between neighbours among them.
         ahead: a layer's parameters are gathered while the one before computes, as on a GPU; otherwise every
             layer waits for its own, as on a CPU.
+        scattered: the pass goes back, and each layer's gradients are scattered: while the next one computes,
+            or waiting for it, likewise.
 
     Raises:
         ValueError: other numbers of layers, or what a collective refuses.
     """
     if len(parameter_bytes) != len(compute_s):
-        raise ValueError(f"{len(parameter_bytes)} layers have parameters and {len(compute_s)} take time")
+        raise ValueError(f"{len(compute_s)} layers take time and {len(parameter_bytes)} have parameters")
     gathers = [all_gather_s(size, shards, link) if size else 0 for size in parameter_bytes]
+    scatters = gathers if scattered else [0] * len(gathers)  # by the ring they take the same time
     if not ahead:
-        return sum(gathers)
-    return sum(gathers[:1]) + sum(
-        max(gather - before, 0) for before, gather in zip(compute_s, gathers[1:], strict=False)
-    )
+        return sum(gathers) + sum(scatters)
+    # One link carries both: a layer's gather goes before the gradients of the layer that was taken before.
+    link_s = there_s = sum(gathers[:1])
+    now_s: float = 0
+    for seconds, following, scatter in zip(compute_s, [*gathers[1:], 0], scatters, strict=False):
+        now_s = max(now_s, there_s)
+        if following:
+            link_s = there_s = max(link_s, now_s) + following
+        now_s += seconds
+        if scatter:
+            link_s = max(link_s, now_s) + scatter
+    return max(now_s, link_s) - sum(compute_s)
 
 
-def gathered_s(
-    schedule: Schedule, level: int, forward_s: Sequence[float], backward_s: Sequence[float] = ()
+def every_pass_s(
+    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float]
 ) -> Callable[[Action], float]:
-    """Seconds that each action waits for parameters that are sharded over ranks.
+    """Seconds that each action waits where every pass gathers its parameters (ZeRO-3).
 
     Args:
         schedule: whose actions they are.
-        level: 2, gathered once in a step, by each stage's first forward; or 3, by every pass over the layers.
-        forward_s: of one pass forward by stage, as `gathering_s` says; a recomputation is one, too.
-        backward_s: of one pass back; as long as forward if not given.
+        forward_s: of a pass forward by stage, as `pass_s` says; a recomputation is one, too.
+        backward_s: of a pass back.
 
     Raises:
-        ValueError: another level; level 3 where backwards are split, because W has no layer to gather for.
+        ValueError: backwards are split, and W has no layer to gather for.
     """
-    if level not in (2, 3):
-        raise ValueError(f"ZeRO level {level}; parameters are gathered at levels 2 and 3")
-    if level == 3 and any(action.kind in (Kind.I, Kind.W) for action in schedule):
+    if any(action.kind in (Kind.I, Kind.W) for action in schedule):
         raise ValueError(
             f"schedule {schedule.name!r} splits backwards, and its W would find its parameters sharded: "
-            "use level 2"
+            "gather once in a step (ZeRO-2)"
         )
-    back = backward_s or forward_s
-    first = {
-        stage: next(action for action in schedule.row(stage) if action.kind is Kind.F)
-        for stage in range(schedule.num_stages)
-    }
-
-    def seconds(action: Action) -> float:
-        if level == 2:
-            return forward_s[action.stage] if action == first[action.stage] else 0
-        return back[action.stage] if action.kind is Kind.B else forward_s[action.stage]
-
-    return seconds
+    return lambda action: (backward_s if action.kind is Kind.B else forward_s)[action.stage]
 
 
 def tensor_parallel_s(
@@ -206,9 +263,7 @@ def _drained(
     gradient_bytes: Sequence[Sequence[float]], backward_s: Sequence[float]
 ) -> list[tuple[Sequence[float], float]]:
     """The layers as the backward takes them, each with the share after which its gradients are there."""
-    weights = [*(backward_s or map(sum, gradient_bytes))]
-    if len(weights) != len(gradient_bytes):
-        raise ValueError(f"{len(weights)} layers take time and {len(gradient_bytes)} have gradients")
+    weights = _weights([sum(layer) for layer in gradient_bytes], backward_s)
     total = sum(weights)
     ends = accumulate(reversed(weights))
     # Rounding must not take a share beyond the whole.
@@ -216,3 +271,9 @@ def _drained(
         (layer, min(end / total, 1) if total else 1)
         for layer, end in zip(reversed(gradient_bytes), ends, strict=True)
     ]
+
+
+def _weights(sizes: Sequence[float], seconds: Sequence[float]) -> Sequence[float]:
+    if seconds and len(seconds) != len(sizes):
+        raise ValueError(f"{len(seconds)} layers take time and {len(sizes)} have parameters")
+    return seconds or sizes

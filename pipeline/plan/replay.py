@@ -9,8 +9,9 @@ ends, its message enters the link, and the stages that waited for either go on.
     worker 1     F0 F1 B1 B0              while both workers compute
 
 A worker that holds several stages takes the actions of all in one row, and what it sends to itself is there
-at once. A stage's reductions over its replicas leave inside its last backward, one after the other on a link
-of their own, and the worker's update waits for all. What it leaves out: workers that slow each other down
+at once. What a stage gathers is fetched from the beginning of the step on; its reductions over its replicas
+leave inside its last backward, one after the other on a link of their own, and the worker's update waits for
+all. What it leaves out: workers that slow each other down
 (memory, shared cores, messages and reductions on one link), replicas that are not equally fast, and jitter.
 So where a step can be measured, measure it too and look at the difference. Only the standard library is
 imported; times may be fractions or integers, and then all results are exact.
@@ -25,7 +26,7 @@ from math import inf
 from typing import TypeVar
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
-from gpipe_bench.pipeline.plan.reductions import Bucket
+from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulation import Simulation
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -54,6 +55,7 @@ def replay(
     setup_s: Sequence[float] = (),
     update_s: Sequence[float] = (),
     early_recompute: bool = True,
+    gathers: Sequence[Sequence[Gather]] = (),
     reductions: Sequence[Sequence[Bucket]] = (),
     collective_s: ActionTimes | None = None,
 ) -> Timeline:
@@ -68,13 +70,16 @@ def replay(
         update_s: per stage, after the last action of its worker: the optimizer.
         early_recompute: False makes a recomputation wait for the gradient, as engines do that recompute
             inside the backward pass.
+        gathers: per stage, the parameters that are fetched from other ranks for its first forward, in the
+            order in which they are needed.
         reductions: per stage, the buckets of its gradients that are summed over replicas, in the order in
             which they leave (plan/reductions.py makes them).
         collective_s: what an action waits for collectives of its own, beyond `action_s`: parameters that are
-            gathered, sums of tensor-parallel layers.
+            gathered in every pass, sums of tensor-parallel layers.
 
     Returns:
-        Actions as `events`, set-up and update as `work`, `messages` unless the link is free, `reductions`.
+        Actions as `events`, set-up and update as `work`, `messages` unless the link is free, gathers and
+        reductions as `collectives`.
 
     Raises:
         ValueError: a duration is missing, negative or not finite; sizes don't fit the schedule; the schedule
@@ -89,6 +94,7 @@ def replay(
         _per_stage("setup_s", setup_s, schedule),
         _per_stage("update_s", update_s, schedule),
         early_recompute,
+        _of_each_stage("gathers", gathers, schedule),
         _of_each_stage("reductions", reductions, schedule),
     )
     with _collector_paused():

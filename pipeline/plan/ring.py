@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from gpipe_bench.pipeline.plan.remat import choice_of
 from gpipe_bench.pipeline.plan.schedule import (
     Action,
     Kind,
@@ -111,9 +112,10 @@ Waits = dict[Node, list[tuple[Node, RingKey | None]]]  # what for, and on which 
 def slots_of_rings(schedule: Schedule) -> dict[RingKey, int]:
     """The slots of every ring: what suffices as a rule, and more where the schedule would stop for good."""
     slots: dict[RingKey, int] = {}
-    ahead = 2 if schedule.remat == "never" else 1
     for stage in range(schedule.num_stages):
         in_flight = schedule.in_flight(stage)
+        # A recomputation before every backward, but for that of the last micro-batch, is what separates them.
+        ahead = 1 if choice_of(schedule.remat, stage) in ("always", "except_last") else 2
         halved = any(action.kind is Kind.W for action in schedule.row(stage))
         if stage > 0:
             slots[stage, False] = max(schedule.in_flight(stage - 1), in_flight + halved)

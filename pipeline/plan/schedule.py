@@ -21,8 +21,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
-REMAT_MODES = ("never", "always", "except_last")
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES as REMAT_MODES
+from gpipe_bench.pipeline.plan.remat import Remat, check_remat, choice_of, in_one_form, of_stages, recomputes
 
 
 class Kind(StrEnum):
@@ -68,7 +70,8 @@ class Schedule:
         name: of a built-in schedule, or any other.
         num_stages: K, the number of partitions of the model.
         num_microbatches: M, numbered from 0.
-        remat: which micro-batches are recomputed: "never", "always" or "except_last" (all but the last).
+        remat: which micro-batches are recomputed: "never", "always" or "except_last" (all but the last), or
+            one choice for each stage, a name or the micro-batches (`remat`).
         actions: one row per worker.
         placement: the worker of each stage; empty where every stage has a worker of its own.
     """
@@ -76,14 +79,16 @@ class Schedule:
     name: str
     num_stages: int
     num_microbatches: int
-    remat: str
+    remat: Remat
     actions: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # One form of each placement, so that equal schedules are equal.
+        # One form of each placement and choice, so that equal schedules are equal.
         if self.placement == tuple(range(self.num_stages)):
             object.__setattr__(self, "placement", ())
+        remat = in_one_form(self.remat, self.num_stages, self.num_microbatches)
+        object.__setattr__(self, "remat", remat)
 
     @property
     def num_workers(self) -> int:
@@ -107,9 +112,16 @@ class Schedule:
     def __iter__(self) -> Iterator[Action]:
         return (action for row in self.actions for action in row)
 
-    def recomputes(self, microbatch: int) -> bool:
-        """Whether the forward of `microbatch` keeps only its inputs and runs again before the backward."""
-        return recomputes(self.remat, microbatch, self.num_microbatches)
+    @cached_property
+    def recomputed(self) -> tuple[frozenset[int], ...]:
+        """The micro-batches that each stage recomputes."""
+        return of_stages(self.remat, self.num_stages, self.num_microbatches)
+
+    def recomputes(self, microbatch: int, stage: int) -> bool:
+        """Whether the forward of `microbatch` on `stage` keeps only its inputs and runs again before the
+        backward.
+        """
+        return microbatch in self.recomputed[stage]
 
     def in_flight(self, stage: int) -> int:
         """Largest number of micro-batches that `stage` has taken forward and not yet backward."""
@@ -137,34 +149,29 @@ def ends_of(row: tuple[Action, ...]) -> list[Action]:
     ]
 
 
-def recomputes(remat: str, microbatch: int, num_microbatches: int) -> bool:
-    """Whether re-materialization mode `remat` recomputes micro-batch `microbatch` of `num_microbatches`."""
-    return remat == "always" or (remat == "except_last" and microbatch != num_microbatches - 1)
-
-
-def check_sizes(num_stages: int, num_microbatches: int, remat: str) -> None:
+def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
     """`ValueError` for sizes or a `remat` that no schedule has."""
     if num_stages < 1:
         raise ValueError(f"num_stages is {num_stages}; a pipeline has at least 1 stage")
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}; a mini-batch has at least 1 micro-batch")
-    if remat not in REMAT_MODES:
-        raise ValueError(f"remat is {remat!r}; choose one of {', '.join(REMAT_MODES)}")
+    check_remat(remat, num_stages, num_microbatches)
 
 
 def _forward(stage: int, microbatch: int) -> list[Action]:
     return [Action(stage, Kind.F, microbatch)]
 
 
-def _backward(stage: int, microbatch: int, num_microbatches: int, remat: str) -> list[Action]:
+def _backward(stage: int, microbatch: int, num_microbatches: int, remat: Remat) -> list[Action]:
     """The backward with the recomputation before it: R needs nothing from another stage, so it starts while
     the stage would wait for the gradient.
     """
-    again = [Action(stage, Kind.R, microbatch)] if recomputes(remat, microbatch, num_microbatches) else []
+    is_recomputed = recomputes(choice_of(remat, stage), microbatch, num_microbatches)
+    again = [Action(stage, Kind.R, microbatch)] if is_recomputed else []
     return [*again, Action(stage, Kind.B, microbatch)]
 
 
-def naive(num_stages: int, num_microbatches: int = 1, remat: str = "never") -> Schedule:
+def naive(num_stages: int, num_microbatches: int = 1, remat: Remat = "never") -> Schedule:
     """Model parallelism without a pipeline: one micro-batch is anywhere in the model at any time.
 
     With one micro-batch, the paper's naive baseline; with more, they go through end to end one after another.
@@ -181,7 +188,7 @@ def naive(num_stages: int, num_microbatches: int = 1, remat: str = "never") -> S
     return Schedule("naive", num_stages, num_microbatches, remat, rows)
 
 
-def gpipe(num_stages: int, num_microbatches: int, remat: str = "always") -> Schedule:
+def gpipe(num_stages: int, num_microbatches: int, remat: Remat = "always") -> Schedule:
     """GPipe (paper section 2.3): all forwards, then all backwards in reverse order of the micro-batches.
 
     The reverse drain is what lets the last micro-batch keep its activations (`except_last`): its backward
@@ -197,7 +204,7 @@ def gpipe(num_stages: int, num_microbatches: int, remat: str = "always") -> Sche
     return Schedule("gpipe", num_stages, num_microbatches, remat, tuple(rows))
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int, remat: str = "never") -> Schedule:
+def one_f_one_b(num_stages: int, num_microbatches: int, remat: Remat = "never") -> Schedule:
     """One forward, one backward (PipeDream-flush): at most K - k micro-batches are in flight on stage k.
 
     Stage k warms up with as many forwards as there are stages behind it, then alternates; M < K is legal.
@@ -282,7 +289,7 @@ def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
         if action.kind is Kind.R:
             needs[action].append(Action(stage, Kind.F, microbatch))
         elif action.kind in (Kind.B, Kind.I):
-            maker = Kind.R if schedule.recomputes(microbatch) else Kind.F
+            maker = Kind.R if schedule.recomputes(microbatch, stage) else Kind.F
             needs[action].append(Action(stage, maker, microbatch))
         elif action.kind is Kind.W:
             needs[action].append(Action(stage, Kind.I, microbatch))

@@ -12,7 +12,7 @@ from math import inf
 from operator import attrgetter
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
-from gpipe_bench.pipeline.plan.reductions import Bucket
+from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 
@@ -58,6 +58,7 @@ class Simulation:
         setup_s: Sequence[float],
         update_s: Sequence[float],
         early_recompute: bool,
+        gathers: Sequence[Sequence[Gather]] = (),
         reductions: Sequence[Sequence[Bucket]] = (),
     ) -> None:
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
@@ -71,10 +72,7 @@ class Simulation:
             _Stage(index, schedule.num_stages, self.workers[schedule.worker(index)])
             for index in range(schedule.num_stages)
         ]
-        self.graph_from = [
-            Kind.R if schedule.recomputes(microbatch) else Kind.F
-            for microbatch in range(schedule.num_microbatches)
-        ]
+        self.recomputed = schedule.recomputed
         self.heap: list[tuple[float, int]] = []
         self.messages: list[Span] = []
         # How long a message takes a link, by boundary; when the link from worker to worker is free: one for
@@ -82,7 +80,15 @@ class Simulation:
         self.activations_take_s = [link.occupied_s(num_bytes) for num_bytes in activation_bytes]
         self.gradients_take_s = [link.occupied_s(num_bytes) for num_bytes in gradient_bytes]
         self.free_s: dict[tuple[int, int], float] = {}
-        self.reductions: list[Span] = []
+        self.collectives = self._gathered(gathers)
+        # Of the first forward of a stage: the share at which it needs what was fetched when.
+        self.needs: dict[Action, list[tuple[float, float]]] = {}
+        for stage, fetched in enumerate(gathers):
+            first = next((action for action in schedule.row(stage) if action.kind is Kind.F), None)
+            ends = [span.end_s for span in self.collectives if span.stage == stage]
+            if first is not None and fetched:
+                needed = [each.needed for each in fetched]
+                self.needs[first] = list(zip(needed, ends, strict=True))
         # The last action of a stage that makes gradients of parameters, and what leaves inside it.
         self.buckets: dict[Action, Sequence[Bucket]] = {
             action: buckets for stage, buckets in enumerate(reductions) for action in schedule.row(stage)[-1:]
@@ -109,7 +115,7 @@ class Simulation:
             work=self._work(),
             messages=tuple(self.messages),
             placement=self.schedule.placement,
-            reductions=tuple(self.reductions),
+            collectives=tuple(self.collectives),
         )
 
     def _go_on(self, worker: _Worker) -> None:
@@ -123,7 +129,11 @@ class Simulation:
             if not stage.is_first:
                 arrival_s = stage.inputs_s.get(microbatch)
         else:
-            before = Kind.F if kind is Kind.R else Kind.I if kind is Kind.W else self.graph_from[microbatch]
+            if kind is Kind.W:
+                before = Kind.I
+            else:
+                again = kind is not Kind.R and microbatch in self.recomputed[action.stage]
+                before = Kind.R if again else Kind.F
             if stage.done.get(microbatch) is not before:  # the stage's own work comes first
                 return
             if not stage.is_last and (
@@ -136,7 +146,10 @@ class Simulation:
         if not 0 <= duration_s < inf:
             raise ValueError(f"{action} takes {duration_s} s; a duration must be finite and not negative")
         start_s = worker.free_s if worker.free_s > arrival_s else arrival_s
-        end_s = worker.free_s = start_s + duration_s
+        end_s = start_s + duration_s
+        if action in self.needs:
+            end_s = self._fetched(self.needs[action], start_s, duration_s)
+        worker.free_s = end_s
         worker.events.append(Event(action, start_s, end_s))
         worker.next = next(worker.rest, None)
         worker.running = True
@@ -178,7 +191,28 @@ class Simulation:
             ready_s = event.start_s + bucket.ready * event.duration_s
             start_s = ready_s if ready_s > worker.reduced_s else worker.reduced_s
             worker.reduced_s = start_s + bucket.takes_s
-            self.reductions.append(Span(f"reduce {number}", stage.index, start_s, worker.reduced_s))
+            self.collectives.append(Span(f"reduce {number}", stage.index, start_s, worker.reduced_s))
+
+    def _gathered(self, gathers: Sequence[Sequence[Gather]]) -> list[Span]:
+        """What the stages fetch from the beginning of the step on, one after the other on each worker."""
+        found = []
+        for worker in self.workers if gathers else ():
+            end_s: float = 0
+            for stage in self.schedule.stages_of(worker.index):
+                for number, gather in enumerate(gathers[stage]):
+                    start_s, end_s = end_s, end_s + gather.takes_s
+                    found.append(Span(f"gather {number}", stage, start_s, end_s))
+        return found
+
+    @staticmethod
+    def _fetched(needs: Sequence[tuple[float, float]], start_s: float, duration_s: float) -> float:
+        """The end of an action that waits inside for what it needs at each share of it."""
+        late_s: float = 0
+        for share, there_s in needs:
+            at_s = start_s + late_s + share * duration_s
+            if there_s > at_s:
+                late_s += there_s - at_s
+        return start_s + late_s + duration_s
 
     def _work(self) -> tuple[Span, ...]:
         found = []

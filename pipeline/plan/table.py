@@ -16,6 +16,7 @@ import csv
 import io
 import re
 
+from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 # What torch's runtime adds for itself: messages, sharded parameters, sums over replicas.
@@ -34,7 +35,7 @@ def to_csv(schedule: Schedule) -> str:
     return out.getvalue()
 
 
-def from_csv(text: str, name: str = "csv", remat: str | None = None) -> Schedule:
+def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedule:
     """Reads what `to_csv` or torch writes. `remat` is recognised from the recomputations unless it is given.
 
     Empty cells, which are idle slots, and what torch's runtime adds (`0SEND_F1`, `0UNSHARD`) are left out;
@@ -64,9 +65,10 @@ def from_csv(text: str, name: str = "csv", remat: str | None = None) -> Schedule
         )
     num_microbatches = 1 + max(action.microbatch for row in rows for action in row)
     if remat is None:
-        recomputed = {action.microbatch for row in rows for action in row if action.kind is Kind.R}
-        last = num_microbatches - 1
-        remat = "always" if last in recomputed else "except_last" if recomputed else "never"
+        recomputed: list[list[int]] = [[] for _ in holders]
+        for action in (action for row in rows for action in row if action.kind is Kind.R):
+            recomputed[action.stage].append(action.microbatch)
+        remat = recomputed
     placement = tuple(holders[stage] for stage in range(len(holders)))
     return Schedule(name, len(holders), num_microbatches, remat, rows, placement)
 

@@ -31,8 +31,8 @@ class Event:
 @dataclass(frozen=True, slots=True)
 class Span:
     """What takes time in a step beside its actions: work of a stage ("setup", "update"), a message
-    ("0F1->1") on its way from `stage`, or one of its reductions ("reduce 0"), in seconds from the start of
-    the step.
+    ("0F1->1") on its way from `stage`, or one of its collectives ("gather 0", "reduce 0"), in seconds from
+    the start of the step.
     """
 
     name: str
@@ -51,9 +51,9 @@ class Timeline:
 
     `provenance` is "measured" or "replayed"; `devices` names the device of each stage; `conditions` says what
     was held fixed (threads, pinned cores), so that a picture can be judged without its producer. `work` keeps
-    a stage busy like an action; `messages` occupy a link and no stage, and so do `reductions`: the sums of a
-    stage's gradients over its replicas, for which the end of the step waits. Each is empty where it is not
-    known. `placement` is that of the schedule.
+    a stage busy like an action; `messages` occupy a link and no stage, and so do `collectives`: what a stage
+    gathers for its first forward, and the sums of its gradients over its replicas, for which the end of the
+    step waits. Each is empty where it is not known. `placement` is that of the schedule.
     """
 
     events: tuple[Event, ...]
@@ -64,7 +64,7 @@ class Timeline:
     work: tuple[Span, ...] = ()
     messages: tuple[Span, ...] = ()
     placement: tuple[int, ...] = ()
-    reductions: tuple[Span, ...] = ()
+    collectives: tuple[Span, ...] = ()
 
     @classmethod
     def of(
@@ -75,13 +75,17 @@ class Timeline:
         devices: Iterable[str] = (),
         conditions: Mapping[str, str] | None = None,
         placement: tuple[int, ...] = (),
+        collectives: Iterable[Span] = (),
     ) -> Timeline:
         """Orders the events and moves the earliest start to 0."""
         ordered = sorted(events, key=lambda event: (event.start_s, event.action))
         origin_s = ordered[0].start_s if ordered else 0.0
         shifted = tuple(Event(e.action, e.start_s - origin_s, e.end_s - origin_s) for e in ordered)
-        facts = dict(conditions or {})
-        return cls(shifted, num_stages, provenance, tuple(devices), facts, placement=placement)
+        sums = [Span(s.name, s.stage, s.start_s - origin_s, s.end_s - origin_s) for s in collectives]
+        return cls(
+            shifted, num_stages, provenance, tuple(devices), dict(conditions or {}),
+            placement=placement, collectives=tuple(sorted(sums, key=lambda span: (span.start_s, span.stage))),
+        )  # fmt: skip
 
     @property
     def num_workers(self) -> int:
@@ -95,7 +99,7 @@ class Timeline:
     def makespan_s(self) -> float:
         """Seconds from the first start to the last end."""
         ends_s = [event.end_s for event in self.events]
-        ends_s += [span.end_s for span in (*self.work, *self.reductions)]
+        ends_s += [span.end_s for span in (*self.work, *self.collectives)]
         return max(ends_s, default=0.0)
 
     def of_stage(self, stage: int) -> tuple[Event, ...]:
@@ -178,7 +182,7 @@ class Timeline:
             for span in self.work
         ]  # fmt: skip
         beside = [(span, "message") for span in self.messages]
-        beside += [(span, "reduction") for span in self.reductions]
+        beside += [(span, "collective") for span in self.collectives]
         for number, (span, what) in enumerate(beside):  # asynchronous: messages of a link may overlap
             ends = (("b", span.start_s), ("e", span.end_s))
             rows += [
@@ -207,11 +211,11 @@ class Timeline:
             **({"placement": list(self.placement)} if self.placement else {}),
             **(
                 {
-                    "reductions": [
-                        [span.name, span.stage, span.start_s, span.end_s] for span in self.reductions
+                    "collectives": [
+                        [span.name, span.stage, span.start_s, span.end_s] for span in self.collectives
                     ]
                 }
-                if self.reductions
+                if self.collectives
                 else {}
             ),
         }
@@ -228,7 +232,7 @@ class Timeline:
             tuple(Span(*span) for span in data["work"]),
             tuple(Span(*span) for span in data["messages"]),
             tuple(data.get("placement", ())),
-            tuple(Span(*span) for span in data.get("reductions", ())),
+            tuple(Span(*span) for span in data.get("collectives", ())),
         )
 
 

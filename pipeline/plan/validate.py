@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from gpipe_bench.pipeline.plan.order import execution_order
+from gpipe_bench.pipeline.plan.remat import choice_of
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, channels, check_sizes
 
 
@@ -79,13 +80,13 @@ def _validate_stage(schedule: Schedule, stage: int, actions: list[Action]) -> No
     present = set(actions)
     for microbatch in range(schedule.num_microbatches):
         kinds = {kind for kind in Kind if Action(stage, kind, microbatch) in present}
-        again = {Kind.R} if schedule.recomputes(microbatch) else set()
+        again = {Kind.R} if schedule.recomputes(microbatch, stage) else set()
         if kinds - again not in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}) or not again <= kinds:
             have = " ".join(sorted(kind.value for kind in kinds)) or "nothing"
             want = "F R B" if again else "F B"
             raise ValueError(
                 f"stage {stage} takes micro-batch {microbatch} through {have}; with remat="
-                f"{schedule.remat!r} it needs {want}, where B may be split into I W"
+                f"{choice_of(schedule.remat, stage)!r} it needs {want}, where B may be split into I W"
             )
 
 

@@ -25,6 +25,7 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.connecting.opening import open_connections
 from gpipe_bench.pipeline.ranks.connecting.ties import Ties
+from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.messages.agreement import (
     MOST_TENSORS,
     Agreement,
@@ -54,7 +55,8 @@ class PointToPoint:
     """The transport of one worker in a process group whose rank k runs the stages of worker k.
 
     `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
-    tensors through memory; `portals` are the lines between all stages. After a failure the pipeline's own
+    tensors through memory; `portals` are the lines between all stages; `job` are all processes of the grid
+    that the pipeline is a part of. After a failure the pipeline's own
     connections are closed on all ranks; `group` itself is not touched.
     """
 
@@ -67,12 +69,13 @@ class PointToPoint:
         timeout_s: float,
         share_memory: bool = True,
         portals: Sequence[Line] = (),
+        job: Job | None = None,
     ) -> None:
         network = network_of(group)
         refuse_portals(portals, schedule, accelerated=network.is_accelerated(device))
         self.rank, self.size = network.rank, network.size
         self._schedule, self._device = schedule, device
-        ties = self._ties = Ties(network, device, timeout_s=timeout_s)
+        ties = self._ties = Ties(network, device, timeout_s=timeout_s, job=job)
         accelerated = ties.is_accelerated
         try:
             control, self._together, self._ways, loss, of_portals = open_connections(
@@ -85,7 +88,7 @@ class PointToPoint:
             raise
         # Dropped, or when the process ends; without an accelerator nothing is on its way then.
         self.close = weakref.finalize(self, ties.close)
-        self.close.atexit = accelerated
+        self.close.atexit = accelerated or ties.job.is_grid
         self._agreements = Agreements()
         self._agreement = Agreement(())
         self._training = True
@@ -304,8 +307,24 @@ class PointToPoint:
         try:
             self._ties.refuse_after_notice()
             yield self._together
-        except PeerError as error:
+        except (RuntimeError, StoreError) as error:
+            if isinstance(error, ActionError) or not self.is_let_down(error):
+                raise
             raise self.abort(None, error) from error
+
+    @contextmanager
+    def all_together(self) -> Iterator[Together]:
+        """The same for all processes of the job."""
+        job = self._ties.job
+        with self.together():
+            try:
+                yield job.together(self._ties.timeout_s)
+            except PeerError as error:
+                raise error.numbered(job.ranks) from error
+
+    def is_let_down(self, error: BaseException) -> bool:
+        """Whether an error says that another rank is missing."""
+        return self._ties.let_down(error) is not None
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         return self._ties.abort(action, error)

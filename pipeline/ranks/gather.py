@@ -13,7 +13,7 @@ import torch
 
 from gpipe_bench.pipeline.clock import Clock, conditions
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.plan.timeline import Event, Timeline
+from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 from gpipe_bench.pipeline.ranks.connecting.introduction import machine_id
 from gpipe_bench.pipeline.ranks.together import Together
 
@@ -35,13 +35,19 @@ def check_equal(found: Sequence[object], who: str = "rank") -> None:
 def gather_timeline(together: Together, clock: Clock, device: torch.device, schedule: Schedule) -> Timeline:
     """The latest step of all ranks on one time axis, that of rank 0's host."""
     offset_ns = _clock_offset_ns(together)
-    mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions())
-    ranks: list[tuple[tuple[Event, ...], str, dict[str, str]]] = together.gather(mine)
+    sums = clock.collectives(offset_ns)
+    mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions(), sums)
+    ranks: list[tuple[tuple[Event, ...], str, dict[str, str], tuple[Span, ...]]] = together.gather(mine)
     facts = {name: "; ".join(dict.fromkeys(rank[2][name] for rank in ranks)) for name in ranks[0][2]}
     events = [event for rank in ranks for event in rank[0]]
     devices = [ranks[schedule.worker(stage)][1] for stage in range(schedule.num_stages)]
     return Timeline.of(
-        events, schedule.num_stages, devices=devices, conditions=facts, placement=schedule.placement
+        events,
+        schedule.num_stages,
+        devices=devices,
+        conditions=facts,
+        placement=schedule.placement,
+        collectives=[span for rank in ranks for span in rank[3]],
     )
 
 

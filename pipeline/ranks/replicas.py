@@ -29,7 +29,7 @@ class Replicas:
         self._processes = dist.get_process_group_ranks(group)
         self._store = Store(group)
         self._store.connect(timeout_s)
-        self._blackboard = Blackboard(self._store, self.rank, self.size, alone=False)
+        self._blackboard = Blackboard(self._store, self.rank, range(self.size), alone=False)
         self._together: Together | None = None
         self._connections: list[Connection] = []
 
@@ -50,11 +50,12 @@ class Replicas:
 
         return self.bounded(exchange)
 
-    def connect(self, name: str, *, accelerated: bool) -> Any:
+    def connect(self, name: str, *, accelerated: bool, place: tuple[int, int] | None = None) -> Any:
         """A backend of torch's between all replicas, for collectives, which fail after the timeout; all must
-        call. Errors as in `bounded`.
+        call. Or between some, who say the same name: `place` is then this one's rank among how many. Errors
+        as in `bounded`.
         """
-        return self.bounded(lambda: self._connect(name, accelerated=accelerated))
+        return self.bounded(lambda: self._connect(name, accelerated=accelerated, place=place))
 
     def bounded(self, call: Callable[[], T]) -> T:
         """What `call` returns, which waits for other replicas as long as their connections allow.
@@ -85,9 +86,8 @@ class Replicas:
         for connection in self._connections:
             connection.close()
 
-    def _connect(self, name: str, *, accelerated: bool) -> Any:
-        ways = backend(
-            self._store, self.rank, self.size, name=name, accelerated=accelerated, timeout_s=self._timeout_s
-        )
+    def _connect(self, name: str, *, accelerated: bool, place: tuple[int, int] | None = None) -> Any:
+        rank, size = place or (self.rank, self.size)
+        ways = backend(self._store, rank, size, name=name, accelerated=accelerated, timeout_s=self._timeout_s)
         self._connections.append(Connection(ways, 0, {}))
         return ways

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -65,17 +65,18 @@ def bounded(call: Callable[[], T], limit_s: float, given_up: Callable[[], bool] 
 class Store:
     """The keys of one pipeline in the store through which its process group was set up.
 
-    Ranks that build their pipelines on the group in the same order get the same keys. `host` is the rank of
-    the group whose process holds the store; None if that is the launcher or a process outside of the group.
-    Every method raises `StoreError` when the store does not answer or is gone, and `connect` comes first.
+    Ranks that build their pipelines on the group in the same order get the same keys. Where only some of its
+    ranks build one, `name` says which. `host` is the rank of the group whose process holds the store; None if
+    that is the launcher or a process outside of the group. Every method raises `StoreError` when the store
+    does not answer or is gone, and `connect` comes first.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str = "") -> None:
         # torchrun's store lives in its agent, any other in the first process of the job.
         self.is_in_rank = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         ranks = dist.get_process_group_ranks(group)
         self.host = ranks.index(0) if 0 in ranks and self.is_in_rank else None
-        self._group = group
+        self._group, self._name = group, name
         self._store: Any = None
         self._backends: Any = None
         self._failed: StoreError | None = None
@@ -89,7 +90,8 @@ class Store:
                 store: Any = group.get_group_store()
                 _connections[group] = store.clone(), store.clone()
             questions, backends = _connections[group]
-            name = f"pipeline {questions.add(f'pipelines of rank {rank}', 1)}"
+            number = questions.add(f"{self._name}pipelines of rank {rank}", 1)
+            name = f"{self._name}pipeline {number}"
             return _under(name, questions), _under(name, backends)
 
         self._store, self._backends = self._ask(prepare, timeout_s)
@@ -109,14 +111,25 @@ class Store:
         """The value that `rank` gives to a key; `PeerError` if it has none after `timeout_s`."""
 
         def wait() -> bytes:
-            try:
-                self._store.wait([key], timedelta(seconds=timeout_s))
-            except dist.DistStoreError:
-                cause = f"rank {rank} did not answer: timed out after {timeout_s:g} s, nothing came from it"
-                raise PeerError(None, rank, cause, timed_out=True) from None
+            self._await({rank: key}, timeout_s)
             return self._store.get(key)  # type: ignore[no-any-return]
 
         return self._ask(wait, timeout_s + ANSWER_S)
+
+    def await_all(self, keys: Sequence[str], timeout_s: float) -> None:
+        """Until all keys have values; `PeerError` names the first that has none after `timeout_s` by its
+        position.
+        """
+        self._ask(lambda: self._await(dict(enumerate(keys)), timeout_s), timeout_s + ANSWER_S)
+
+    def _await(self, keys: Mapping[int, str], timeout_s: float) -> None:
+        try:
+            self._store.wait([*keys.values()], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            for rank, key in keys.items():
+                if not self._store.check([key]):
+                    what = f"did not answer: timed out after {timeout_s:g} s, nothing came from it"
+                    raise PeerError(None, rank, what, timed_out=True) from None
 
     def under(self, name: str) -> Any:
         """The store as torch's backends take it, with keys below `name`. They wait in it themselves."""

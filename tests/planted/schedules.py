@@ -12,7 +12,7 @@ REFUSED = ("tests/test_schedule.py::test_an_impossible_schedule_is_refused",)
 SCHEDULES = (
     Mutant(
         name="except_last shifted by one",
-        file="pipeline/plan/schedule.py",
+        file="pipeline/plan/remat.py",
         old="microbatch != num_microbatches - 1)",
         new="microbatch != num_microbatches - 2)",
         why="the micro-batch that keeps its activations is the one whose backward comes first",
@@ -37,7 +37,7 @@ SCHEDULES = (
     Mutant(
         name="backward does not wait for its forward",
         file="pipeline/plan/schedule.py",
-        old="            maker = Kind.R if schedule.recomputes(microbatch) else Kind.F\n"
+        old="            maker = Kind.R if schedule.recomputes(microbatch, stage) else Kind.F\n"
         "            needs[action].append(Action(stage, maker, microbatch))\n",
         new="            pass\n",
         why="the validator would accept what no engine can run",
@@ -130,8 +130,8 @@ SCHEDULES = (
     Mutant(
         name="late recomputation in the named schedules",
         file="pipeline/plan/schedules/recomputed.py",
-        old="            if action.kind in (Kind.B, Kind.I) and again",
-        new="            if action.kind in (Kind.B, Kind.W) and again",
+        old="            if action.kind in (Kind.B, Kind.I) and action.microbatch in again",
+        new="            if action.kind in (Kind.B, Kind.W) and action.microbatch in again",
         why="the first half of the backward needs the graph",
         tests=("tests/test_named_schedules.py::test_every_named_schedule_is_valid[zb-h1]",),
     ),

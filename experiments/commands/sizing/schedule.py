@@ -50,13 +50,16 @@ def describe_model(arguments: argparse.Namespace, profile: ModelProfile, optimiz
     """The same of any model, whose profile is of one of `arguments.num_microbatches` micro-batches."""
     from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
     from gpipe_bench.pipeline.plan.partition import partition
+    from gpipe_bench.pipeline.plan.remat import from_text, to_text
     from gpipe_bench.pipeline.plan.schedules.known import named
     from gpipe_bench.pipeline.plan.validate import validate
 
     number = arguments.num_microbatches
     if arguments.compiled:
         raise ValueError("--compiled does not go with --schedule: compiled graphs are not split")
-    schedule = named(arguments.schedule, arguments.num_stages, number, remat=arguments.remat or "never")
+    schedule = named(
+        arguments.schedule, arguments.num_stages, number, remat=from_text(arguments.remat or "never")
+    )
     validate(schedule)
     costs = [
         4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes
@@ -79,7 +82,7 @@ def describe_model(arguments: argparse.Namespace, profile: ModelProfile, optimiz
     return {
         "num_parameters": profile.num_parameters,
         "schedule": schedule.name,
-        "remat": schedule.remat,
+        "remat": to_text(schedule.remat),
         "optimizer": optimizer,
         "num_microbatches": number,
         "layers_per_stage": [len(stage) for stage in cut],

@@ -14,8 +14,9 @@ from math import inf
 from statistics import median
 
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.remat import Remat, of_stages
 from gpipe_bench.pipeline.plan.replay import SLOTS, ActionTimes, duration_of, replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputes
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.fusing import fused
 from gpipe_bench.pipeline.plan.schedules.generator import generate, most_alive_of
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
@@ -29,7 +30,7 @@ def automatic(
     action_s: ActionTimes,
     *,
     link_s: float = 0.0,
-    remat: str = "never",
+    remat: Remat = "never",
     most_alive: int | None = None,
 ) -> Schedule:
     """The shortest schedule that is found for these times.
@@ -37,8 +38,8 @@ def automatic(
     Args:
         placement: the worker of each stage.
         num_microbatches: M.
-        action_s: seconds by kind, or by stage and kind, as for `replay`: of F; of R where micro-batches are
-            recomputed; of B, of I and W, or of all three, and then it is chosen between them.
+        action_s: seconds by kind, or by stage and kind, as for `replay`: of F; of R on stages that recompute;
+            of B, of I and W, or of all three, and then it is chosen between them.
         link_s: seconds of a message between two workers.
         remat: which micro-batches are recomputed.
         most_alive: as for `generate`.
@@ -67,7 +68,7 @@ def automatic(
 
 
 def first_of_all(
-    placement: Sequence[int], num_microbatches: int, *, split: bool, remat: str, most_alive: int | None
+    placement: Sequence[int], num_microbatches: int, *, split: bool, remat: Remat, most_alive: int | None
 ) -> Schedule:
     """What to run while nothing has been measured: the schedule for equal stages, under the same cap."""
     return generate(
@@ -114,14 +115,13 @@ def _senders(event: Event, num_stages: int) -> list[Action]:
 
 
 def _table(
-    placement: Sequence[int], num_microbatches: int, action_s: ActionTimes, remat: str
+    placement: Sequence[int], num_microbatches: int, action_s: ActionTimes, remat: Remat
 ) -> dict[tuple[int, Kind], float]:
     """What is known, by stage and kind; ValueError if it is not enough."""
     duration_s, stages = duration_of(action_s), range(len(placement))
-    required = [Kind.F]
-    if any(recomputes(remat, m, num_microbatches) for m in range(num_microbatches)):
-        required.append(Kind.R)
-    found = {(stage, kind): duration_s(Action(stage, kind, 0)) for stage in stages for kind in required}
+    again = of_stages(remat, len(placement), num_microbatches)
+    required = [(s, Kind.F) for s in stages] + [(s, Kind.R) for s in stages if again[s]]
+    found = {(stage, kind): duration_s(Action(stage, kind, 0)) for stage, kind in required}
     ways: list[ValueError] = []
     for kinds in ((Kind.I, Kind.W), (Kind.B,)):
         try:

@@ -13,6 +13,7 @@ in their last bit, on what is chosen, or when.
 
 from __future__ import annotations
 
+from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.automatic import automatic, first_of_all, link_s_of, times_of
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -31,7 +32,7 @@ class Calibration:
         self,
         placement: tuple[int, ...],
         num_microbatches: int,
-        remat: str,
+        remat: Remat,
         *,
         link_s: float | None = None,
         most_alive: int | None = None,

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.remat import Remat, of_stages
 from gpipe_bench.pipeline.plan.replay import SLOTS, ActionTimes, duration_of, replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, check_sizes, ends_of, recomputes
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, check_sizes, ends_of
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.schedules.listing import Policy, StuckError, Work, rows
 from gpipe_bench.pipeline.plan.validate import validate
@@ -26,7 +27,7 @@ def generate(
     action_s: ActionTimes = SLOTS,
     link: Link = FREE,
     *,
-    remat: str = "never",
+    remat: Remat = "never",
     split: bool = True,
     most_alive: int | None = None,
     activation_bytes: Sequence[float] = (),
@@ -41,7 +42,8 @@ def generate(
         num_microbatches: M.
         action_s: seconds of F, R, I and W (or B) of each stage, as for `replay`.
         link: what is between any two workers.
-        remat: which micro-batches are recomputed: "never", "always" or "except_last".
+        remat: which micro-batches are recomputed: "never", "always" or "except_last", or one choice per stage
+            (`plan.remat`).
         split: whether the backward is I and W, or else B.
         most_alive: graphs of a stage and a micro-batch that a worker may hold at a time, from F, or R where
             the micro-batch is recomputed, to the end of the backward; None for any number.
@@ -89,24 +91,26 @@ def _work(
     num_microbatches: int,
     action_s: ActionTimes,
     link: Link,
-    remat: str,
+    remat: Remat,
     split: bool,
     activation_bytes: Sequence[float],
     gradient_bytes: Sequence[float],
 ) -> Work:
     duration_s, stages = duration_of(action_s), range(len(place))
     kinds = [Kind.F, *((Kind.I, Kind.W) if split else (Kind.B,))]
-    if any(recomputes(remat, m, num_microbatches) for m in range(num_microbatches)):
-        kinds.append(Kind.R)
+    again = of_stages(remat, len(place), num_microbatches)
     boundaries = len(place) - 1
     forward = list(activation_bytes) or [0.0] * boundaries
     backward = list(gradient_bytes) or forward
+    seconds = {kind: [duration_s(Action(stage, kind, 0)) for stage in stages] for kind in kinds}
+    if any(again):
+        seconds[Kind.R] = [duration_s(Action(stage, Kind.R, 0)) if again[stage] else 0.0 for stage in stages]
     return Work(
         place,
         num_microbatches,
         remat,
         split,
-        {kind: [duration_s(Action(stage, kind, 0)) for stage in stages] for kind in kinds},
+        seconds,
         [link.latency_s + link.occupied_s(num_bytes) for num_bytes in forward],
         [link.latency_s + link.occupied_s(num_bytes) for num_bytes in backward],
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
 from gpipe_bench.pipeline.plan.schedules.controllable import v_half, v_min
 from gpipe_bench.pipeline.plan.schedules.loops import breadth_first, interleaved
@@ -45,7 +46,7 @@ def named(
     num_workers: int,
     num_microbatches: int,
     *,
-    remat: str = "never",
+    remat: Remat = "never",
     stages_per_worker: int | None = None,
 ) -> Schedule:
     """The schedule of that name, with a recomputation right before the backward where `remat` says so.
@@ -53,7 +54,7 @@ def named(
     Args:
         num_workers: processes or devices.
         num_microbatches: M.
-        remat: "never", "always" or "except_last".
+        remat: "never", "always" or "except_last", or one choice per stage (`plan.remat`).
         stages_per_worker: of schedules that allow any number; 2 if not given.
 
     Raises:

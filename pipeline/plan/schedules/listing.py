@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, recomputes
+from gpipe_bench.pipeline.plan.remat import Remat, of_stages
+from gpipe_bench.pipeline.plan.schedule import Action, Kind
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Work:
 
     placement: tuple[int, ...]
     num_microbatches: int
-    remat: str
+    remat: Remat
     split: bool
     seconds: Mapping[Kind, Sequence[float]]
     activation_s: Sequence[float]
@@ -88,7 +89,7 @@ class _List:
         self.num_workers = max(place) + 1
         self.stages = [[s for s in range(self.num_stages) if place[s] == w] for w in range(self.num_workers)]
         self.deeper = [len(self.stages[w]) - 1 - self.stages[w].index(s) for s, w in enumerate(place)]
-        self.again = [recomputes(work.remat, m, work.num_microbatches) for m in range(work.num_microbatches)]
+        self.again = of_stages(work.remat, self.num_stages, work.num_microbatches)
         self.backward = Kind.I if work.split else Kind.B
         stages = range(self.num_stages)
         # The next micro-batch of each kind on each stage, and when what has been done ends.
@@ -114,7 +115,7 @@ class _List:
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
         kinds = 3 if self.work.split else 2
-        total = self.num_stages * (kinds * self.work.num_microbatches + sum(self.again))
+        total = self.num_stages * kinds * self.work.num_microbatches + sum(map(len, self.again))
         place = self.work.placement
         best = [self._best(w) for w in range(self.num_workers)]
         heap: list[tuple[float, tuple[float, ...], int]] = []
@@ -156,7 +157,7 @@ class _List:
                 link_s = self._send(s, s + 1, self.work.activation_s[s], forward=True)
                 self.inputs_s[s + 1].append(end_s + link_s)
             self.lead[w] += 1
-            if not self.again[m]:
+            if m not in self.again[s]:
                 self.alive[w] += 1
         elif kind is Kind.R:
             m = self.next_r[s]
@@ -211,7 +212,7 @@ class _List:
         for s in self.stages[w]:
             m = self.next_b[s]
             if m < number:
-                is_last, again = s == self.num_stages - 1, self.again[m]
+                is_last, again = s == self.num_stages - 1, m in self.again[s]
                 known = is_last or (len(self.gradients_s[s]) > m and self._is_next(s + 1, s, forward=False))
                 built_s = (
                     self.done_r_s[s].get(m)
@@ -241,7 +242,7 @@ class _List:
             m = self.next_f[s]
             if m < len(self.inputs_s[s]) and (not s or self._is_next(s - 1, s, forward=True)):
                 room = self.lead[w] + self.deeper[s] < self.most_lead[w] and (
-                    self.again[m] or self.alive[w] + self.deeper[s] < self.most_alive[w]
+                    m in self.again[s] or self.alive[w] + self.deeper[s] < self.most_alive[w]
                 )
                 if room:
                     start_s = max(self.inputs_s[s][m], free_s)

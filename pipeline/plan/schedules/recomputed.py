@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, check_sizes, recomputes
+from gpipe_bench.pipeline.plan.remat import Remat, of_stages
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, check_sizes
 
 
-def recomputed(schedule: Schedule, remat: str) -> Schedule:
-    """`schedule`, which has no recomputation, with one for each micro-batch that `remat` recomputes.
+def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
+    """`schedule`, which has no recomputation, with one wherever `remat` recomputes a stage's micro-batch.
 
     `ValueError` for a schedule that has recomputations already, or a `remat` that there is not.
     """
@@ -29,12 +30,12 @@ def recomputed(schedule: Schedule, remat: str) -> Schedule:
             f"schedule {schedule.name!r} recomputes already (remat={schedule.remat!r}); give one with "
             "remat='never'"
         )
-    again = [recomputes(remat, m, schedule.num_microbatches) for m in range(schedule.num_microbatches)]
+    again = of_stages(remat, schedule.num_stages, schedule.num_microbatches)
     rows = []
     for row in schedule.actions:
         found: list[Action] = []
         for action in row:
-            if action.kind in (Kind.B, Kind.I) and again[action.microbatch]:
+            if action.kind in (Kind.B, Kind.I) and action.microbatch in again[action.stage]:
                 found.append(Action(action.stage, Kind.R, action.microbatch))
             found.append(action)
         rows.append(tuple(found))

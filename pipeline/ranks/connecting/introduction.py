@@ -1,8 +1,10 @@
 """How ranks that exchange messages find out that they share a host, and connect.
 
-Each rank listens on a local socket and publishes its name; those of its peers that come after it connect if
-they are on the same machine, and say whether they did. Whatever is missing (another host, another network
-namespace, another system) ends in an answer of no, and the ranks talk through the network.
+Each rank listens on a local socket for each of its peers that come after it and publishes their names; the
+peers connect if they are on the same machine, and say whether they did. Who answers has connected, so
+nothing is waited for at a socket, and with a socket for each nobody is taken for another. Whatever is missing
+(another host, another network namespace, another system) ends in an answer of no, and the ranks talk through
+the network.
 """
 
 from __future__ import annotations
@@ -10,17 +12,15 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-import struct
 import sys
 from collections.abc import Collection
-from contextlib import nullcontext
+from contextlib import ExitStack
 from itertools import permutations
 from pathlib import Path
 
 from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store
 
-_RANK = struct.Struct("<I")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -40,10 +40,11 @@ def meet(
     before = sorted(peer for peer in peers if peer < rank)
     behind = sorted(peer for peer in peers if peer > rank)
     found: dict[int, Neighbour] = {}
-    listener = _listen(len(behind), timeout_s) if willing and behind else None
-    with listener[0] if listener is not None else nullcontext():
+    token = secrets.token_hex(16)
+    with ExitStack() as stack:
+        listeners = {peer: stack.enter_context(_listen(_name(token, peer))) for peer in behind if willing}
         if behind:
-            address = {"machine": machine_id(), "token": listener[1]} if listener is not None else {}
+            address = {"machine": machine_id(), "token": token} if willing else {}
             store.set(f"address of rank {rank}", json.dumps(address), timeout_s)
         for peer in before:
             heard = store.await_from(peer, f"address of rank {peer}", timeout_s)
@@ -54,33 +55,35 @@ def meet(
                 found[peer] = Neighbour(link, timeout_s)
         for peer in behind:
             answered = store.await_from(peer, f"answer of rank {peer} to rank {rank}", timeout_s)
-            if answered == b"yes" and listener is not None:
-                link, _ = listener[0].accept()  # who answers has connected, though perhaps not as the next
-                found[_RANK.unpack(link.recv(_RANK.size, socket.MSG_WAITALL))[0]] = Neighbour(link, timeout_s)
+            if answered == b"yes" and peer in listeners:
+                found[peer] = Neighbour(listeners[peer].accept()[0], timeout_s)
     for one, other in permutations(found.values(), 2):
         one.introduce(other)
     return found
 
 
-def _listen(num_peers: int, timeout_s: float) -> tuple[socket.socket, str]:
-    """A local socket that so many ranks can connect to, and its name."""
-    token = secrets.token_hex(16)
+def _name(token: str, rank: int) -> str:
+    """Where a rank connects to: abstract, so that no file could stay behind. The token's 128 random bits come
+    from the store alone, so whoever listens there is the right one.
+    """
+    return f"\0pipeline-{token}-{rank}"
+
+
+def _listen(name: str) -> socket.socket:
+    """A local socket that one rank can connect to."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(f"\0pipeline-{token}")  # abstract: no file that could stay behind
-    listener.listen(num_peers)
-    listener.settimeout(timeout_s)
-    return listener, token
+    listener.bind(name)
+    listener.listen(1)
+    return listener
 
 
 def _connect(address: dict[str, str], rank: int) -> socket.socket | None:
-    """The connection, on which the other side has been told who this is."""
+    """The connection to whoever published the address, if that is on this machine."""
     if address.get("machine") != machine_id():
         return None
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # The name holds 128 random bits that only the store tells, so whoever listens there is the right one.
-        link.connect(f"\0pipeline-{address['token']}")
-        link.sendall(_RANK.pack(rank))
+        link.connect(_name(address["token"], rank))
     except OSError:
         link.close()
         return None

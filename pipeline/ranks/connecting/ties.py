@@ -4,6 +4,9 @@ A pipeline ends in one of three ways. A failure closes the connections of every 
 good order waits for the device first, because a message that was sent leaves an accelerator only when its
 receiver's kernel is there, and shutting down earlier would take it back. And one that is dropped, or whose
 process ends, is closed in good order too.
+
+On a grid a failure ends the ranks of all pipelines (`failures.job`), and every rank looks out for one beside
+everything else, as all do on accelerators.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ import contextlib
 
 import torch
 
-from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
+from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.connecting.network import Network
-from gpipe_bench.pipeline.ranks.failures.failure import Blackboard, Lookout
+from gpipe_bench.pipeline.ranks.failures.collective import let_down
+from gpipe_bench.pipeline.ranks.failures.failure import Lookout
 from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats
+from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.messages.connection import NCCL_TYPES, Connection
 from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store
@@ -26,15 +31,21 @@ _SILENCE_S = 60.0
 
 
 class Ties:
-    """The ties of the rank of `network`. The first connection is the one that the host reads."""
+    """The ties of the rank of `network`. The first connection is the one that the host reads.
 
-    def __init__(self, network: Network, device: torch.device, *, timeout_s: float) -> None:
+    `job` are those that fail together, which have met; by default the ranks of the network.
+    """
+
+    def __init__(
+        self, network: Network, device: torch.device, *, timeout_s: float, job: Job | None = None
+    ) -> None:
         self.network, self.device, self.timeout_s = network, device, timeout_s
         self.is_accelerated = network.is_accelerated(device)
         self.store: Store = network.store()
-        self._blackboard = Blackboard(
-            self.store, network.rank, network.size, now=network.now, sleep=network.sleep
+        self.job = job or Job(
+            self.store, network.rank, range(network.size), now=network.now, sleep=network.sleep
         )
+        self._blackboard = self.job.blackboard
         self._connections: list[Connection] = []
         self._heartbeats: Heartbeats | None = None
         self._lookout: Lookout | None = None
@@ -50,15 +61,15 @@ class Ties:
         return self._connections[-1]
 
     def look_out(self) -> None:
-        """Watches for failures elsewhere from now on, on accelerators."""
-        if not self.is_accelerated:
+        """Watches for failures elsewhere from now on, on accelerators and on grids."""
+        if not self.is_accelerated and not self.job.is_grid:
             return
-        network = self.network
+        network, job = self.network, self.job
         self._heartbeats = Heartbeats(
-            self.store,
-            network.rank,
-            network.size,
-            limit_s=min(self.timeout_s, _SILENCE_S),
+            job.store,
+            job.rank,
+            job.ranks,
+            limit_s=min(self.timeout_s, _SILENCE_S) if self.is_accelerated else self.timeout_s,
             now=network.now,
         )
         self._lookout = Lookout(
@@ -79,8 +90,11 @@ class Ties:
         garbage, so this step raises when it ends, or else whatever is called next.
         """
         self.noticed = True
-        for connection in self._connections[1:]:
-            connection.cut()
+        # The host does not wait for an accelerator's messages; for the first connection it does, and the rank
+        # that it waits for closes that.
+        for connection in self._connections[1 if self.is_accelerated else 0 :]:
+            connection.cut(beside=True)
+        self.job.cut()
 
     def refuse_after_failure(self) -> None:
         if self._failed is not None:
@@ -100,20 +114,26 @@ class Ties:
         What is closed has ended: what is asked of it afterwards concerns nobody else.
         """
         if self._closed:
-            return ActionError(action, summary(error), self.network.rank)
+            return self.job.failure(action, error)
         if self._failed is None:
             if self._lookout is not None:
                 self._lookout.stop()
-            if isinstance(error, StoreError):
-                error = PeerError(None, None, str(error), timed_out=False)
-            if isinstance(error, PeerError):
-                self._failed = self._blackboard.explain(error)
+            missing = self.let_down(error)
+            if missing is not None:
+                self._failed = self.job.explain(missing)
             else:
-                failure = ActionError(action, summary(error), self.network.rank)
-                self._failed = self._blackboard.report(failure)
+                self._failed = self._blackboard.report(self.job.failure(action, error))
             for connection in self._connections:
                 connection.cut()
+            self.job.cut()
+            self._blackboard.stay(self._failed)
         return self._failed
+
+    def let_down(self, error: BaseException) -> PeerError | StoreError | None:
+        """What an error says of other ranks: that one is missing; None if it is this rank's own."""
+        if isinstance(error, PeerError | StoreError):
+            return error
+        return let_down(error) if self.job.is_grid else None
 
     def close(self) -> None:
         """Waits until everything sent is gone, takes leave of the other ranks and shuts down; once."""

@@ -92,6 +92,6 @@ def warm_up(ties: Ties, schedule: Schedule, ways: Mapping[Way, Connection], loss
         try:
             network.bounded(device, greet, deadline_s - network.now(), lambda: ties.noticed)
         except TimeoutError as error:
-            cause = f"rank {peer} did not answer: it did not come to connect within {ties.timeout_s:g} s"
-            raise PeerError(None, peer, cause, timed_out=True) from error
+            what = f"did not answer: it did not come to connect within {ties.timeout_s:g} s"
+            raise PeerError(None, peer, what, timed_out=True) from error
         ties.refuse_after_notice()

@@ -9,7 +9,11 @@ first neighbour to notice writes that it disappeared, on accelerators by its hea
 
 A rank that is stopped closes nothing, so everybody waits until the timeout, most of them for a rank that
 only waits itself. Each writes for whom it waits, and who is waited for but does not wait is the one that
-stopped. If the store does not answer either, it is the process that holds it.
+stopped. If the store does not answer either, it is the process that holds it. Where ranks give signs of life
+(`heartbeats`) they say more: of those who may be meant, it is the one that is silent.
+
+The store goes with the process that holds it. So that one, before it raises what may end it, stays for a
+moment until the others know.
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats
+from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats, signs, silent
 from gpipe_bench.pipeline.ranks.failures.watching import watch_in_thread
 from gpipe_bench.pipeline.ranks.store import Store
 
@@ -38,29 +42,40 @@ _Record = dict[str, Any]  # action, rank, cause; rank None: unknown
 
 
 class Blackboard:
-    """Where the ranks of one pipeline leave the first failure. No method takes longer than a few seconds.
+    """Where ranks leave the first failure of any of them. No method takes longer than a few seconds.
 
-    `alone` says that these ranks wait for nobody but each other; `now` and `sleep` are the time they wait in.
+    Args:
+        store: the keys that they share.
+        rank: this one.
+        ranks: all of them.
+        alone: whether these wait for nobody but each other.
+        alive: whether they give signs of life.
+        coordinates: where a rank is on the grid.
+        now: the time they wait in, seconds.
+        sleep: likewise.
     """
 
     def __init__(
         self,
         store: Store,
         rank: int,
-        size: int,
+        ranks: Collection[int],
         *,
         alone: bool = True,
+        alive: bool = False,
+        coordinates: Callable[[int], str] = lambda rank: "",
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._store, self._rank, self._size, self._alone = store, rank, size, alone
+        self._store, self._rank, self._ranks = store, rank, tuple(ranks)
+        self._alone, self._alive, self._coordinates = alone, alive, coordinates
         self._now, self._sleep = now, sleep
 
     def report(self, error: ActionError) -> ActionError:
         """Writes a failure and returns the one that counts: the first that any rank wrote."""
         mine = {"action": str(error.action or ""), "rank": error.rank, "cause": error.cause}
         try:
-            return _read(self._store.set_first("failure", json.dumps(mine)))
+            return self._read(self._store.set_first("failure", json.dumps(mine)))
         except StoreError:
             return error
 
@@ -78,39 +93,74 @@ class Blackboard:
             self._store.set(f"waiting {self._rank}", json.dumps(found))
             deadline = self._now() + EXPLANATION_S
             testimonies = {self._rank: found}
+            before = signs(self._store, self._ranks) if self._alive else {}
             certain = False
             while not certain and self._now() < deadline:
                 written = self._store.get("failure")
                 if written is not None:
-                    return _read(written)
+                    return self._read(written)
                 self._sleep(_LOOK_S)
                 self._hear(testimonies)
-                heard = set(testimonies) | {self._last(testimonies)["rank"]}
+                heard = set(testimonies) | {self._last(testimonies, self._rank)["rank"]}
                 # Who is cut off by a rank that has timed out hears of it only now.
-                certain = self._alone and error.timed_out and heard == set(range(self._size))
-            found = self._last(testimonies)
-            if found["rank"] is None and error.timed_out:
-                found = self._missing(testimonies)
+                certain = self._alone and error.timed_out and heard == set(self._ranks)
+            quiet = silent(before, signs(self._store, before)) if before and not certain else set()
+            found = self._blamed(testimonies, quiet, timed_out=error.timed_out)
         except StoreError as gone:
             host = self._store.host
             if self._store.is_in_rank and (error.peer is None or error.peer != host):
                 what = "did not answer" if gone.silent else "disappeared"
-                return ActionError(None, f"the process that held the store {what}", host)
-            return _read(json.dumps(found))
-        return self.report(_read(json.dumps(found)))
+                return self._of(None, f"the process that held the store {what}", host)
+            return self._read(json.dumps(found))
+        return self.report(self._read(json.dumps(found)))
+
+    def stay(self, failure: ActionError) -> None:
+        """Lets the others know that this rank knows of a failure. The one that holds the store waits for a
+        moment until all know, but the one that failed.
+        """
+        deadline = self._now() + EXPLANATION_S
+        try:
+            self._store.set(f"knows {self._rank}", "1")
+            to_know = [rank for rank in self._ranks if rank not in (self._rank, failure.rank)]
+            while self._rank == self._store.host and to_know and self._now() < deadline:
+                if self._store.get(f"knows {to_know[-1]}") is not None:
+                    to_know.pop()
+                else:
+                    self._sleep(_LOOK_S)
+        except StoreError:
+            pass
 
     def _hear(self, testimonies: dict[int, _Record]) -> None:
         """Adds for whom the other ranks wait in vain."""
-        for rank in range(self._size):
+        for rank in self._ranks:
             if rank not in testimonies:
                 written = self._store.get(f"waiting {rank}")
                 if written is not None:
                     testimonies[rank] = json.loads(written)
 
-    def _last(self, testimonies: dict[int, _Record]) -> _Record:
-        """A rank that waits in vain is not the one to blame: the end of the waiting that begins here."""
-        found = testimonies[self._rank]
-        blamed = {self._rank}
+    def _blamed(self, testimonies: dict[int, _Record], quiet: set[int], *, timed_out: bool) -> _Record:
+        """Whom to blame, as far as can be told from who waits for whom and who is quiet."""
+        found = self._last(testimonies, self._rank)
+        if not self._alive:
+            return self._missing(testimonies) if found["rank"] is None and timed_out else found
+        # A rank that waits for somebody in a collective does not know for whom; others may.
+        ends = [found, *(self._last(testimonies, rank) for rank in testimonies)]
+        ends = [end for end in ends if end["rank"] is not None and end["rank"] not in testimonies]
+        for end in ends:
+            if end["rank"] in quiet:
+                return end
+        absent = sorted(quiet - set(testimonies))
+        if absent:
+            mine = testimonies[self._rank]
+            return {**mine, "rank": absent[0], "cause": f"rank {absent[0]} gave no answer: {mine['cause']}"}
+        if ends:
+            return ends[0]
+        return self._missing(testimonies) if found["rank"] is None and timed_out else found
+
+    def _last(self, testimonies: dict[int, _Record], rank: int) -> _Record:
+        """A rank that waits in vain is not the one to blame: the end of the waiting that begins with one."""
+        found = testimonies[rank]
+        blamed = {rank}
         while found["rank"] in testimonies and found["rank"] not in blamed:
             blamed.add(found["rank"])
             found = testimonies[found["rank"]]
@@ -121,19 +171,27 @@ class Blackboard:
         waits.
         """
         mine = testimonies[self._rank]
-        for rank in range(self._size):
+        for rank in self._ranks:
             if rank not in testimonies:
                 return {**mine, "rank": rank, "cause": f"rank {rank} did not answer: {mine['cause']}"}
         return mine
+
+    def _read(self, text: bytes | str) -> ActionError:
+        record = json.loads(text)
+        action = Action.parse(record["action"]) if record["action"] else None
+        return self._of(action, record["cause"], record["rank"])
+
+    def _of(self, action: Action | None, cause: str, rank: int | None) -> ActionError:
+        return ActionError(action, cause, rank, self._coordinates(rank) if rank in self._ranks else "")
 
 
 class Lookout:
     """Looks at the blackboard beside everything else and calls `on_failure` once, when there is something.
 
     On CPUs a rank waits for its neighbours' connections, which break when they fail. A GPU waits without its
-    host knowing, so on GPUs somebody has to look. A store that has not answered for `limit_s` is a failure
-    too, and so is a rank without a `heartbeat`, of which the blackboard then learns. `watch` is how to look
-    again and again.
+    host knowing, so on GPUs somebody has to look; and on a grid, where a rank may wait for one that only
+    waits for the one that failed. A store that has not answered for `limit_s` is a failure too, and so is a
+    rank without a `heartbeat`, of which the blackboard then learns. `watch` is how to look again and again.
     """
 
     def __init__(
@@ -172,9 +230,3 @@ class Lookout:
         if failed and not self._over:
             on_failure()
         return failed
-
-
-def _read(text: bytes | str) -> ActionError:
-    record = json.loads(text)
-    action = Action.parse(record["action"]) if record["action"] else None
-    return ActionError(action, record["cause"], record["rank"])

@@ -8,7 +8,7 @@ changes within `limit_s` of the own clock; no clocks are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.ranks.store import Store
@@ -20,12 +20,12 @@ class Heartbeats:
     """The part of one rank; `now` gives seconds."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, limit_s: float, now: Callable[[], float]
+        self, store: Store, rank: int, ranks: Sequence[int], *, limit_s: float, now: Callable[[], float]
     ) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._store, self._rank, self._ranks = store, rank, tuple(ranks)
         self._limit_s, self._now = limit_s, now
         self._count = 0
-        self._watched = (rank + 1) % size
+        self._watched = self._behind(rank)
         self._heard: bytes | None = None
         self._heard_s = now()
 
@@ -41,7 +41,7 @@ class Heartbeats:
             return None
         now_s, heard = self._now(), self._store.get(_key(self._watched), self._limit_s)
         if heard == _LEFT.encode():
-            self._watched = (self._watched + 1) % self._size
+            self._watched = self._behind(self._watched)
             self._heard, self._heard_s = None, now_s
         elif heard != self._heard:
             self._heard, self._heard_s = heard, now_s
@@ -53,6 +53,19 @@ class Heartbeats:
     def leave(self) -> None:
         """This rank ends in good order: nobody needs to wait for its signs. `StoreError` as in `beat`."""
         self._store.set(_key(self._rank), _LEFT)
+
+    def _behind(self, rank: int) -> int:
+        return self._ranks[(self._ranks.index(rank) + 1) % len(self._ranks)]
+
+
+def signs(store: Store, ranks: Iterable[int]) -> dict[int, bytes | None]:
+    """The latest sign of life of each rank; who lives has given another one a second later, or left."""
+    return {rank: store.get(_key(rank)) for rank in ranks}
+
+
+def silent(before: Mapping[int, bytes | None], after: Mapping[int, bytes | None]) -> set[int]:
+    """Who has given no sign of life between two `signs`."""
+    return {rank for rank, sign in after.items() if sign == before[rank] and sign != _LEFT.encode()}
 
 
 def _key(rank: int) -> str:

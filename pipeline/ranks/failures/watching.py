@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+# How long the end waits for a look that is being taken: a process that ends meanwhile would break it off in
+# the middle of a call into torch.
+_LAST_LOOK_S = 0.2
+
 
 def watch_in_thread(look: Callable[[], bool], interval_s: float) -> Callable[[], None]:
     """Calls `look` every `interval_s` from a thread, until it is true; returns how to end that earlier."""
@@ -15,5 +19,12 @@ def watch_in_thread(look: Callable[[], bool], interval_s: float) -> Callable[[],
             if look():
                 return
 
-    threading.Thread(target=run, name="pipeline lookout", daemon=True).start()
-    return over.set
+    thread = threading.Thread(target=run, name="pipeline lookout", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        over.set()
+        if thread is not threading.current_thread():
+            thread.join(_LAST_LOOK_S)
+
+    return stop

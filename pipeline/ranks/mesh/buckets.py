@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-BUCKET_BYTES = 25 * 2**20
-"""A bucket is closed when it holds as much: what torch's DistributedDataParallel has as its default."""
+from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
 
 
 def buckets(
@@ -29,8 +28,6 @@ def buckets(
             the latest parameters first, as in a backward.
         bucket_bytes: when a bucket is closed.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
     in_order = dict.fromkeys([*order, *reversed(range(len(sizes_bytes)))])
     found: list[tuple[int, ...]] = []
     open_ones: dict[Hashable, list[int]] = {}

@@ -13,6 +13,7 @@ from torch import nn
 
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
+from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import Tie
 from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
 from gpipe_bench.pipeline.stage.stage import Stage
@@ -49,6 +50,7 @@ class Divided:
         schedule: Schedule | None,
         *,
         compiles: bool,
+        reduction: str,
     ) -> None:
         """`ValueError` for what cannot be done with divided parameters, and what can.
 
@@ -57,7 +59,13 @@ class Divided:
             ties: its weights with several places
             schedule: what the steps take; None where it is still to be found
             compiles: whether the layers are to be compiled
+            reduction: how gradients are to be summed over replicas
         """
+        if reduction == "tree":
+            raise ValueError(
+                "reduction='tree' adds up whole gradients, and those of divided parameters are not; use "
+                "'buckets', or the dimension 'dp' instead of 'fsdp' and 'tp'"
+            )
         if compiles:
             raise ValueError(
                 "compile= makes programs of layers whose parameters are whole and stay where they are; leave "
@@ -92,12 +100,19 @@ class Divided:
 
             shard_layers(layers, self._grid, self._zero)
 
+    def connect(self, replicas: Replicas, *, accelerated: bool) -> None:
+        """Prepares the ways between processes that hold parts; all `replicas` of a stage call."""
+        if self._zero is not None:
+            from gpipe_bench.pipeline.ranks.mesh.gathering import Holders
+
+            self._holders = Holders(replicas, self._grid, accelerated=accelerated)
+
     def reduction(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> Reduction:
         """What joins the gradients of a stage; `sums` makes what sums over replicas."""
         if self._zero is not None:
             from gpipe_bench.pipeline.ranks.mesh.sharding import Shards
 
-            return Shards(stage, self._zero)
+            return Shards(stage, self._zero, self._holders)
         from gpipe_bench.pipeline.ranks.mesh.tensor_parallel import Layouts
 
         return Layouts(stage, sums)

@@ -45,7 +45,13 @@ class Room:
 
     def empty(self) -> Flat:
         """New memory for them."""
-        memory = torch.empty(self._count + self._rest, dtype=self._dtype, device=self._device)
+        return self._divide(torch.empty(self._count + self._rest, dtype=self._dtype, device=self._device))
+
+    def of(self, numbers: Tensor) -> Flat:
+        """Memory that has been filled elsewhere, as `Flat.numbers`."""
+        return self._divide(torch.view_as_complex(numbers) if self._dtype.is_complex else numbers)
+
+    def _divide(self, memory: Tensor) -> Flat:
         views, start = [], 0
         for form in self._forms:
             views.append(memory.as_strided(form.shape, form.stride, start))

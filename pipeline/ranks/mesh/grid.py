@@ -15,7 +15,7 @@ A *replica* is a pipeline that takes a share of the batch of its own: there are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import cast
 
@@ -91,7 +91,19 @@ class Grid:
 
 
 def grid_of(mesh: DeviceMesh) -> Grid:
-    """The grid of a mesh whose dimensions are named; every rank of the mesh must call.
+    """The grid of a mesh whose dimensions are named; every rank of the mesh must call. Errors as of
+    `located`.
+    """
+    return joined(located(mesh))
+
+
+def joined(grid: Grid) -> Grid:
+    """The same with the groups that the mesh does not have itself; every rank of the mesh must call."""
+    return replace(grid, batch_group=_batch_group(grid.mesh, tuple(name for name, _ in grid.shape)))
+
+
+def located(mesh: DeviceMesh) -> Grid:
+    """This process's place in the grid of a mesh, found without asking the others.
 
     `ValueError` for a name that means nothing here, a mesh without `pp`, a process outside of it, and ranks
     that do not ascend along a dimension.
@@ -124,7 +136,7 @@ def grid_of(mesh: DeviceMesh) -> Grid:
         tuple(mesh.mesh.flatten().tolist()),
         tuple(zip(names, mesh.mesh.shape, strict=True)),
         tuple(place),
-        _batch_group(mesh, names),
+        batch_group=None,
     )
 
 

@@ -14,22 +14,28 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.journal import Journal
+from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
 from gpipe_bench.pipeline.ranks.mesh.division import Divided
+from gpipe_bench.pipeline.ranks.mesh.grid import Grid
 from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
 from gpipe_bench.pipeline.ranks.mesh.shares import GlobalShares, mean_of_all
+from gpipe_bench.pipeline.ranks.mesh.tree import Tree
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.stage.parts import local
 from gpipe_bench.pipeline.stage.reduced import Reduction
 from gpipe_bench.pipeline.stage.stage import Stage
+
+REDUCTIONS = ("buckets", "tree")
 
 
 class Joint:
     """This process's part.
 
     Args:
-        replicas: who else holds these stages; None where nobody does, and only layers are divided.
+        replicas: who else holds these stages; None where nobody does.
         device: of the stages.
+        by_tree: whether gradients are summed by a tree over all micro-batches, or in buckets.
         bucket_bytes: gradients that leave together.
         divided: how the parameters of the stages are divided over processes; None where none are.
     """
@@ -38,42 +44,55 @@ class Joint:
         self,
         replicas: Replicas | None,
         device: torch.device,
+        *,
+        by_tree: bool,
         bucket_bytes: int,
         divided: Divided | None = None,
     ) -> None:
-        self._replicas, self._bucket_bytes, self._divided = replicas, bucket_bytes, divided
+        self.replicas, self._by_tree, self._bucket_bytes = replicas, by_tree, bucket_bytes
+        self._divided = divided
         self._reductions: dict[int, Reduction] = {}
         self.journal = Journal(device)
-        if replicas is None:
-            return
-        accelerated = devices.is_accelerator(device)
-        sums = OverBackend(replicas, replicas.connect("sums", accelerated=accelerated))
-        self._collectives = self._of_hosts = sums
-        if accelerated:
-            self._of_hosts = OverBackend(replicas, replicas.connect("sums of hosts", accelerated=False))
+        self._collectives = self._of_hosts = None
+        if replicas is not None:
+            accelerated = devices.is_accelerator(device)
+            self._collectives = OverBackend(replicas, replicas.connect("sums", accelerated=accelerated))
+            self._of_hosts = self._collectives
+            if accelerated:
+                self._of_hosts = OverBackend(replicas, replicas.connect("sums of hosts", accelerated=False))
+            if divided is not None:
+                divided.connect(replicas, accelerated=accelerated)
 
-    def share_values(self, model: nn.Module) -> None:
-        """All replicas begin with the first one's parameters and buffers."""
-        if self._replicas is None:
+    def start_alike(self, plan: object, model: nn.Module) -> None:
+        """All replicas begin with the first one's parameters and buffers.
+
+        `ValueError` where a replica has other ones, or another plan of what is done with them.
+        """
+        if self.replicas is None or self._collectives is None:
             return
+        values = [*model.named_parameters(), *model.named_buffers()]
+        forms = [(name, value.shape, value.dtype) for name, value in values]
+        check_equal(self.replicas.share((plan, forms, self._by_tree, self._bucket_bytes)), "replica")
         with torch.no_grad():
-            self._collectives.take_over([*map(local, (*model.parameters(), *model.buffers()))])
+            self._collectives.take_over([local(value) for _, value in values])
 
-    def reduction(self, stage: Stage) -> Reduction:
+    def reduction(self, stage: Stage, num_microbatches: int) -> Reduction:
         """What joins the gradients of a stage of this process."""
-        found: Reduction | None = None
+        found: Reduction | None
         if self._divided is not None:
-            found = self._divided.reduction(stage, self._sums)
-        elif self._replicas is not None:
-            found = self._sums(stage)
+            found = self._divided.reduction(stage, self._buckets)
+        elif self._by_tree:
+            found = Tree(stage, num_microbatches, self._collectives, self.journal, self._bucket_bytes)
+        else:
+            found = self._buckets(stage)
         assert found is not None
         self._reductions[stage.index] = found
         return found
 
-    def _sums(self, stage: Stage) -> Reduction | None:
-        if self._replicas is None:
+    def _buckets(self, stage: Stage) -> Reduction | None:
+        if self.replicas is None or self._collectives is None:
             return None
-        return Buckets(stage, self._collectives, self._replicas, self.journal, self._bucket_bytes)
+        return Buckets(stage, self._collectives, self.replicas, self.journal, self._bucket_bytes)
 
     def begin(self, lengths: Sequence[int], *, sync: bool, has_loss: bool) -> Sequence[float]:
         """A training step with micro-batches of `lengths` examples begins; what each of them counts for, on
@@ -81,15 +100,15 @@ class Joint:
         """
         for reduction in self._reductions.values():
             reduction.begin(sync=sync)
-        if self._replicas is None:
-            return tuple([length / sum(lengths) for length in lengths])
-        return GlobalShares(lengths, self._of_hosts) if has_loss else ()
+        if self._of_hosts is not None:
+            return GlobalShares(lengths, self._of_hosts) if has_loss else ()
+        return tuple([length / sum(lengths) for length in lengths])
 
     def finish(self, loss: Tensor) -> Tensor:
         """All actions of a training step are taken: waits for the gradients; the loss over all replicas."""
         for reduction in self._reductions.values():
             reduction.finish()
-        return loss if self._replicas is None else mean_of_all(loss, self._collectives)
+        return loss if self._collectives is None else mean_of_all(loss, self._collectives)
 
     def evaluated(self) -> None:
         """A pass of forwards alone is over."""
@@ -100,3 +119,24 @@ class Joint:
         """Drops what is held of the step, after an error."""
         for reduction in self._reductions.values():
             reduction.reset()
+
+
+def joint_of(
+    grid: Grid | None,
+    device: torch.device,
+    timeout_s: float,
+    reduction: str,
+    bucket_bytes: int,
+    divided: Divided | None = None,
+) -> Joint | None:
+    """What is done jointly on a grid, or because of the way to sum gradients; None if nothing is."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
+    group = None if grid is None else grid.batch_group
+    by_tree = reduction == "tree"
+    if group is None and not by_tree and divided is None:
+        return None
+    replicas = None if group is None else Replicas(group, timeout_s)
+    return Joint(replicas, device, by_tree=by_tree, bucket_bytes=bucket_bytes, divided=divided)

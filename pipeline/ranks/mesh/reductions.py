@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.journal import Journal
+from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.mesh.buckets import BUCKET_BYTES, buckets
+from gpipe_bench.pipeline.ranks.mesh.buckets import buckets
 from gpipe_bench.pipeline.ranks.mesh.collectives import Collectives
 from gpipe_bench.pipeline.ranks.mesh.flat import Flat, Room
 from gpipe_bench.pipeline.ranks.messages.connection import Work
@@ -182,9 +183,9 @@ class Buckets:
                     self._send()
             elif self._to_come[position] < 0 and self._bucket_of[position] < len(self._sent):
                 raise RuntimeError(
-                    f"a parameter of stage {self._stage.index} got more gradients in a backward than in the "
-                    "step before, when the sum over replicas had begun; call Pipeline.refresh() on every rank "
-                    "before the first step in which it does"
+                    f"a parameter of stage {self._stage.index} got more gradients in a backward than in an "
+                    "earlier step, when the sum over replicas had begun; call Pipeline.refresh() on every "
+                    "rank before the first step in which it does"
                 )
 
         return hook

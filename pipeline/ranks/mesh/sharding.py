@@ -34,11 +34,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.ranks.mesh.gathering import Gather, Holders, Scatter
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
 from gpipe_bench.pipeline.stage.stage import Stage
 
@@ -66,7 +66,7 @@ def check_sharded(layers: Mapping[str, nn.Module], schedule: Schedule | None, ze
 
 def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None:
     """Divides the parameters of each layer among the holders of its stage; all of them call."""
-    mesh = _mesh(grid)
+    mesh = grid.mesh["fsdp"]
     for layer in layers.values():
         if next(layer.parameters(), None) is not None:
             fully_shard(layer, mesh=mesh, reshard_after_forward=zero == 3)
@@ -74,18 +74,6 @@ def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None
             layer.register_forward_pre_hook(around.come, prepend=True)
             layer.register_forward_pre_hook(around.enter)
             layer.register_forward_hook(around.leave, prepend=True)
-
-
-def _mesh(grid: Grid) -> DeviceMesh:
-    if grid.size("dp") == 1:
-        return grid.mesh["fsdp"]
-    names = [name for name, _ in grid.shape]
-    if names.index("dp") > names.index("fsdp"):
-        raise ValueError(
-            f"the mesh has the dimensions {', '.join(names)}; where both are larger than 1, dp must stand "
-            "before fsdp"
-        )
-    return grid.mesh["dp", "fsdp"]
 
 
 class _Around:
@@ -152,11 +140,12 @@ class Shards:
     Args:
         stage: whose layers they are
         zero: 2 or 3
+        holders: who holds the parts
     """
 
-    def __init__(self, stage: Stage, zero: int) -> None:
+    def __init__(self, stage: Stage, zero: int, holders: Holders) -> None:
         self._stage, self._zero = stage, zero
-        self._layers = [_Sharded(layer) for layer in stage.layers if isinstance(layer, FSDPModule)]
+        self._layers = [_Sharded(layer, holders) for layer in stage.layers if isinstance(layer, FSDPModule)]
         self._watched = False
 
     def begin(self, *, sync: bool) -> None:
@@ -165,10 +154,9 @@ class Shards:
         Gradients are kept in parts whatever `sync` says, so there is nothing to put off.
         """
         self._watched = False
-        for layer in self._layers:
-            if self._zero == 2:
-                layer.finishes(finishes=False)
-                layer.module.unshard(async_op=True)
+        if self._zero == 2:
+            for layer in self._layers:
+                layer.begin()
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
         if self._zero == 3:
@@ -187,7 +175,8 @@ class Shards:
                 layer.conclude()
 
     def finish(self) -> None:
-        """Nothing is under way any more."""
+        for layer in self._layers:
+            layer.sums.finish()
 
     def evaluated(self) -> None:
         for layer in self._layers:
@@ -204,11 +193,25 @@ class Shards:
 class _Sharded:
     """One layer, and what is asked of its FSDP2 state."""
 
-    def __init__(self, module: FSDPModule) -> None:
-        self.module = module
+    def __init__(self, module: FSDPModule, holders: Holders) -> None:
+        self.module, self.sums = module, Scatter(holders)
+        self._has_copies, self._accelerated = holders.copies > 1, holders.accelerated
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(Gather(holders))
+        module.set_custom_reduce_scatter(self.sums)
+        if self._has_copies:
+            module.set_all_reduce_hook(holders.sum_copies)
         self._state = module._get_fsdp_state()
+
+    def begin(self) -> None:
+        """A step begins that fetches the parameters once."""
+        # torch reads a sum where it adds it to an earlier one, or to its copies'; on an accelerator it lets
+        # the device wait.
+        new = all(parameter.grad is None for parameter in self.module.parameters())  # type: ignore[attr-defined]
+        self.sums.later = new and not (self._has_copies or self._accelerated)
+        self.finishes(finishes=False)
+        self.module.unshard(async_op=True)
 
     def finishes(self, *, finishes: bool) -> None:
         """Whether the next backward sums the gradients and gives the gathered parameters up."""
@@ -225,4 +228,5 @@ class _Sharded:
         """Forgets a step that failed, with its gradients."""
         for parameter in self.module.parameters():  # type: ignore[attr-defined]  # every FSDPModule is one
             parameter.grad = None
+        self.sums.forget()
         self.conclude()

@@ -164,10 +164,12 @@ class Connection:
         except RuntimeError as error:
             raise unreachable(action, peer, error) from error
 
-    def cut(self) -> None:
-        """Makes every wait fail, here and on the other ranks; the connection cannot be used again."""
+    def cut(self, *, beside: bool = False) -> None:
+        """Makes every wait fail, here and on the other ranks; the connection cannot be used again.
+        `beside`: by another thread than the one that uses it and may be waiting just now.
+        """
         for neighbour in self._neighbours.values():
-            neighbour.close()
+            neighbour.cut() if beside else neighbour.close()
         if self._backend.name() != "gloo":
             self._backend.abort()
             return
@@ -226,12 +228,12 @@ def unreachable(action: Action | None, peer: int, error: RuntimeError) -> PeerEr
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if "NCCL" in lines[0]:
         # The first line names a place in torch's source, the last one the reason.
-        cause = f"NCCL does not reach rank {peer}: {lines[-1]}"
-        return PeerError(action, peer, cause, timed_out="timed out" in lines[-1].lower())
+        what = f"is not reached by NCCL: {lines[-1]}"
+        return PeerError(action, peer, what, timed_out="timed out" in lines[-1].lower())
     text = (
         lines[0].partition("] ")[2] or lines[0]
     )  # without the place in gloo's source, and without its advice
     text = text.partition(". This is typically")[0]
     if "timed out" in text.lower():
-        return PeerError(action, peer, f"rank {peer} did not answer: {text}", timed_out=True)
-    return PeerError(action, peer, f"rank {peer} disappeared: {text}", timed_out=False)
+        return PeerError(action, peer, f"did not answer: {text}", timed_out=True)
+    return PeerError(action, peer, f"disappeared: {text}", timed_out=False)

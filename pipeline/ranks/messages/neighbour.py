@@ -15,6 +15,7 @@ The memory is anonymous (memfd), handed over through the socket, and gone with t
 from __future__ import annotations
 
 import array
+import contextlib
 import mmap
 import os
 import select
@@ -173,6 +174,11 @@ class Neighbour:
     def is_busy(self) -> bool:
         """Whether something sent is still to be handed over."""
         return bool(self._pending)
+
+    def cut(self) -> None:
+        """Ends the connection, also for a thread that waits for it just now; the other process notices."""
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Ends the connection; the other process notices."""

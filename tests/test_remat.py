@@ -1,0 +1,207 @@
+"""Re-materialization chosen per stage and micro-batch: one form, everywhere the same choice, and refusals."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from property_cases import Example
+from random_schedules import random_remat
+from torch import nn
+
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.drawing import draw
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, from_text, of_stages, to_text
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.ring import gradient_ring
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.plan.schedules.automatic import automatic
+from gpipe_bench.pipeline.plan.schedules.generator import generate
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.table import from_csv, to_csv
+from gpipe_bench.pipeline.plan.validate import validate
+
+SIZES = st.tuples(st.integers(1, 5), st.integers(1, 7))
+
+
+@st.composite
+def remats(draw: st.DrawFn) -> tuple[Remat, int, int]:
+    """A choice with its numbers of stages and micro-batches."""
+    num_stages, num_microbatches = draw(SIZES)
+    generator = random.Random(draw(st.integers(0, 10**6)))
+    return random_remat(generator, num_stages, num_microbatches), num_stages, num_microbatches
+
+
+def rows(schedule: Schedule) -> list[str]:
+    return [" ".join(str(action)[1:] for action in row) for row in schedule.actions]
+
+
+def test_a_choice_per_stage() -> None:
+    assert rows(gpipe(4, 3, remat=("always", "never", "except_last", [1]))) == [
+        "F0 F1 F2 R2 B2 R1 B1 R0 B0",
+        "F0 F1 F2 B2 B1 B0",
+        "F0 F1 F2 B2 R1 B1 R0 B0",
+        "F0 F1 F2 B2 R1 B1 B0",
+    ]
+    assert rows(one_f_one_b(2, 3, remat=((0, 1), "never"))) == [
+        "F0 F1 R0 B0 F2 R1 B1 B2",
+        "F0 B0 F1 B1 F2 B2",
+    ]
+    assert rows(naive(2, 2, remat=("never", [0]))) == ["F0 B0 F1 B1", "F0 R0 B0 F1 B1"]
+    assert rows(named("zb-h1", 2, 1, remat=("always", "never"))) == ["F0 R0 I0 W0", "F0 I0 W0"]
+
+
+def test_the_picture_of_a_choice_per_stage() -> None:
+    assert draw(replay(gpipe(3, 3, remat=("always", [0, 1], "never")), SLOTS)).splitlines() == [
+        "stage 0 | F0 F1 F2 R2 .  .  .  .  .  B2 B2 R1 B1 B1 R0 B0 B0",
+        "stage 1 | .  F0 F1 F2 .  .  .  B2 B2 R1 B1 B1 R0 B0 B0",
+        "stage 2 | .  .  F0 F1 F2 B2 B2 B1 B1 B0 B0",
+    ]
+
+
+@given(remats())
+def test_equal_choices_are_equal_schedules(of: tuple[Remat, int, int]) -> None:
+    """As names, as micro-batches and as text."""
+    remat, num_stages, num_microbatches = of
+    schedule = one_f_one_b(num_stages, num_microbatches, remat=remat)
+    spelled = one_f_one_b(num_stages, num_microbatches, remat=of_stages(remat, num_stages, num_microbatches))
+    assert schedule.recomputed == spelled.recomputed
+    assert schedule.actions == spelled.actions
+    if not isinstance(remat, str):  # a name for all says what it says, even where another would be the same
+        assert schedule == spelled
+        assert hash(schedule) == hash(spelled)
+    assert one_f_one_b(num_stages, num_microbatches, remat=from_text(to_text(schedule.remat))) == schedule
+
+
+@given(remats())
+def test_what_a_schedule_recomputes_are_the_actions_in_its_rows(of: tuple[Remat, int, int]) -> None:
+    remat, num_stages, num_microbatches = of
+    for name, (_, per_worker) in NAMED.items():
+        if num_stages % (per_worker or 1) == 0:
+            schedule = named(
+                name, num_stages // (per_worker or 1), num_microbatches, remat=remat,
+                stages_per_worker=per_worker or 1,
+            )  # fmt: skip
+            validate(schedule)
+            wanted = {(s, m) for s in range(num_stages) for m in range(num_microbatches)
+                      if schedule.recomputes(m, s)}  # fmt: skip
+            assert wanted == {(a.stage, a.microbatch) for a in schedule if a.kind is Kind.R}
+
+
+@pytest.mark.parametrize("remat", REMAT_MODES)
+@pytest.mark.parametrize("name", NAMED)
+def test_the_same_choice_for_each_stage_is_that_choice_for_all(name: str, remat: str) -> None:
+    one = named(name, 2, 3, remat=remat)
+    assert named(name, 2, 3, remat=[remat] * one.num_stages) == one
+    assert one.remat == remat
+
+
+@given(remats())
+def test_a_file_says_what_is_recomputed(of: tuple[Remat, int, int]) -> None:
+    remat, num_stages, num_microbatches = of
+    schedule = gpipe(num_stages, num_microbatches, remat=remat)
+    found = from_csv(to_csv(schedule), "gpipe")
+    assert found.recomputed == schedule.recomputed
+    assert found.actions == schedule.actions
+    validate(found)
+
+
+@settings(deadline=None)
+@given(remats(), st.booleans())
+def test_generated_schedules_recompute_what_is_asked_for(of: tuple[Remat, int, int], split: bool) -> None:
+    """With times for a recomputation only where there is one."""
+    remat, num_stages, num_microbatches = of
+    again = of_stages(remat, num_stages, num_microbatches)
+    kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
+    times = {(s, kind): 1.0 + s for s in range(num_stages) for kind in kinds}
+    times |= {(s, Kind.R): 1.0 for s in range(num_stages) if again[s]}
+    place = tuple(range(num_stages))
+    for schedule in (
+        generate(place, num_microbatches, times, remat=remat, split=split),
+        automatic(place, num_microbatches, times, remat=remat),
+    ):
+        validate(schedule)
+        assert schedule.recomputed == again
+
+
+def test_buffers_of_a_stage_follow_its_own_choice() -> None:
+    """One buffer for gradients where a recomputation hides the next one's transfer, else two."""
+    schedule = gpipe(5, 4, remat=("always", "never", "except_last", [0, 3], "always"))
+    assert [gradient_ring(schedule, stage).num_slots for stage in range(4)] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("remat", "complaint"),
+    [
+        (("always",), r"remat has 1 choices for 2 stages; give one per stage, or one name for all"),
+        (("always", "some"), r"remat\[1\] is 'some'; choose one of never, always, except_last"),
+        (("always", 3), r"remat\[1\] is 3; choose one of .*, or give the micro-batches"),
+        (("always", [0, 3]), r"remat\[1\] has micro-batch 3; they are the numbers 0 to 2"),
+        ([[-1], "never"], r"remat\[0\] has micro-batch -1"),
+        ([["0"], "never"], r"remat\[0\] has micro-batch '0'"),
+    ],
+)
+def test_an_impossible_choice_is_refused(remat: Remat, complaint: str) -> None:
+    layers = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    for ask in (
+        lambda: gpipe(2, 3, remat=remat),
+        lambda: named("zb-h1", 2, 3, remat=remat),
+        lambda: generate((0, 1), 3, remat=remat),
+        lambda: Pipeline(layers, num_stages=2, num_microbatches=3, remat=remat),
+        lambda: Pipeline(layers, num_stages=2, num_microbatches=3, remat=remat, schedule="auto"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            ask()
+
+
+def test_rows_that_recompute_something_else_are_refused() -> None:
+    schedule = from_csv("0F0,0R0,0B0\n1F0,1B0\n", remat=("never", "always"))
+    with pytest.raises(ValueError, match=r"stage 0 takes micro-batch 0 through B F R; with remat='never' it"):
+        validate(schedule)
+    with pytest.raises(ValueError, match=r"stage 1 .* through B F; with remat='always' it needs F R B"):
+        validate(from_csv("0F0,0B0\n1F0,1B0\n", remat=("never", "always")))
+
+
+@pytest.mark.parametrize("text", ["sometimes", "0,never+1", "always,,never", "3-", "0-99999999"])
+def test_text_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="nothing about recomputation|more micro-batches than any"):
+        from_text(text)
+
+
+def test_an_argument_of_the_pipeline() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    pipeline = Pipeline(
+        model, num_stages=3, num_microbatches=2, schedule="1f1b", remat=["always", [1], "never"]
+    )
+    seen: list[str] = []
+    for index, stage in enumerate(pipeline.stages):
+        stage.layers[0].register_forward_hook(
+            lambda *_, index=index: seen.append(f"{index}{'' if torch.is_grad_enabled() else ' no graph'}")
+        )
+    batch = torch.ones(2, 2)
+    pipeline.step(batch, batch, nn.functional.mse_loss)  # the first forwards find out about gradients
+    seen.clear()
+    pipeline.step(batch, batch, nn.functional.mse_loss)
+    assert {text: seen.count(text) for text in seen} == {
+        "0 no graph": 2, "0": 2, "1": 2, "1 no graph": 1, "2": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_named_schedule_with_any_choice_trains_as_the_plain_model(name: str) -> None:
+    """Batch normalization, dropout-like draws, frozen and in-place layers, in one process, in float64."""
+    per_worker = NAMED[name].stages_per_worker or 2
+    for seed in range(3):
+        example = Example(seed, 7919)
+        generator = random.Random(f"{name} {seed}")
+        num_stages = 2 if per_worker == 2 else example.num_stages
+        example.num_stages = num_stages
+        remat = random_remat(generator, num_stages, example.num_microbatches)
+        example.schedule = named(
+            name, num_stages // per_worker, example.num_microbatches, remat=remat,
+            stages_per_worker=per_worker,
+        )  # fmt: skip
+        assert not example.problems(None), f"{example}"

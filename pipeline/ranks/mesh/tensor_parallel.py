@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from gpipe_bench.pipeline.plan.schedule import Kind
@@ -47,8 +48,11 @@ def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
             "the layers before, with parallelize_module or models.parallel.tensor_parallel"
         )
     group = grid.group("tp")
+    assert group is not None
+    along_tp = dist.get_process_group_ranks(group)
     for name, parameter in divided.items():
-        if parameter.device_mesh.ndim != 1 or parameter.device_mesh.get_group() != group:
+        # Not by the mesh: those of equal ranks are one to torch, wherever they come from.
+        if parameter.device_mesh.mesh.tolist() != along_tp:
             raise ValueError(
                 f"{name} is divided over {parameter.device_mesh}, which is not the 'tp' of the pipeline's "
                 "mesh; apply the plan with mesh['tp']"

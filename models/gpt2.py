@@ -1,7 +1,7 @@
 """GPT-2 as a sequence of layers, in the shapes that were published (`shapes`).
 
 Pre-normalization, biases everywhere, GELU, learned positions, and one matrix for the embedding and the output
-layer. That tie is between the first layer and the last: untied, the sequence can be cut over processes.
+layer, which stays one weight wherever the sequence is cut.
 Source of the structure: Radford et al., Language Models are Unsupervised Multitask Learners (2019), and the
 released code.
 """
@@ -91,8 +91,7 @@ def gpt2(
         vocab_size: V.
         seq_len: longest sequence.
         dropout: share dropped of embeddings, attention weights and the results of attention and feed-forward.
-        tied: whether the embedding and the output layer are one matrix, as in the published models. A tie
-            keeps both in one process.
+        tied: whether the embedding and the output layer are one matrix, as in the published models.
 
     Raises:
         ValueError: an option is out of range.

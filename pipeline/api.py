@@ -13,7 +13,7 @@ checkpoints are interchangeable with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -28,7 +28,7 @@ from gpipe_bench.pipeline.engine import Observer
 from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
-from gpipe_bench.pipeline.plan.portals import lines_of
+from gpipe_bench.pipeline.plan.portals import Line, lines_of
 from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
@@ -41,7 +41,7 @@ from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.mesh.division import divided_over
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid, joined, located
-from gpipe_bench.pipeline.ranks.mesh.jobs import job_of, watch_over
+from gpipe_bench.pipeline.ranks.mesh.jobs import building, job_of, watch_over
 from gpipe_bench.pipeline.ranks.mesh.joint import joint_of
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
@@ -52,6 +52,7 @@ from gpipe_bench.pipeline.stage.reduced import ReducedStage
 from gpipe_bench.pipeline.stage.running.graphed import refuse_graphs
 from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.steps import Steps
 from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
 
@@ -178,7 +179,8 @@ class Pipeline(nn.Module):
             self._divided.check(dict(layout.named), ties, known, compiles=bool(compile), reduction=reduction)
             share_memory = False  # nobody moves messages along while an action waits for other processes
         self._reduction = (timeout_s, reduction, bucket_bytes, self._divided)
-        self._joint = joint_of(self.grid, self._devices[local[0]], *self._reduction)
+        with building(job):
+            self._joint = joint_of(self.grid, job, self._devices[local[0]], *self._reduction)
         self._replicas = None if self._joint is None else self._joint.replicas
         self._layers = layout.layers(move=devices is not None)  # those of this process, by name
         self.seed = seed
@@ -194,15 +196,16 @@ class Pipeline(nn.Module):
             layers.give_to(self, [part for part in self._layers.values() if isinstance(part, Part)])
         else:
             self._modules.update(self._layers)
-        of_ties = [(tie.names, tie.ranks, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
+        self._tied: TiedWeights | Leaves | None = None
+        of_ties = [(tie.names, tie.uses, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
         mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
         if self._joint is not None:
-            self._joint.start_alike(mine, self)
+            with building(job):
+                self._joint.start_alike(mine, self)
         if self._divided is not None:
             self._divided.divide(self._layers)
-        self._stages = self._make_stages(local)
+        self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
         self._ranks: PointToPoint | None = None
-        self._tied: TiedWeights | None = None
         apart = len(set(self._devices)) > 1
         self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
         if network is not None:
@@ -217,17 +220,28 @@ class Pipeline(nn.Module):
             )
             self._transport = self._ranks
             check_equal(self.gather(mine))
-            bears = self._replicas is None or self._replicas.rank == 0
-            self._tied = TiedWeights(ties, self._ranks, self, bears=bears)
-            self._tied.share_values()
+            if self._tied is not None:
+                replicas = self._replicas
+                self._tied = TiedWeights(
+                    ties, self._ranks, self, self._tied,
+                    replicated=replicas is not None, bears=replicas is None or replicas.rank == 0,
+                )  # fmt: skip
+                self._tied.share_values()
         if self._lines:
             self._transport = with_portals(self._transport, self._lines, self._devices)
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
 
-    def _make_stages(self, local: Iterable[int]) -> dict[int, Stage]:
-        """The stages of this process, of the layers that are its submodules."""
+    def _make_stages(
+        self, local: Sequence[int], elsewhere: Collection[nn.Parameter] = ()
+    ) -> dict[int, Stage]:
+        """The stages of this process, of the layers that are its submodules; other processes have the
+        parameters `elsewhere`, too.
+        """
+        layers = {i: self._layers[self._layer_names[i]] for index in local for i in self._partition[index]}
+        leaves = Leaves(layers, elsewhere) or None
+        self._tied = leaves
         make: Callable[..., Stage] = Stage
         first_microbatch = 0
         if self._joint is not None:
@@ -238,7 +252,7 @@ class Pipeline(nn.Module):
         return {
             index: make(
                 index,
-                [self._layers[self._layer_names[i]] for i in self._partition[index]],
+                [layers[i] for i in self._partition[index]],
                 self._partition[index].start,
                 device=self._devices[index],
                 is_last=index == self._schedule.num_stages - 1,
@@ -247,6 +261,7 @@ class Pipeline(nn.Module):
                 backend=self._backend,
                 graphs=self._graphs,
                 runner=runner_of(self._portals, self._partition, self._lines, index),
+                leaves=leaves,
                 first_microbatch=first_microbatch,
             )
             for index in local
@@ -257,13 +272,7 @@ class Pipeline(nn.Module):
             if isinstance(stage, ReducedStage):
                 stage.follow(self._schedule)
         self._steps = Steps(
-            self._schedule,
-            self._stages,
-            self._devices,
-            self._transport,
-            self._replicas,
-            self._tied,
-            self._joint,
+            self._schedule, self._stages, self._devices, self._transport, self._tied, self._joint
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -274,12 +283,12 @@ class Pipeline(nn.Module):
                 "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
                 "every rank and load its state_dict"
             )
-        made = ("_stages", "_steps", "_joint")
+        made = ("_stages", "_steps", "_joint", "_tied")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(dict(state))
-        self._joint = joint_of(None, self._devices[0], *self._reduction)
+        self._joint = joint_of(None, None, self._devices[0], *self._reduction)
         self._stages = self._make_stages(range(self._schedule.num_stages))
         self._prepare()
 
@@ -312,6 +321,11 @@ class Pipeline(nn.Module):
         return self._partition
 
     @property
+    def portals(self) -> tuple[Line, ...]:
+        """What goes past stages, for `plan.drawing`, `plan.svg` and `plan.replay`."""
+        return self._lines
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages of this process."""
         return tuple(self._stages.values())
@@ -340,6 +354,15 @@ class Pipeline(nn.Module):
             return [mine]
         with self._ranks.together() as together:
             return together.gather(mine)
+
+    @property
+    def place(self) -> str:
+        """Which process of the job this is, for messages: "rank 2", on a grid "rank 2 (dp=1 pp=0)"."""
+        rank = 0 if self._ranks is None else self._ranks.rank
+        if self.grid is None:
+            return f"rank {rank}"
+        rank = dist.get_rank()
+        return f"rank {rank} ({self.grid.coordinates(rank)})"
 
     def gather_all(self, mine: T) -> list[T]:
         """The same of all processes of the grid, in the order of the mesh's ranks."""
@@ -430,10 +453,7 @@ class Pipeline(nn.Module):
             return
         if calibration.note(self.gather_timeline()):
             is_first = self._ranks is None or self._ranks.rank == 0
-            choice = calibration.choose() if is_first else None
-            if is_first and self._replicas is not None:
-                choice = self._replicas.share(choice)[0]
-            schedule = self.gather(choice)[0]
+            schedule = self.gather_all(calibration.choose() if is_first else None)[0]
             assert schedule is not None
             self._calibration = None
         else:

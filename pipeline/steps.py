@@ -20,7 +20,6 @@ from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.mesh.joint import Joint
-from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage import shared as shared_arguments
 from gpipe_bench.pipeline.stage.microbatch import (
@@ -34,6 +33,7 @@ from gpipe_bench.pipeline.stage.microbatch import (
 )
 from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Nested
 from gpipe_bench.pipeline.transport import Plan, Transport
 
@@ -41,8 +41,8 @@ from gpipe_bench.pipeline.transport import Plan, Transport
 class Steps:
     """Takes mini-batches through `stages`, those of this process by their indices.
 
-    `stage_devices` is the device of each stage of the pipeline; `replicas` are told of failures; `tied`
-    are the weights that other processes have, too; `joint` is what is done with other replicas.
+    `stage_devices` is the device of each stage of the pipeline; `tied` are the weights that several layers
+    use; `joint` is what is done with other replicas.
     """
 
     def __init__(
@@ -51,12 +51,11 @@ class Steps:
         stages: Mapping[int, Stage],
         stage_devices: Sequence[torch.device],
         transport: Transport,
-        replicas: Replicas | None,
-        tied: TiedWeights | None = None,
+        tied: TiedWeights | Leaves | None = None,
         joint: Joint | None = None,
     ) -> None:
         self._schedule, self._stages, self._joint = schedule, stages, joint
-        self._transport, self._replicas, self._tied = transport, replicas, tied
+        self._transport, self._tied = transport, tied
         self._has_last = schedule.num_stages - 1 in stages
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
@@ -161,10 +160,8 @@ class Steps:
                 self._tied.restore()
             if self._joint is not None:
                 self._joint.reset()
-            # The other ranks must not wait, nor the other replicas.
+            # The others must not wait.
             failure = error if isinstance(error, ActionError) else self._transport.abort(None, error)
-            if self._replicas is not None:
-                self._replicas.tell(failure)
             if self._is_let_down(error):
                 raise failure from error
             raise

@@ -13,16 +13,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fault_table import NUM_MICROBATCHES, Fault
+from fault_table import NUM_MICROBATCHES, REDUCING, Fault, GridFault
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.connecting import network
 from gpipe_bench.pipeline.ranks.launch import start_process
+from gpipe_bench.pipeline.ranks.mesh.joint import Joint
 from gpipe_bench.pipeline.ranks.store import Store
 
 WIDTH = 6
@@ -98,7 +100,8 @@ class Layer(nn.Module):
 
 def schedule_of(fault: Fault) -> Schedule:
     """With recomputation; the backward in halves where the fault is in one."""
-    schedule = named(fault.schedule, fault.num_ranks, NUM_MICROBATCHES, remat="always")
+    num_workers = fault.pp if isinstance(fault, GridFault) else fault.num_ranks
+    schedule = named(fault.schedule, num_workers, NUM_MICROBATCHES, remat="always")
     if fault.place[1] not in "IW" or any(action.kind is Kind.W for action in schedule):
         return schedule
     rows = [
@@ -119,6 +122,10 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
         torch.manual_seed(0)
         schedule = schedule_of(fault)
         layers = [Layer(bomb) for _ in range(schedule.num_stages)]
+        where: dict[str, Any] = {"group": dist.group.WORLD}
+        if isinstance(fault, GridFault):
+            where = {"mesh": init_device_mesh("cpu", (fault.dp, fault.pp), mesh_dim_names=("dp", "pp"))}
+            dist.barrier()  # making a mesh waits as the process group does
         bomb.at("before construction")
         inside = {
             "before the store": bomb.inside(Store, "connect", "before the store"),
@@ -135,14 +142,15 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
                 num_microbatches=NUM_MICROBATCHES,
                 schedule=schedule,
                 cost=[1] * len(layers),
-                group=dist.group.WORLD,
                 timeout_s=timeout_s,
                 share_memory=fault.transport == "shared memory",
+                **where,
             )
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
         x, target = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
         for bomb.step in range(3):  # a late rank learns of a failure only in the next step
-            pipeline.step(x, target, nn.functional.mse_loss, observe=bomb.observe)
+            with _patched(fault, REDUCING, bomb.inside(Joint, "finish", REDUCING)):
+                pipeline.step(x, target, nn.functional.mse_loss, observe=bomb.observe)
             bomb.at("between steps")
             bomb.at("before clipping")
             pipeline.clip_grad_norm_(1.0)

@@ -24,6 +24,7 @@ PLACES = (
 # More of them while ranks get to know each other, and one where they need each other no longer.
 BEGINNINGS = ("before the store", "while meeting", "before agreeing")
 END = "before closing"
+REDUCING = "before reducing"  # of a grid: the step is over but for what its replicas do together
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,29 @@ class Fault:
 
     @property
     def is_action(self) -> bool:
-        return self.place not in (*PLACES, *BEGINNINGS, END)
+        return self.place not in (*PLACES, *BEGINNINGS, END, REDUCING)
 
     def __str__(self) -> str:
         when = f" of step {self.step}, {self.schedule}" if self.is_action else ""
         return f"{self.kind} rank {self.rank} of {self.num_ranks}, {self.transport}, {self.place}{when}"
+
+
+@dataclass(frozen=True)
+class GridFault(Fault):
+    """One in a grid of `dp` pipelines beside each other, each of `num_ranks // dp` ranks."""
+
+    dp: int = 2
+
+    @property
+    def pp(self) -> int:
+        return self.num_ranks // self.dp
+
+    @property
+    def coordinates(self) -> str:
+        return f"dp={self.rank // self.pp} pp={self.rank % self.pp}"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, grid of {self.dp} x {self.pp}"
 
 
 def faults(seed: int) -> tuple[Fault, ...]:
@@ -84,3 +103,23 @@ def beginnings_and_ends() -> tuple[Fault, ...]:
         Fault(kind, rank, 3, "shared memory", place, 0, "gpipe")
         for place, kind, rank in itertools.product((*BEGINNINGS, END), ("kill", "stop"), (0, 1))
     )
+
+
+def on_grids(seed: int) -> tuple[GridFault, ...]:
+    """More of them: in each rank of two pipelines of two ranks, in an action of the first step or a later
+    one, where ranks wait for each other in a sum over replicas, and while the grid is built; and in one of
+    four pipelines of one rank, where all that ranks wait for is such a sum.
+    """
+    draw = random.Random(seed)
+    found = []
+    for step, kind, rank in itertools.product((0, 1), ("kill", "stop", "raise"), range(4)):
+        place = f"{rank % 2}{draw.choice('FRB')}{draw.randrange(NUM_MICROBATCHES)}"
+        transport, schedule = draw.choice(TRANSPORTS), draw.choice(("gpipe", "1f1b"))
+        found.append(GridFault(kind, rank, 4, transport, place, step, schedule))
+    others = ("before construction", *BEGINNINGS, "in construction", REDUCING, "before saving", "in saving",
+              "before loading", "in loading", END)  # fmt: skip
+    for place, kind, rank in itertools.product(others, ("kill", "stop"), (0, 3)):
+        found.append(GridFault(kind, rank, 4, "shared memory", place, 0, "gpipe"))
+    for kind, rank in itertools.product(("kill", "stop", "raise"), (0, 2)):
+        found.append(GridFault(kind, rank, 4, "gloo", "0B1", 1, "gpipe", dp=4))
+    return tuple(found)

@@ -78,10 +78,13 @@ def pipeline_on(
 
 
 def assert_as_plain(
-    found: Sequence[Any], make: Callable[[], Sequence[nn.Module]], data: tuple[Tensor, Tensor]
+    found: Sequence[Any],
+    make: Callable[[], Sequence[nn.Module]],
+    data: tuple[Tensor, Tensor],
+    sequence: Callable[..., nn.Module] = nn.Sequential,
 ) -> None:
     """Every parameter's gradient, and the loss on every rank, equal the plain model's."""
-    plain = nn.Sequential(*make())
+    plain = sequence(*make())
     loss = mse_loss(plain(data[0]), data[1])
     loss.backward()
     wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}

@@ -8,11 +8,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from own_graphs import CASES as MODELS
-from ranks import Ranks, assert_own_gradients
+from own_models import FAMILIES
+from ranks import EXACT, Ranks, assert_own_gradients
+from tied_cases import pairs as halves
+from tiny_models import plain_step
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.pipeline import Pipeline, checkpoint, split
+from gpipe_bench import models
+from gpipe_bench.pipeline import Pipeline, checkpoint, layers_of, split
+
+NEED_TRANSFORMERS = {"models_of_transformers_over_two_processes"}
 
 
 def a_model_cut_by_its_graph() -> None:
@@ -106,7 +112,60 @@ def a_checkpoint_of_tied_weights_of_a_model_cut_by_its_graph() -> None:
                 torch.testing.assert_close(value, alone[0].state_dict()[key], msg=f"{name}: {key}")
 
 
+WAYS = (("1f1b", "always"), ("1f1b", "never"), ("zb-h1", "always"), ("zb-h1", "never"))
+
+
+def a_gpt2_over_two_processes() -> None:
+    """With tied embeddings and dropout: every gradient is the plain model's."""
+    pair = halves()
+    sizes = {"num_layers": 2, "d_model": 8, "num_heads": 2, "vocab_size": 13, "seq_len": 6, "dropout": 0.2}
+
+    def built() -> nn.Sequential:
+        torch.manual_seed(0)
+        return models.MODELS["gpt2"](**sizes).double()
+
+    plain, loss_fn = built(), models.loss_fn("gpt2", **sizes)
+    batch, target = models.example_batch("gpt2", 7, generator=torch.Generator().manual_seed(1), **sizes)
+    wanted = plain_step(plain, batch, target, loss_fn, 3)
+    weight = plain[0].tokens.weight.grad
+    for schedule, remat in WAYS:
+        pipeline = pair.pipeline(built(), 3, schedule=schedule, remat=remat)
+        loss = pipeline.step(*pair.own(batch, target), loss_fn)
+        torch.testing.assert_close(loss, wanted.loss, **EXACT)
+        assert_own_gradients(pipeline, {**wanted.gradients, "output.logits.weight": weight}, **EXACT)
+
+
+def models_of_transformers_over_two_processes() -> None:
+    """Every gradient is what the library's own forward and backward give, with tied weights where it ties
+    them.
+    """
+    pair = halves()
+    for name, family in FAMILIES.items():
+        model = family.model(tied=family.tied)
+        batch = family.batch()
+        logits = model(**dict(zip(family.inputs, batch, strict=True))).logits
+        target = torch.randint(
+            logits.shape[-1], logits.shape[:-1], generator=torch.Generator().manual_seed(2)
+        )
+
+        def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+        loss_fn(logits, target).backward()
+        wanted = {key: p.grad for key, p in model.named_parameters(remove_duplicate=False)}
+        scale = max(float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None)
+        for schedule, remat in WAYS:
+            layers = layers_of(family.model(tied=family.tied), family.inputs)
+            pipeline = pair.pipeline(layers, 4, schedule=schedule, remat=remat, cost=None)
+            pipeline.step(*pair.own(batch if len(batch) > 1 else batch[0], target), loss_fn)
+            for key, parameter in pipeline.named_parameters():
+                error = (parameter.grad - wanted[key]).abs().max()
+                assert error <= 1e-12 * scale, (name, schedule, remat, key)
+
+
 CASES = (
+    a_gpt2_over_two_processes,
+    models_of_transformers_over_two_processes,
     a_model_cut_by_its_graph,
     a_checkpoint_of_a_model_cut_by_its_graph,
     a_checkpoint_of_tied_weights_of_a_model_cut_by_its_graph,

@@ -65,9 +65,9 @@ class Example:
             for layer in self.layers
         )
         return (
-            f"K={self.num_stages} M={self.num_microbatches} {self.schedule.name} remat={to_text(self.schedule.remat)} "
-            f"N={self.batch_size} width={self.width} small_bytes={self.small_bytes} "
-            f"share_memory={self.share_memory} zeroed={self.zeroed}: {layers}"
+            f"K={self.num_stages} M={self.num_microbatches} {self.schedule.name} "
+            f"remat={to_text(self.schedule.remat)} N={self.batch_size} width={self.width} "
+            f"small_bytes={self.small_bytes} share_memory={self.share_memory} zeroed={self.zeroed}: {layers}"
         )
 
     def problems(self, group: dist.ProcessGroup | None) -> list[str]:

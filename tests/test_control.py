@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from test_peers import ALWAYS, CASE, TIMES, job, lines_of, record, result
 
+from gpipe_bench.experiments.side_by_side import control as control_rule
 from gpipe_bench.experiments.side_by_side import engine as engine_bench
 from gpipe_bench.experiments.side_by_side import engine_text as engine_bench_text
 from gpipe_bench.experiments.side_by_side import peers_text
 from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, EngineResult
 from gpipe_bench.experiments.side_by_side.peers import outcome
+from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.codec import decode, encode
 from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.harness.timing.usage import Usage
@@ -90,4 +92,71 @@ def test_records_from_before_are_judged_by_their_control() -> None:
     ],
 )
 def test_a_control_voids_when_its_interval_excludes_one(quantity: Quantity | None, void: bool) -> None:
-    assert bool(engine_bench_text.void_by(quantity)) == void
+    assert bool(control_rule.void_by(quantity)) == void
+
+
+# Measured again
+
+
+def taken(controls: list[list[float]]):
+    """What each call of a case's measurement finds, and how many rounds it was asked for."""
+    asked: list[int] = []
+
+    def take(rounds: int):
+        asked.append(rounds)
+        return outcome(job(), [result({**TIMES, "ours": controls[len(asked) - 1]})])
+
+    return take, asked
+
+
+STILL = [0.21, 0.2, 0.2, 0.21]
+
+
+@pytest.mark.parametrize(
+    ("controls", "rounds", "word"),
+    [
+        ([STILL], [12], ""),
+        ([DRIFTING, STILL], [12, 24], ""),
+        ([DRIFTING, DRIFTING], [12, 24], "contaminated"),
+    ],
+)
+def test_a_void_case_is_measured_once_more_with_more_rounds(controls, rounds, word) -> None:
+    take, asked = taken(controls)
+    found = record(control_rule.held_still(take, 12), CASE)
+    assert asked == rounds
+    shown = peers_text.tables([found], [])
+    rows = lines_of(shown)
+    said = rows["torch-1f1b"].rpartition("  ")[2]
+    assert (said == word) if word else said.startswith(("yes", "NO"))
+    assert ("measured again with 2 times the rounds" in shown) == (len(rounds) == 2 and not word)
+    assert ("and before, in half the rounds: the control is 1.175" in shown) == bool(word)
+
+
+def test_a_failed_case_is_not_measured_again() -> None:
+    calls = []
+
+    def take(rounds: int) -> Outcome:
+        calls.append(rounds)
+        return Outcome(status="failed", reason="broke", details={"void": "the control is 2, not 1"})
+
+    assert control_rule.held_still(take, 3).status == "failed"
+    assert calls == [3]
+
+
+@pytest.mark.parametrize(
+    ("value", "reach", "said"),
+    [
+        (1.10, (0.98, 1.03), "NO"),
+        (1.10, (0.89, 1.05), "NO, within the noise"),  # identical code was further from 1
+        (0.90, (0.98, 1.03), "yes"),
+        (0.90, (0.95, 1.15), "yes, within the noise"),
+    ],
+)
+def test_nothing_is_certain_within_the_noise_floor(
+    value: float, reach: tuple[float, float], said: str
+) -> None:
+    ratio = Quantity(
+        name="x", value=value, unit="ratio", provenance="measured", low=value - 0.01, high=value + 0.01
+    )
+    target = control_rule.Target("", {}, "x", at_least=False, bound=1.0)
+    assert control_rule.verdict(target, ratio, control(1.0, *reach)) == said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -14,11 +15,16 @@ import pytest
 import torch
 import torch.distributed.run
 from command_line import free_port
+from own_model_cases import NEED_TRANSFORMERS
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gpipe_bench.pipeline.ranks.launch import launch
 
 pytestmark = pytest.mark.alone  # four processes at a time
+
+
+def misses_library(case: str) -> bool:
+    return case in NEED_TRANSFORMERS and importlib.util.find_spec("transformers") is None
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +33,14 @@ def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[str | None,
     chosen = [
         item.callspec.params["case"] for item in request.session.items if item.name.startswith("test_case[")
     ]
+    chosen = [case for case in chosen if not misses_library(case)]
     return launch(distributed_cases.run_all, 4, chosen, device="cpu")
 
 
 @pytest.mark.parametrize("case", distributed_cases.CASES)
 def test_case(case: str, outcomes: list[dict[str, tuple[str | None, float]]]) -> None:
+    if misses_library(case):
+        pytest.skip("needs transformers: pip install gpipe-bench[transformers]")
     traces = [f"rank {rank}: {of_rank[case][0]}" for rank, of_rank in enumerate(outcomes) if of_rank[case][0]]
     assert not traces, "\n".join(traces)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from gpipe_bench.experiments.engines.checks import counting
 from gpipe_bench.experiments.side_by_side import engine as engine_bench
+from gpipe_bench.experiments.side_by_side.control import Target, verdict
 from gpipe_bench.experiments.side_by_side.engine import EXPERIMENT
 from gpipe_bench.experiments.side_by_side.engine_arms import (
     Arm,
@@ -23,7 +24,7 @@ from gpipe_bench.experiments.side_by_side.engine_arms import (
     sequential,
     verify,
 )
-from gpipe_bench.experiments.side_by_side.engine_text import TARGETS, Target, tables, verdict
+from gpipe_bench.experiments.side_by_side.engine_text import TARGETS, tables
 from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, EngineResult
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.stats import from_samples

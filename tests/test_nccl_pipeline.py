@@ -24,7 +24,7 @@ from nccl_cases import (
 )
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline, Pop, Stash
+from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule, gpipe, one_f_one_b
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
@@ -336,20 +336,3 @@ def test_a_pipeline_that_is_dropped_closes_by_itself() -> None:
 def test_a_pipeline_in_one_process_can_be_closed_too() -> None:
     with Pipeline(layers(2), num_stages=2, num_microbatches=2, cost=[1, 1]) as pipeline:
         pipeline.step(*batch(2), mse_loss)
-
-
-def test_portals_between_ranks_are_refused() -> None:
-    """On every rank alike, before anything is connected."""
-
-    def made() -> list[nn.Module]:
-        return [Stash("a"), nn.Linear(4, 4), Pop("a", Added())]
-
-    for found in run(3, lambda network: pipeline_on(network, gpipe(3, 1), made())):
-        assert isinstance(found, ValueError)
-        assert "portal 'a' leads from stage 0 to stage 2" in str(found)
-        assert "on accelerators" in str(found)
-
-
-class Added(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] + pair[1]

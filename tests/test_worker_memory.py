@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
 import pytest
 import torch
 from real_steps import Step, compare, profiles
 from torch import nn
 
-from gpipe_bench.pipeline.memory.stages.workers import memories, pipeline_memory, stage_footprints
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.rematerialized import held_by
+from gpipe_bench.pipeline.memory.stages.workers import (
+    memories,
+    peak_bytes,
+    pipeline_memory,
+    stage_footprints,
+)
+from gpipe_bench.pipeline.plan.adaptive import adaptive
+from gpipe_bench.pipeline.plan.held import Ledger
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
 
 
 def model() -> nn.Sequential:
@@ -86,3 +101,43 @@ def test_what_has_no_memory_model_is_refused() -> None:
         pipeline_memory(layers, loss, spans[:3], named("zb-v", 2, 2))
     with pytest.raises(ValueError, match="unknown optimizer 'lion'"):
         pipeline_memory(layers, loss, spans, named("interleaved", 2, 2), "lion")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_sums_for_a_search_are_the_modelled_peaks_to_the_byte(name: str) -> None:
+    """Of any choice, for every worker, with and without receives that are posted ahead."""
+    batch, target = data(1)
+    layers, loss = Profiler(split_backward=True).model(
+        model(), nn.functional.mse_loss, Boundary.of(batch), Boundary.of(target)
+    )
+    schedule = named(name, 2, 5)
+    stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
+    width = 8 // len(stages)
+    footprints = stage_footprints(layers, loss, [range(s * width, (s + 1) * width) for s in stages])
+    generator = random.Random(name)
+    for optimizer, ahead in (("sgd", 0), ("adam", 1)):
+        held = held_by(footprints, schedule, optimizer, receive_ahead=ahead)
+        for _ in range(5):
+            again = {(s, m) for s in stages for m in microbatches if generator.random() < 0.5}
+            choice = recomputed(schedule, [[m for s, m in again if s == stage] for stage in stages])
+            peaks = peak_bytes(footprints, choice, optimizer, receive_ahead=ahead)
+            for worker, peak in enumerate(peaks):
+                assert Ledger(schedule, worker, held, 0).peak_bytes(again) == peak
+
+
+def test_a_choice_under_a_cap_keeps_to_it_in_real_steps() -> None:
+    batch, target = data(4)
+    layers, loss = profiles(model(), batch, target, nn.functional.mse_loss, Step(num_microbatches=4))
+    spans = [range(0, 4), range(4, 8)]
+    footprints = stage_footprints(layers, loss, spans)
+    lean, full = (peak_bytes(footprints, gpipe(2, 4, word), receive_ahead=0) for word in ("always", "never"))
+    caps = [(a + b) // 2 for a, b in zip(lean, full, strict=True)]
+    schedule = gpipe(2, 4, "never")
+    found = adaptive(
+        schedule, partial(replay, action_s=SLOTS), held_by(footprints, schedule, receive_ahead=0), caps
+    ).schedule
+    assert all(0 < len(again) < 4 for again in found.recomputed)
+    counted, modelled = compare(model(), batch, target, nn.functional.mse_loss, Step(2, 4, "", found))
+    for peak, expected, cap, least in zip(counted.peaks, modelled, caps, lean, strict=True):
+        assert expected.peak == pytest.approx(peak, rel=0.01)
+        assert least < peak <= 1.01 * cap

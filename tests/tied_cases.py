@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from ranks import EXACT, Ranks, assert_own_gradients, raises
+from mesh_grids import assert_gradients, joint_step, on_grid, own_part
+from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients, raises
 from tiny_models import plain_step, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -72,23 +73,33 @@ def assert_same_weights(pipeline: Pipeline, wanted: dict[str, Tensor]) -> None:
 
 
 def tied_weights_are_one_weight() -> None:
-    """With one micro-batch the gradients meet in a plain backward's order: the same bits after some steps,
-    whatever the ranks began with.
+    """The same bits as in one process after some steps, whatever the ranks began with; also where the layers
+    that share a weight lie on the ranks in turn.
     """
-    for ranks in (Ranks(), pairs()):
-        for users in (2, 3):
-            alone = Pipeline(
-                seeded(lambda users=users: tied_model(users), torch.float32), num_stages=1, num_microbatches=1
-            )
-            wanted = train(alone, sgd(alone), range(3))
-            layers = seeded(lambda users=users: tied_model(users), torch.float32)
-            if not ranks.is_first:
-                layers[0].weight.data.normal_()
-            pipeline = ranks.pipeline(layers, 1, schedule="gpipe")
-            found = train(pipeline, sgd(pipeline), range(3), ranks)
-            for one, other in zip(found, wanted, strict=True):
-                assert torch.equal(one, other)
-            assert_same_weights(pipeline, alone.state_dict())
+    for ranks, users, schedule, remat, num_stages in (
+        (Ranks(), 2, "gpipe", "always", 4),
+        (Ranks(), 3, "zb-h1", "never", 4),
+        (pairs(), 3, "1f1b", "always", 2),
+        (pairs(), 3, "interleaved", "never", 4),
+    ):
+        alone = Pipeline(
+            seeded(lambda users=users: tied_model(users), torch.float32),
+            num_stages=1,
+            num_microbatches=4,
+            schedule="gpipe" if schedule == "gpipe" else "1f1b",
+        )
+        wanted = train(alone, sgd(alone), range(3))
+        layers = seeded(lambda users=users: tied_model(users), torch.float32)
+        if not ranks.is_first:
+            layers[0].weight.data.normal_()
+        pipeline = Pipeline(
+            layers, num_stages=num_stages, num_microbatches=4, schedule=schedule, remat=remat,
+            cost=[1] * 4, group=ranks.group, timeout_s=TIMEOUT_S,
+        )  # fmt: skip
+        found = train(pipeline, sgd(pipeline), range(3), ranks)
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other), (schedule, users)
+        assert_same_weights(pipeline, alone.state_dict())
 
 
 def tied_gradients_add_up() -> None:
@@ -170,9 +181,28 @@ def a_tied_weight_that_was_replaced_is_refused() -> None:
         pipeline.step(*pair.own(*words(4, 0)), nn.functional.cross_entropy)
 
 
+def tied_weights_of_replicas() -> None:
+    """Each layer's gradient is summed over the replicas, then those of the layers are: also over steps
+    without `sync`, and added once to what was there.
+    """
+    for dp, pp in ((4, 1), (2, 2)):
+        model = seeded(lambda: tied_model(3))
+        pipeline = on_grid(dp, pp, seeded(lambda: tied_model(3)), 3, schedule="1f1b")
+        for step, sync in enumerate((True, False, False, True, True)):
+            parts = [words((7, 4, 5, 6)[replica], 10 * step + replica) for replica in range(dp)]
+            wanted = joint_step(model, parts, nn.functional.cross_entropy, 3, step=step)
+            pipeline.step(*own_part(pipeline, parts), nn.functional.cross_entropy, sync=sync)
+            if sync:
+                weight = model[0].weight.grad
+                wanted.gradients.update({"2.weight": weight, "3.weight": weight})
+                assert_gradients(pipeline, wanted)
+        pipeline.close()
+
+
 CASES: tuple[Callable[[], None], ...] = (
     tied_weights_are_one_weight,
     tied_gradients_add_up,
+    tied_weights_of_replicas,
     tied_weights_in_checkpoints,
     a_tie_of_sparse_gradients_is_refused,
     a_tied_weight_that_was_replaced_is_refused,

@@ -61,6 +61,8 @@ def _verb(name: str) -> Callable[[argparse.Namespace], int]:
         from gpipe_bench.experiments.commands.report import run
     elif name == "size":
         from gpipe_bench.experiments.commands.size import run
+    elif name == "plan":
+        from gpipe_bench.experiments.commands.plan import run
     elif name == "schedule":
         from gpipe_bench.experiments.commands.schedule import run
     elif name == "guard":
@@ -254,6 +256,58 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument(
         "--compiled", action="store_true", help="layers as torch.compile keeps and fuses them; takes seconds"
     )
+
+    verb = _add(verbs, "plan", "how to train a model on your machines, and how long a step will take")
+    verb.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a published shape (gpt2-xl, llama-8b ...), or your own: module:function",
+    )
+    verb.add_argument("--accelerators", type=int, required=True, metavar="N", help="on all hosts together")
+    verb.add_argument("--memory-gib", type=float, required=True, metavar="GIB", help="of each")
+    verb.add_argument(
+        "--batch-size", type=int, required=True, metavar="N", help="examples of a mini-batch, of all replicas"
+    )
+    verb.add_argument(
+        "--optimizer", choices=("sgd", "rmsprop", "adam"), default="adam", help="default: %(default)s"
+    )
+    verb.add_argument(
+        "--precision", default="float32", metavar="TYPE",
+        help="of the activations (autocast): float32 or bfloat16, also fp32, bf16; default: %(default)s",
+    )  # fmt: skip
+    verb.add_argument(
+        "--device-type", default="measured", metavar="NAME",
+        help="an accelerator by its name, such as h100, under a roofline; default: measured, the layers are "
+        "timed on this machine",
+    )  # fmt: skip
+    verb.add_argument("--hosts", type=int, default=1, metavar="N", help="default: %(default)s")
+    verb.add_argument(
+        "--link", metavar="LINK",
+        help="inside a host: nvlink, pcie, infiniband, ethernet or a preset; default: nvlink, or loopback "
+        "where the layers are timed here",
+    )  # fmt: skip
+    verb.add_argument("--between", metavar="LINK", help="between hosts, likewise")
+    verb.add_argument("--num-layers", type=int, metavar="L", help="blocks of GPT-2 or Llama, not the shape's")
+    verb.add_argument(
+        "--schedule", action="append", default=[], metavar="NAME", help="only this one; may be repeated"
+    )
+    verb.add_argument(
+        "--num-microbatches", action="append", type=int, default=[], metavar="M", help="likewise"
+    )
+    verb.add_argument(
+        "--pp", action="append", type=int, default=[], metavar="K", help="workers of a pipeline, likewise"
+    )
+    verb.add_argument(
+        "--tp", action="append", type=int, default=[], metavar="N",
+        help="accelerators that compute a layer together, which needs a plan of yours; default: 1",
+    )  # fmt: skip
+    verb.add_argument("--no-fsdp", action="store_true", help="every replica holds all parameters")
+    verb.add_argument("--compiled", action="store_true", help="layers as torch.compile keeps them")
+    verb.add_argument("--top", type=int, default=5, metavar="N", help="plans to print; default: %(default)s")
+    verb.add_argument(
+        "--script", type=Path, metavar="FILE.py", help="write the script that trains as planned"
+    )
+    verb.add_argument("--frontier", type=Path, metavar="FILE.png", help="draw memory against time")
 
     verb = _add(
         verbs, "schedule", "draw and check a schedule: one row per worker, length, bubble, activations"

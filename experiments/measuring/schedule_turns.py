@@ -29,6 +29,7 @@ from gpipe_bench.harness.judging.stats import median_interval
 from gpipe_bench.harness.timing.rounds import against_itself, ratios, slowest, turns
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.pipeline.plan.remat import from_text
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.calibration import TIMED_STEPS, WARM_UP_STEPS
@@ -41,7 +42,8 @@ CALIBRATION_STEPS = WARM_UP_STEPS + 2 * TIMED_STEPS
 
 class TurnsJob(NamedTuple):
     """One run as its processes see it. `arms` are names of schedules, "auto" (two stages per worker), "line"
-    (the same with one), and torch's after "torch "; with " remat" behind the name all is recomputed. Without
+    (the same with one), and torch's after "torch "; with " remat" behind the name all is recomputed, with
+    " remat=0-2,never" what that says. Without
     a `slot_s` the stages compute.
     """
 
@@ -119,7 +121,8 @@ def _step(
     loss_fn = nn.functional.mse_loss
     group = dist.group.WORLD
     assert group is not None
-    name, remat = arm.removesuffix(" remat"), "always" if arm.endswith(" remat") else "never"
+    name, recomputed, choice = arm.partition(" remat")
+    remat = from_text(choice.removeprefix("=") or "always") if recomputed else "never"
     name = name.removeprefix(TORCH)
     per_worker = 1 if name == "line" else _stages_per_worker(name)
     num_stages = per_worker * job.num_workers
@@ -179,7 +182,7 @@ def lines(job: TurnsJob, found: Sequence[TurnsResult]) -> list[str]:
             text += f"  {slots * slot_s * 1e3:9.2f} ms replayed"
             text += _ratio("ratio", [seconds / (slots * slot_s) for seconds in least_s])
         else:
-            base = "1f1b" if not arm.endswith(" remat") else "gpipe remat"
+            base = "1f1b" if " remat" not in arm else "gpipe remat"
             if base in times:
                 text += _ratio(f"to {base}", ratios(times, arm, base))
         text += _ratio("control", against_itself(times, arm))

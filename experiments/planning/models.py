@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from gpipe_bench.experiments.table1.model_costs import PRECISIONS, ModelProfile,
 from gpipe_bench.models import MODELS, SHAPES, count_parameters, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.model.layers_of import layers_of
 
 BATCH_SIZE = 32
 """Examples of the mini-batch of a published shape, where none are given."""
@@ -22,6 +23,29 @@ WANTED = (
     "it takes no arguments and returns (layers, inputs) or (layers, inputs, target, loss_fn), the inputs an "
     "example of a mini-batch"
 )
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several layers share, such as an embedding that is the output layer too."""
+
+    layers: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a script makes the model again: the import, and what is called by it.
+
+    For one's own `called` is the function, which may give a loss, and a foreign model in the place of layers;
+    for the zoo's it is the builder, with its options.
+    """
+
+    imports: str
+    called: str
+    options: dict[str, Any] | None = None
+    has_loss: bool = True
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,6 +58,8 @@ class Model:
         loss_fn: (output, target) -> scalar
         inputs, target: of one mini-batch
         num_parameters: a matrix that two layers share counted once
+        ties: what layers share; each of them is profiled with its own
+        source: how a script makes it
     """
 
     name: str
@@ -42,6 +68,8 @@ class Model:
     inputs: Boundary
     target: Boundary
     num_parameters: int
+    ties: tuple[Tie, ...] = ()
+    source: Source = Source("", "")
     _profiles: dict[tuple[object, ...], ModelProfile] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -53,15 +81,21 @@ class Model:
         self, num_microbatches: int, precision: str, *, compiled: bool = False, split_backward: bool = False
     ) -> ModelProfile:
         """Of one micro-batch; layers that are alike once. `num_microbatches` divides the mini-batch."""
-        key = (num_microbatches, precision, compiled, split_backward)
+        return self.profile_of(
+            self.batch_size // num_microbatches, precision, compiled=compiled, split_backward=split_backward
+        )
+
+    def profile_of(
+        self, microbatch_size: int, precision: str, *, compiled: bool = False, split_backward: bool = False
+    ) -> ModelProfile:
+        """The same of a micro-batch of that many examples."""
+        key = (microbatch_size, precision, compiled, split_backward)
         if key not in self._profiles:
-            profiler = Profiler(PRECISIONS[precision], compiled=compiled, split_backward=split_backward)
-            size = self.batch_size // num_microbatches
-            self._profiles[key] = ModelProfile(
-                *profiler.model(
-                    self.layers, self.loss_fn, resized(self.inputs, size), resized(self.target, size)
-                )
+            profiler = Profiler(
+                PRECISIONS[precision], compiled=compiled, split_backward=split_backward, ties_apart=True
             )
+            inputs, target = (resized(each, microbatch_size) for each in (self.inputs, self.target))
+            self._profiles[key] = ModelProfile(*profiler.model(self.layers, self.loss_fn, inputs, target))
         return self._profiles[key]
 
 
@@ -83,22 +117,41 @@ def model_of(name: str, batch_size: int | None = None, num_layers: int | None = 
         found = _own(name)
         if batch_size is None:
             return found
-        return Model(
-            found.name, found.layers, found.loss_fn, resized(found.inputs, batch_size),
-            resized(found.target, batch_size), found.num_parameters,
-        )  # fmt: skip
+        return replace(
+            found,
+            inputs=resized(found.inputs, batch_size),
+            target=resized(found.target, batch_size),
+            _profiles={},
+        )
     builder, options = SHAPES[name]
     if num_layers is not None:
         options = {**options, "num_layers": num_layers}
+    return built(name, builder, options, batch_size or BATCH_SIZE)
+
+
+def built(name: str, builder: str, options: dict[str, Any], batch_size: int) -> Model:
+    """A model of the zoo: `MODELS[builder](**options)`, called `name`."""
     with torch.device("meta"):
-        counted = model = MODELS[builder](**options)
-        if builder == "gpt2":  # the two ends of the tie are in two processes, which hold the matrix each
-            model = MODELS[builder](**options, tied=False)
-    inputs, target = example_batch(builder, batch_size or BATCH_SIZE, device="meta", **options)
+        model = MODELS[builder](**options)
+    inputs, target = example_batch(builder, batch_size, device="meta", **options)
     return Model(
         name, tuple(model), loss_fn(builder, **options), Boundary.of(inputs), Boundary.of(target),
-        count_parameters(counted),
+        count_parameters(model), ties_of(tuple(model)),
+        Source("from gpipe_bench.models import MODELS, example_batch, loss_fn", builder, options),
     )  # fmt: skip
+
+
+def ties_of(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """The parameters that more than one of the layers has."""
+    users: dict[nn.Parameter, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            users.setdefault(parameter, []).append(index)
+    return tuple(
+        Tie(tuple(mine), parameter.numel() * parameter.itemsize)
+        for parameter, mine in users.items()
+        if len(mine) > 1
+    )
 
 
 def _own(name: str) -> Model:
@@ -118,7 +171,7 @@ def _own(name: str) -> Model:
         raise ValueError(f"{name} failed with {type(error).__name__}: {error}; {WANTED}") from error
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 4):
         raise ValueError(f"{name} returned {_kind(given)}; {WANTED}")
-    layers = tuple(given[0]) if isinstance(given[0], (nn.Sequential, list, tuple)) else ()
+    layers = _layers(given[0])
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
         raise ValueError(
             f"{name} returned layers of {_kind(given[0])}: return an nn.Sequential or a list of layers"
@@ -130,7 +183,24 @@ def _own(name: str) -> Model:
         )
     target, loss = (given[2], given[3]) if len(given) == 4 else (torch.empty(*examples, device="meta"), _mean)
     parameters = count_parameters(nn.ModuleList(layers))
-    return Model(name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters)
+    return Model(
+        name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, ties_of(layers),
+        Source(
+            f"from {module} import {attribute}", attribute, has_loss=len(given) == 4,
+            is_foreign=_is_foreign(given[0]),
+        ),
+    )  # fmt: skip
+
+
+def _layers(given: object) -> tuple[nn.Module, ...]:
+    """Of a sequence, or of a model that `pipeline.layers_of` knows; none of anything else."""
+    if _is_foreign(given):
+        return tuple(layers_of(given))  # type: ignore[arg-type]
+    return tuple(given) if isinstance(given, (nn.Sequential, list, tuple)) else ()
+
+
+def _is_foreign(given: object) -> bool:
+    return isinstance(given, nn.Module) and type(given).__module__.startswith("transformers.")
 
 
 def _mean(output: Any, target: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
-from gpipe_bench.experiments.schedules import at_costs, grid, published, side_by_side
+from gpipe_bench.experiments.schedules import at_costs, grid, published, recomputing, side_by_side
 from gpipe_bench.experiments.schedules.figures import figures
 from gpipe_bench.experiments.schedules.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -39,6 +39,11 @@ def cases(options: RunOptions) -> list[Case]:
             for number, seconds in at_costs.SECONDS[options.profile].items()
             if not smoke or model == "transformer"
         ),
+        *(
+            Case({"part": recomputing.PART, "model": model}, seconds)
+            for model, seconds in recomputing.SECONDS.items()
+            if not smoke
+        ),
         *(Case(key, seconds) for key, seconds in side_by_side.keys(options.profile)),
     ]
 
@@ -51,6 +56,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return at_costs.run(
                 str(case.key["model"]), options.profile, int(str(case.key["num_microbatches"]))
             )
+        case recomputing.PART:
+            return recomputing.run(str(case.key["model"]))
         case side_by_side.PART:
             return side_by_side.run(case.key, options)
     workers = int(str(case.key["num_workers"]))
@@ -92,7 +99,8 @@ EXPERIMENT = Experiment(
     source="beyond the paper; arXiv 2401.10241; OLMo-core, torchtitan, Primus",
     describe=(
         "Published bubble rates replayed; length, bubble and memory of all schedules over K and M, at equal "
-        "and at measured costs; our schedules beside torch's; Table 2 with the best schedule."
+        "and at measured costs; our schedules beside torch's; Table 2 with the best schedule; what must be "
+        "recomputed under Table 1's memory."
     ),
     profiles={
         "smoke": "published rates of one model, K up to 4",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.side_by_side.engine import conditions_of, void_of
+from gpipe_bench.experiments.side_by_side.control import conditions_of, held_still, void_of
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Scalar
@@ -76,11 +76,15 @@ def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
     from gpipe_bench.experiments.schedules.side_by_side_work import SideJob, work
 
     remat, number = str(key["remat"]), int(str(key["num_microbatches"]))
-    job = SideJob(
-        MODEL, OPTIONS[options.profile], SIZE[options.profile], number, remat, arms(remat),
-        ROUNDS[remat, number][options.profile], SEED,
-    )  # fmt: skip
-    return outcome(number, remat, run_processes(work, NUM_WORKERS, job))
+    rounds = ROUNDS[remat, number][options.profile]
+
+    def take(rounds: int) -> Outcome:
+        job = SideJob(
+            MODEL, OPTIONS[options.profile], SIZE[options.profile], number, remat, arms(remat), rounds, SEED
+        )
+        return outcome(number, remat, run_processes(work, NUM_WORKERS, job))
+
+    return take(rounds) if options.profile == "smoke" else held_still(take, rounds)
 
 
 def outcome(number: int, remat: str, found: Sequence[SideResult]) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
-from gpipe_bench.experiments.schedules import side_by_side_text
+from gpipe_bench.experiments.schedules import recomputing_text, side_by_side_text
 from gpipe_bench.experiments.schedules.at_costs import PART
 from gpipe_bench.experiments.schedules.grid import GRID, NAMES, REMATS
 from gpipe_bench.harness.judging.compare import Comparison
@@ -27,6 +27,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         parts += [_at_costs(record, remat) for remat in REMATS]
     for model in SUBJECTS:
         parts += _table2(records, model)
+    parts += recomputing_text.tables(records)
     return "\n\n".join(parts)
 
 

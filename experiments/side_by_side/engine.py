@@ -17,13 +17,13 @@ import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.side_by_side.engine_text import tables, void_by
+from gpipe_bench.experiments.side_by_side.control import conditions_of, held_still, void_of
+from gpipe_bench.experiments.side_by_side.engine_text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
-from gpipe_bench.harness.timing.rounds import Times, against_itself, differences, ratios, slowest
-from gpipe_bench.harness.timing.usage import Usage, used_by_others
+from gpipe_bench.harness.timing.rounds import Times, differences, ratios, slowest
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, EngineResult
@@ -84,20 +84,26 @@ def run(case: Case, options: RunOptions) -> Outcome:
     from gpipe_bench.pipeline.ranks.launch import launch
 
     key: dict[str, Any] = case.key
+    rounds = ROUNDS[options.profile][key["part"]]
     job = EngineJob(
         key["part"],
         key["num_stages"],
         key["num_microbatches"],
         key["remat"],
-        ROUNDS[options.profile][key["part"]],
+        rounds,
         SEED,
         key.get("against", ""),
         key.get("transport", "memory"),
     )
     # The processes measure the host's side, and there may be more of them than GPUs.
     num_processes = 1 if job.part == "in process" else job.num_stages
-    found: list[EngineResult] = launch(work, num_processes, job, device="cpu")
-    return outcome(job, found)
+
+    def take(rounds: int) -> Outcome:
+        again = job._replace(rounds=rounds)
+        found: list[EngineResult] = launch(work, num_processes, again, device="cpu")
+        return outcome(again, found)
+
+    return take(rounds) if options.profile == "smoke" else held_still(take, rounds)
 
 
 def outcome(job: EngineJob, found: Sequence[EngineResult]) -> Outcome:
@@ -120,27 +126,6 @@ def outcome(job: EngineJob, found: Sequence[EngineResult]) -> Outcome:
         **void_of(quantities),
     }
     return Outcome(tuple(quantities), details)
-
-
-def conditions_of(usages: Sequence[Usage], times: Times) -> list[Quantity]:
-    """What the numbers of a case can be trusted for: our arm against itself, and what else ran meanwhile."""
-    return [
-        from_samples(
-            "control", against_itself(times, "ours"), "ratio", note="our first sample of a round / second"
-        ),
-        Quantity(
-            name="used by others", value=used_by_others(usages), unit="ratio", provenance="measured",
-            higher_is_better=False,
-            note="share of the machine's cores that other programs used meanwhile",
-        ),
-    ]  # fmt: skip
-
-
-def void_of(quantities: Sequence[Quantity]) -> dict[str, str]:
-    """For a record's details: `void`, why none of its numbers may be judged, where the control says so."""
-    control = next(quantity for quantity in quantities if quantity.name == "control")
-    void = void_by(control)
-    return {"void": void} if void else {}
 
 
 def _overlap(job: EngineJob, times: Times) -> list[Quantity]:

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from gpipe_bench.experiments.side_by_side.control import Target, measured, state_of, verdict, void_by
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+from gpipe_bench.harness.records.record import Record, Scalar
 from gpipe_bench.harness.report.grid import Grid
-
-
-class Target(NamedTuple):
-    """What a quantity of a case should be: at least or at most `bound`, in the quantity's unit."""
-
-    what: str
-    case: dict[str, Scalar]
-    quantity: str
-    at_least: bool
-    bound: float
-
-    def holds(self, value: float) -> bool:
-        return value >= self.bound if self.at_least else value <= self.bound
 
 
 def _transformer(num_microbatches: int, remat: str) -> dict[str, Scalar]:
@@ -75,25 +62,6 @@ def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
     return f"{_targets(records)}\n\n{_everything(records)}"
 
 
-def void_by(control: Quantity | None) -> str:
-    """Why a case's numbers can't be judged, or nothing: the interval of the control excludes 1.
-
-    The control is the ratio of identical code to itself, so that what differs there is the machine.
-    """
-    if control is None or control.low is None or control.high is None or control.low <= 1 <= control.high:
-        return ""
-    return f"the control is {measured(control)}, not 1"
-
-
-def verdict(target: Target, quantity: Quantity) -> str:
-    """Whether the median meets the target, and whether the whole interval says so."""
-    assert quantity.value is not None, "measured quantities have a value"
-    holds = target.holds(quantity.value)
-    low, high = quantity.low, quantity.high
-    sure = low is not None and high is not None and target.holds(low) == target.holds(high) == holds
-    return ("yes" if holds else "NO") + ("" if sure else ", within the noise")
-
-
 def _targets(records: Sequence[Record]) -> str:
     lines = []
     for target in TARGETS:
@@ -108,8 +76,9 @@ def _targets(records: Sequence[Record]) -> str:
             continue
         assert record is not None, "its quantity was found"
         bound = f"{sign} {show(target.bound, quantity.unit, 3)}"
-        void = void_by(record.quantity("control"))
-        said = f"void: {void}" if void else verdict(target, quantity)
+        word, _ = state_of(record)
+        control = record.quantity("control")
+        said = f"{word}: {void_by(control)}" if word else verdict(target, quantity, control)
         lines.append([target.what, bound, measured(quantity), said])
     table = Grid(
         title="The engine's own cost, side by side (measured)",
@@ -120,12 +89,13 @@ def _targets(records: Sequence[Record]) -> str:
 
 
 def _note(table: str) -> str:
-    """What void means, where it is said."""
-    if "void: " not in table:
+    """What void and contaminated mean, where they are said."""
+    if "void: " not in table and "contaminated: " not in table:
         return ""
     return (
         "\n\nvoid: our first sample of a round and the second, of the same code, differ by more than\n"
-        "chance. The machine changed while it measured, so nothing is judged; measure again."
+        "chance. The machine changed while it measured, so nothing is judged; measure again.\n"
+        "contaminated: so it was twice, the second time with more rounds."
     )
 
 
@@ -136,16 +106,3 @@ def _everything(records: Sequence[Record]) -> str:
         for number, quantity in enumerate(record.quantities)
     ]
     return Grid(columns=["case", "quantity", "median [95 % interval]"], lines=lines).text()
-
-
-def measured(quantity: Quantity) -> str:
-    """`0.951 [0.947, 0.956]`."""
-    assert quantity.value is not None, "measured quantities have a value"
-    text = _show(quantity.value, quantity.unit)
-    if quantity.low is None or quantity.high is None:
-        return text
-    return f"{text} [{_show(quantity.low, quantity.unit)}, {_show(quantity.high, quantity.unit)}]"
-
-
-def _show(value: float, unit: str) -> str:
-    return f"{value:.3f}" if unit == "ratio" else show(value, unit, 3)

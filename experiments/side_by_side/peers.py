@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.side_by_side.engine import conditions_of, void_of
+from gpipe_bench.experiments.side_by_side.control import conditions_of, held_still, void_of
 from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.experiments.side_by_side.peers_text import SAME_SCHEDULE, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -106,14 +106,21 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
         if reason := why_no_torchgpipe():
             return Outcome(status="skipped", reason=reason)
+    rounds = ROUNDS[key["where"], key["remat"], key["num_microbatches"]][options.profile]
     job = PeersJob(
         model, model_options, microbatch_size, NUM_STAGES, key["num_microbatches"], engines, in_process,
-        ROUNDS[key["where"], key["remat"], key["num_microbatches"]][options.profile], SEED,
+        rounds, SEED,
     )  # fmt: skip
     own = [name.partition("@")[0] for name in own_engines(options.engine)]
     faulty = {name: fault for name in own if (fault := fault_in(job, name)) is not None}
-    found, late = measured(job, [name for name in own if name not in faulty], faulty, case.estimate_s)
-    return outcome(job, found, {**faulty, **late})
+    right = [name for name in own if name not in faulty]
+
+    def take(rounds: int) -> Outcome:
+        again = job._replace(rounds=rounds)
+        found, late = measured(again, right, faulty, case.estimate_s * rounds / job.rounds)
+        return outcome(again, found, {**faulty, **late})
+
+    return take(rounds) if options.profile == "smoke" else held_still(take, rounds)
 
 
 def fault_in(job: PeersJob, name: str) -> Fault | None:

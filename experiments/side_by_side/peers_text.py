@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpipe_bench.experiments.side_by_side.engine_text import Target, measured, verdict, void_by
+from gpipe_bench.experiments.side_by_side.control import Target, measured, state_of, verdict
 from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
@@ -45,7 +45,7 @@ def _block(record: Record) -> str:
     if record.status != "done" and not faulty:
         return f"{title}: {record.status}: {record.reason}"
     target = TARGETS.get((str(record.case["where"]), str(record.case["remat"]), _count(record.case)))
-    void = void_by(record.quantity("control"))
+    word, _ = state_of(record)
     lines = []
     for arm in record.details["engines"]:
         if arm in faulty:
@@ -61,7 +61,7 @@ def _block(record: Record) -> str:
         line = [arm, measured(step), "" if ratio is None else measured(ratio), "", ""]
         if ratio is not None and arm in PEERS and target is not None:
             wanted = Target("", {}, ratio.name, True, target)
-            line[3:] = [f">= {target:.2f}", "void" if void else verdict(wanted, ratio)]
+            line[3:] = [f">= {target:.2f}", word or verdict(wanted, ratio, record.quantity("control"))]
         lines.append(line)
     headings = ["engine", "ms per step [95 %]", "our speed / its [95 %]", "target", "holds?"]
     table = Grid(columns=headings, lines=lines).text()
@@ -129,8 +129,8 @@ def _conditions(record: Record) -> str:
         if quantity is not None:
             parts.append(f"{name} {measured(quantity)}")
     line = "; ".join(parts)
-    void = void_by(record.quantity("control"))
-    return f"{line}\nvoid: {void}: the machine changed while it measured; measure again" if void else line
+    _, why = state_of(record)
+    return f"{line}\n{why}" if why else line
 
 
 def _notes(records: Sequence[Record]) -> str:
@@ -138,7 +138,8 @@ def _notes(records: Sequence[Record]) -> str:
         "Every engine was checked before and after: M micro-batches ran forward and backward in each stage,",
         "stages were recomputed as asked, gradients are the plain model's. Counts are in the records.",
         "control: our first sample of a round over the second. Where its interval excludes 1, the machine",
-        "did not hold still, and nothing is judged (void).",
+        "did not hold still, and nothing is judged; nothing is certain that is no further from its bound",
+        "than the control's interval from 1.",
     ]
     if any("ours-1f1b" in record.details.get("engines", ()) for record in records):
         lines += [

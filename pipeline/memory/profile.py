@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.one_run import OneRun
+from gpipe_bench.pipeline.memory.passing import passed_on
 from gpipe_bench.pipeline.memory.signature import signature
 from gpipe_bench.pipeline.memory.split_profile import Halved
 from gpipe_bench.pipeline.memory.story import LayerProfile, SplitStory, Story
@@ -59,6 +60,9 @@ class Profiler:
     ``with_shapes`` also keeps the shape that each storage was made for, which scaled profiles lack.
 
     ``split_backward`` also profiles the two halves of a backward, for schedules with I and W.
+
+    ``ties_apart`` profiles layers that share a parameter as if each had its own, as processes have that hold
+    one of them each. Without it they are refused.
     """
 
     autocast: torch.dtype | None = None
@@ -66,6 +70,7 @@ class Profiler:
     number_format: torch.dtype | None = None
     with_shapes: bool = False
     split_backward: bool = False
+    ties_apart: bool = False
     _known: dict[tuple[object, ...], LayerProfile] = field(default_factory=dict, repr=False)
     _graphs: dict[tuple[object, ...], Halves | None] = field(default_factory=dict, repr=False)
 
@@ -88,10 +93,12 @@ class Profiler:
         """Profiles of layers in sequence, each fed with what the one before it returns.
 
         ``unused`` are positions of the last one's outputs that nothing differentiates. Raises ValueError if
-        two layers share a parameter: profiles are added up, so it would be counted twice.
+        two layers share a parameter, unless ``ties_apart``: profiles are added up, so it would be counted
+        twice.
         """
         modules, profiles = list(layers), list[LayerProfile]()
-        _refuse_ties(modules)
+        if not self.ties_apart:
+            _refuse_ties(modules)
         for module in modules:
             profiles.append(self.layer(module, inputs))
             inputs = profiles[-1].outputs
@@ -109,8 +116,10 @@ class Profiler:
         inputs: Boundary,
         target: Boundary,
     ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
-        """Profiles of all layers of a model and of its loss, which may leave outputs unused."""
-        modules = list(layers)
+        """Profiles of all layers of a model and of its loss, which may leave outputs unused. Portals count as
+        passed on from layer to layer.
+        """
+        modules = passed_on(list(layers))
         profiles = self.chain(modules, inputs)
         loss = self.loss(loss_fn, profiles[-1].outputs, target)
         if loss.first.without_gradient:
@@ -236,7 +245,8 @@ def _refuse_ties(layers: Iterable[nn.Module]) -> None:
             if owners.setdefault(parameter, index) != index:
                 raise ValueError(
                     f"layers {owners[parameter]} and {index} share the parameter {name!r}, which profiles "
-                    "would count twice: put both layers into one module, or give each its own"
+                    "would count twice: put both layers into one module, give each its own, or profile with "
+                    "Profiler(ties_apart=True)"
                 )
 
 

@@ -23,9 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import inf
+from types import MappingProxyType
 from typing import cast
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
 from gpipe_bench.pipeline.plan.replay import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
@@ -75,6 +77,7 @@ def breakdown(
     gathers: Sequence[Sequence[Gather]] = (),
     reductions: Sequence[Sequence[Bucket]] = (),
     collective_s: ActionTimes | None = None,
+    portals: Mapping[Line, tuple[float, float]] = MappingProxyType({}),
 ) -> Breakdown:
     """Attributes every device-second of the replayed step. Arguments and errors are those of `replay`."""
     duration_s = duration_of(action_s)
@@ -111,6 +114,10 @@ def breakdown(
             gathers=fetched if with_collectives else (),
             reductions=leaving if with_collectives else (),
             collective_s=inside.__getitem__ if inside and with_collectives else None,
+            portals={
+                line: (_exact("portals", there), _exact("portals", back))
+                for line, (there, back) in portals.items()
+            },
         )
 
     step = lay_out(work, _exact_link(link), setup, update, with_collectives=True)

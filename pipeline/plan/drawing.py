@@ -6,11 +6,14 @@ plotting library.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from gpipe_bench.pipeline.plan.portals import Line, described
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 
-def draw(timeline: Timeline) -> str:
+def draw(timeline: Timeline, portals: Sequence[Line] = ()) -> str:
     """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots.
 
     A slot names kind and micro-batch, a dot is an idle slot; where a worker holds several stages, a slot
@@ -18,6 +21,10 @@ def draw(timeline: Timeline) -> str:
 
         stage 0 | F0 F1 .  .  B1 B1 B0 B0
         stage 1 | .  F0 F1 B1 B1 B0 B0
+
+    Below stand the `portals`, each line of them from the stage that stashes to the one that pops::
+
+        portals | stage 0 -> stage 3: skip
     """
     several = bool(timeline.placement)
     width = max((len(_short(event.action, several)) for event in timeline.events), default=0)
@@ -30,6 +37,7 @@ def draw(timeline: Timeline) -> str:
             slots += [_short(event.action, several)] * round(event.duration_s)
         grid = " ".join(slot.ljust(width) for slot in slots).rstrip()
         lines.append(f"{'worker' if several else 'stage'} {worker:>{margin}} | {grid}")
+    lines += [f"portals | {described(line)}" for line in portals]
     return "\n".join(lines)
 
 

@@ -97,6 +97,11 @@ def lines_of(declared: Sequence[Declared], spans: Sequence[range]) -> tuple[Line
     return tuple([Line(i, *ends, tuple(names)) for i, (ends, names) in enumerate(sorted(found.items()))])
 
 
+def described(line: Line) -> str:
+    """For people."""
+    return f"stage {line.source} -> stage {line.target}: {', '.join(line.names)}"
+
+
 def arriving(lines: Sequence[Line], stage: int) -> tuple[str, ...]:
     """Names of the portals that end in a stage and come from others, in the order of its lines."""
     return tuple([name for line in lines if line.target == stage for name in line.names])

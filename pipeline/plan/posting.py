@@ -74,10 +74,10 @@ class Posting:
 @lru_cache(maxsize=16)
 def postings(schedule: Schedule) -> dict[RingKey, Posting]:
     """For every stage that receives from another worker, and whether of gradients."""
-    slots, latest = _with_slots(schedule)
-    ahead, latest_forward = _with_forwards_ahead(schedule)
-    training = [_calls(schedule, row) for row in schedule.actions]
-    forwards = [_calls(schedule, row) for row in _forward_rows(schedule)]
+    slots, latest = with_slots(schedule)
+    ahead, latest_forward = with_forwards_ahead(schedule)
+    training = [calls_of(schedule, row) for row in schedule.actions]
+    forwards = [calls_of(schedule, row) for row in forward_rows(schedule)]
     of_ring = _of_ring(schedule)
     found = {}
     for key, messages in of_ring.items():
@@ -96,13 +96,13 @@ def postings(schedule: Schedule) -> dict[RingKey, Posting]:
     return found
 
 
-_Latest = dict[Node, list[int]]
+Latest = dict[Node, list[int]]
 """By worker, the position in its row of the last action that must be done before; -1 if there is none. An
 action counts as done before itself.
 """
 
 
-def _after(messages: list[Transfer], calls: list[int], latest: _Latest, worker: int) -> tuple[int, ...]:
+def _after(messages: list[Transfer], calls: list[int], latest: Latest, worker: int) -> tuple[int, ...]:
     after = [0] * len(messages)
     for message in messages:
         position = latest[message.source][worker]
@@ -110,7 +110,7 @@ def _after(messages: list[Transfer], calls: list[int], latest: _Latest, worker: 
     return tuple(after)
 
 
-def _calls(schedule: Schedule, row: tuple[Action, ...]) -> list[int]:
+def calls_of(schedule: Schedule, row: tuple[Action, ...]) -> list[int]:
     """How many calls a worker has made when it has taken each action of its row."""
     ends = set(ends_of(row)) if any(action.kind is not Kind.F for action in row) else set()
     return list(accumulate((action in ends) + _leaves(schedule, action) for action in row))
@@ -135,7 +135,8 @@ def _of_ring(schedule: Schedule) -> dict[RingKey, list[Transfer]]:
     return found
 
 
-def _with_slots(schedule: Schedule) -> tuple[dict[RingKey, int], _Latest]:
+@lru_cache(maxsize=16)
+def with_slots(schedule: Schedule) -> tuple[dict[RingKey, int], Latest]:
     """The slots of every ring of a training step, and what must be done before what."""
     slots = dict(slots_of_rings(schedule))
     waits = _in_turn(waits_of(schedule), channels(schedule).values())
@@ -154,9 +155,10 @@ def _with_slots(schedule: Schedule) -> tuple[dict[RingKey, int], _Latest]:
             slots[key] += 1
 
 
-def _with_forwards_ahead(schedule: Schedule) -> tuple[dict[RingKey, int], _Latest]:
+@lru_cache(maxsize=16)
+def with_forwards_ahead(schedule: Schedule) -> tuple[dict[RingKey, int], Latest]:
     """The same of a pass of forwards alone."""
-    rows = _forward_rows(schedule)
+    rows = forward_rows(schedule)
     of_ring = {key: messages for key, messages in _of_ring(schedule).items() if not key[1]}
     ahead = dict.fromkeys(of_ring, FORWARDS_AHEAD)
     waits: Waits = {action: [] for row in rows for action in row}
@@ -199,7 +201,7 @@ def _with_forwards_ahead(schedule: Schedule) -> tuple[dict[RingKey, int], _Lates
             ahead[key] += 1
 
 
-def _forward_rows(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+def forward_rows(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     return tuple([tuple([a for a in row if a.kind is Kind.F]) for row in schedule.actions])
 
 
@@ -213,7 +215,7 @@ def _in_turn(waits: Waits, queues: Iterable[list[Transfer]]) -> Waits:
 
 def _latest(
     rows: tuple[tuple[Action, ...], ...], schedule: Schedule, waits: Waits, for_slots: Waits
-) -> _Latest:
+) -> Latest:
     """From the actions that wait for nothing to all others; there must be no circle."""
     position = {action: i for row in rows for i, action in enumerate(row)}
     followers: dict[Node, list[Node]] = {node: [] for node in waits}
@@ -242,7 +244,7 @@ def _held_up(
     schedule: Schedule,
     rows: tuple[tuple[Action, ...], ...],
     of_ring: dict[RingKey, list[Transfer]],
-    latest: _Latest,
+    latest: Latest,
 ) -> set[RingKey]:
     """The rings of which a receive waits for what its sender does after the send."""
     position = {action: i for row in rows for i, action in enumerate(row)}

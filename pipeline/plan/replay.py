@@ -23,9 +23,11 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
+from types import MappingProxyType
 from typing import TypeVar
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulation import Simulation
@@ -58,6 +60,7 @@ def replay(
     gathers: Sequence[Sequence[Gather]] = (),
     reductions: Sequence[Sequence[Bucket]] = (),
     collective_s: ActionTimes | None = None,
+    portals: Mapping[Line, tuple[float, float]] = MappingProxyType({}),
 ) -> Timeline:
     """The timeline of `schedule` when an action takes `action_s` seconds.
 
@@ -76,6 +79,9 @@ def replay(
             which they leave (plan/reductions.py makes them).
         collective_s: what an action waits for collectives of its own, beyond `action_s`: parameters that are
             gathered in every pass, sums of tensor-parallel layers.
+        portals: bytes of one micro-batch that go past stages, by their line, and of their gradients on the
+            way back (plan/portals.py makes lines). They use the link between the two workers, before the
+            output where there is one.
 
     Returns:
         Actions as `events`, set-up and update as `work`, `messages` unless the link is free, gathers and
@@ -96,6 +102,7 @@ def replay(
         early_recompute,
         _of_each_stage("gathers", gathers, schedule),
         _of_each_stage("reductions", reductions, schedule),
+        _of_lines(portals, schedule),
     )
     with _collector_paused():
         return step.run()
@@ -137,6 +144,20 @@ def _together(action_s: ActionTimes, collective_s: ActionTimes | None) -> Callab
         return alone_s
     waiting_s = duration_of(collective_s)
     return lambda action: alone_s(action) + waiting_s(action)
+
+
+def _of_lines(
+    portals: Mapping[Line, tuple[float, float]], schedule: Schedule
+) -> Mapping[Line, tuple[float, float]]:
+    for line, sizes in portals.items():
+        if not 0 <= line.source < line.target < schedule.num_stages:
+            raise ValueError(
+                f"a line of portals leads from stage {line.source} to stage {line.target}; a schedule of "
+                f"{schedule.num_stages} stages has lines to later stages only"
+            )
+        if len(sizes) != 2 or not all(0 <= size < inf for size in sizes):
+            raise ValueError(f"portals has {sizes} for line {line.number}; give bytes there and back")
+    return portals
 
 
 @contextmanager

@@ -6,12 +6,14 @@ which it moves on, in the order of time. Only the standard library is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from math import inf
 from operator import attrgetter
+from types import MappingProxyType
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
@@ -35,7 +37,10 @@ class _Worker:
 class _Stage:
     """What has been done on a stage, and what has arrived for it."""
 
-    __slots__ = ("done", "gradients_s", "index", "inputs_s", "is_first", "is_last", "worker")
+    __slots__ = (
+        "done", "gradients_s", "index", "inputs_s", "is_first", "is_last", "lines_in", "lines_out",
+        "portals_s", "worker",
+    )  # fmt: skip
 
     def __init__(self, index: int, num_stages: int, worker: _Worker) -> None:
         self.index, self.worker = index, worker
@@ -43,6 +48,10 @@ class _Stage:
         self.inputs_s: dict[int, float] = {}  # arrival by micro-batch
         self.gradients_s: dict[int, float] = {}
         self.done: dict[int, Kind] = {}  # the last action done on each micro-batch
+        self.lines_in: list[Line] = []
+        self.lines_out: list[Line] = []
+        # Arrivals of what comes past stages, by line, micro-batch and whether it is gradients.
+        self.portals_s: dict[tuple[int, int, bool], float] = {}
 
 
 class Simulation:
@@ -60,6 +69,7 @@ class Simulation:
         early_recompute: bool,
         gathers: Sequence[Sequence[Gather]] = (),
         reductions: Sequence[Sequence[Bucket]] = (),
+        portals: Mapping[Line, tuple[float, float]] = MappingProxyType({}),
     ) -> None:
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
         self.early_recompute = early_recompute
@@ -80,6 +90,11 @@ class Simulation:
         self.activations_take_s = [link.occupied_s(num_bytes) for num_bytes in activation_bytes]
         self.gradients_take_s = [link.occupied_s(num_bytes) for num_bytes in gradient_bytes]
         self.free_s: dict[tuple[int, int], float] = {}
+        # How long the message of a line takes, there and back.
+        self.lines_take_s = {line: tuple(map(link.occupied_s, sizes)) for line, sizes in portals.items()}
+        for line in portals:
+            self.stages[line.source].lines_out.append(line)
+            self.stages[line.target].lines_in.append(line)
         self.collectives = self._gathered(gathers)
         # Of the first forward of a stage: the share at which it needs what was fetched when.
         self.needs: dict[Action, list[tuple[float, float]]] = {}
@@ -140,6 +155,8 @@ class Simulation:
                 kind is Kind.B or kind is Kind.I or (kind is Kind.R and not self.early_recompute)
             ):
                 arrival_s = stage.gradients_s.get(microbatch)
+        if kind is not Kind.W and kind is not Kind.R and (stage.lines_in or stage.lines_out):
+            arrival_s = self._with_portals(stage, kind, microbatch, arrival_s)
         if arrival_s is None:
             return
         duration_s = self.duration_s(action)
@@ -162,6 +179,12 @@ class Simulation:
         stage.done[microbatch] = kind
         if action in self.buckets:
             self._reduce(stage, event)
+        if kind is Kind.F:
+            for line in stage.lines_out:  # before the output
+                self._send_portals(line, stage, self.stages[line.target], event)
+        elif kind is Kind.B or kind is Kind.I:
+            for line in reversed(stage.lines_in):
+                self._send_portals(line, stage, self.stages[line.source], event)
         if kind is Kind.F and not stage.is_last:
             target = self.stages[stage.index + 1]
             boundary, take_s, arrivals_s = stage.index, self.activations_take_s, target.inputs_s
@@ -173,16 +196,41 @@ class Simulation:
         if self.link is FREE or target.worker is stage.worker:
             arrivals_s[microbatch] = end_s
         else:
-            ends = (stage.worker.index, target.worker.index)
-            if self.link.shares_directions and ends[0] > ends[1]:
-                ends = (ends[1], ends[0])
-            free_s = self.free_s.get(ends, 0)
-            start_s = free_s if free_s > end_s else end_s
-            free_s = self.free_s[ends] = start_s + take_s[boundary]
-            arrival_s = arrivals_s[microbatch] = free_s + self.link.latency_s
-            name = f"{stage.index}{kind}{microbatch}->{target.index}"
-            self.messages.append(Span(name, stage.index, start_s, arrival_s))
+            arrivals_s[microbatch] = self._arrival_s(stage, target, event, take_s[boundary])
         self._go_on(target.worker)
+
+    def _arrival_s(self, stage: _Stage, target: _Stage, event: Event, takes_s: float) -> float:
+        """When a message that the action makes arrives: it enters the link as soon as that is free."""
+        ends = (stage.worker.index, target.worker.index)
+        if self.link.shares_directions and ends[0] > ends[1]:
+            ends = (ends[1], ends[0])
+        free_s, end_s = self.free_s.get(ends, 0), event.end_s
+        start_s = free_s if free_s > end_s else end_s
+        free_s = self.free_s[ends] = start_s + takes_s
+        arrival_s = free_s + self.link.latency_s
+        self.messages.append(Span(f"{event.action}->{target.index}", stage.index, start_s, arrival_s))
+        return arrival_s
+
+    def _send_portals(self, line: Line, stage: _Stage, target: _Stage, event: Event) -> None:
+        """What goes past stages, or its gradient, has been made."""
+        back = target.index == line.source
+        if self.link is FREE or target.worker is stage.worker:
+            arrival_s = event.end_s
+        else:
+            arrival_s = self._arrival_s(stage, target, event, self.lines_take_s[line][back])
+        target.portals_s[line.number, event.action.microbatch, back] = arrival_s
+        self._go_on(target.worker)
+
+    @staticmethod
+    def _with_portals(stage: _Stage, kind: Kind, microbatch: int, arrival_s: float | None) -> float | None:
+        """When all is there that the action needs; None if something has yet to be made."""
+        back = kind is not Kind.F
+        for line in stage.lines_out if back else stage.lines_in:
+            portal_s = stage.portals_s.get((line.number, microbatch, back))
+            if portal_s is None or arrival_s is None:
+                return None
+            arrival_s = portal_s if portal_s > arrival_s else arrival_s
+        return arrival_s
 
     def _reduce(self, stage: _Stage, event: Event) -> None:
         """The stage's buckets have left inside its last backward: one by one, as each was there."""

@@ -1,13 +1,16 @@
 """A timeline as a picture that a browser opens, without a plotting library.
 
 A row for each worker, a box for each action, its width the time that it takes; what is left white is idle.
+Portals, which go past stages, are lines from box to box.
 Only the standard library is imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
+from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -20,8 +23,11 @@ _ROW, _GAP, _MARGIN, _LEFT = 22, 4, 8, 76  # pixels
 _WIDTH = 1400
 
 
-def svg(timeline: Timeline, title: str) -> str:
+def svg(timeline: Timeline, title: str, portals: Sequence[Line] = ()) -> str:
     """The picture as the text of an SVG file; `title` stands above the rows.
+
+    Each message of the `portals` is a line from the forward that stashes to the one that pops, and back from
+    backward to backward.
 
     A box names kind and micro-batch, where there is room, and all of it in its tooltip. The second, third ...
     stage of a worker has a darker frame.
@@ -56,4 +62,33 @@ def svg(timeline: Timeline, title: str) -> str:
                     f"{label}</text>"
                 )
             lines.append("</g>")
+    lines += _arrows(timeline, portals, scale, top)
     return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _arrows(timeline: Timeline, portals: Sequence[Line], scale: float, top: int) -> list[str]:
+    """From the end of the action that makes a message to the beginning of the one that needs it."""
+    workers = {
+        stage: worker for worker in range(timeline.num_workers) for stage in timeline.stages_of(worker)
+    }
+    events = {
+        (event.action.stage, event.action.kind is Kind.F, event.action.microbatch): event
+        for event in timeline.events
+        if event.action.kind in (Kind.F, Kind.B, Kind.I)
+    }
+    found = []
+    for line in portals:
+        for forward, source, target in ((True, line.source, line.target), (False, line.target, line.source)):
+            y = [top + workers[stage] * (_ROW + _GAP) + _ROW // 2 for stage in (source, target)]
+            for (stage, kind, m), event in events.items():
+                if (stage, kind) != (source, forward) or (target, forward, m) not in events:
+                    continue
+                needs = events[target, forward, m]
+                names = escape(", ".join(line.names))
+                found.append(
+                    f"<g><title>{names}: {event.action} -> {needs.action}</title>"
+                    f'<line x1="{_LEFT + event.end_s * scale:.2f}" y1="{y[0]}" '
+                    f'x2="{_LEFT + needs.start_s * scale:.2f}" y2="{y[1]}" stroke="#d62728" '
+                    f'stroke-opacity="0.6" stroke-dasharray="{"none" if forward else "4 3"}"/></g>'
+                )
+    return found

@@ -98,9 +98,11 @@ class PointToPoint:
         self._control = Control(control, self.rank, header_chain(schedule))
         self._own: dict[tuple[int, int, bool], Message | Gradients] = {}  # sent by this rank to itself
         self.lines: LinesBetweenRanks | None = None
-        if of_portals is not None:
-            self.lines = LinesBetweenRanks(of_portals, self._control, portals, schedule, self.rank, device)
         self._take_ends()
+        if portals:
+            self.lines = LinesBetweenRanks(
+                of_portals, self._control, portals, schedule, self.rank, device, self._gate
+            )
         route = loss_route(schedule, self.rank, accelerated=accelerated)
         self._loss = Loss(loss, self._control, route, device, early=not accelerated)
         self._sharing = Sharing(self._control)
@@ -133,7 +135,7 @@ class PointToPoint:
         self._schedule = schedule
         self._take_ends()
         if self.lines is not None:
-            self.lines.follow(schedule)
+            self.lines.follow(schedule, self._gate)
 
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""

@@ -1,26 +1,30 @@
 """Portals between processes: straight from the rank that stashes to the one that pops.
 
 They have a connection and tags of their own, so that none queues behind another message, and their receives
-are posted ahead into rings of their own (`plan.portals`). No send is waited for while it may still be on its
-way. Through shared memory it says itself when it has left; over a network, which says nothing before somebody
-waits, a portal has arrived when its gradient is back, and a gradient when the step is over. What a portal
-consists of is told once for each size of micro-batch, as for the other messages (`messages.agreement`).
+are posted ahead into rings of their own (`plan.portals`). On accelerators, where messages are told apart by
+their order alone, each line has a connection there and one back, and its receives are posted when their time
+has come (`plan.portal_posting`). No send is waited for while it may still be on its way. Through shared
+memory it says itself when it has left; over a network, which says nothing before somebody waits, a portal has
+arrived when its gradient is back, and a gradient when the step is over. What a portal consists of is told
+once for each size of micro-batch, as for the other messages (`messages.agreement`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gpipe_bench.pipeline.plan.portal_posting import portal_postings
 from gpipe_bench.pipeline.plan.portals import Line, portal_rings
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.portals import Arrived
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_MESSAGES, MOST_TENSORS, Agreement, Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, Work
 from gpipe_bench.pipeline.ranks.messages.control import Control
+from gpipe_bench.pipeline.ranks.messages.gate import Gate
 from gpipe_bench.pipeline.ranks.messages.neighbour import Departure
 from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import changed, conform
@@ -34,6 +38,7 @@ _OUTLINES = 2**27
 
 class _Sending(NamedTuple):
     work: Work
+    connection: Connection
     tensor: Tensor  # kept until it is gone
     version: int
     line: Line
@@ -51,13 +56,8 @@ def refuse_portals(lines: Sequence[Line], schedule: Schedule, *, accelerated: bo
     between = [line for line in lines if schedule.worker(line.source) != schedule.worker(line.target)]
     if not between:
         return
-    name = between[0].names[0]
     if accelerated:
-        raise ValueError(
-            f"portal {name!r} leads from stage {between[0].source} to stage {between[0].target}, which are "
-            "in different processes on accelerators; portals travel between processes on CPUs, or between "
-            "devices of one process. Pass the tensor through the layers between instead"
-        )
+        portal_postings(schedule, tuple(lines))
     if 2 * len(lines) * schedule.num_microbatches > MOST_MESSAGES:
         raise ValueError(
             f"{len(lines)} lines of portals with {schedule.num_microbatches} micro-batches are more than "
@@ -78,18 +78,23 @@ def portal_peers(lines: Sequence[Line], schedule: Schedule, rank: int) -> set[in
 
 
 class LinesBetweenRanks:
-    """One rank's ends of the `lines` of a pipeline."""
+    """One rank's ends of the `lines` of a pipeline.
+
+    `connections` are those of the lines, by number and whether of gradients. With a `gate`, on accelerators,
+    no receive is posted before its time.
+    """
 
     def __init__(
         self,
-        connection: Connection,
+        connections: Mapping[tuple[int, bool], Connection],
         control: Control,
         lines: Sequence[Line],
         schedule: Schedule,
         rank: int,
         device: torch.device,
+        gate: Gate | None = None,
     ) -> None:
-        self._connection, self._control, self._lines = connection, control, tuple(lines)
+        self._connections, self._control, self._lines = connections, control, tuple(lines)
         self._rank, self._device = rank, device
         self._agreement = Agreement(())
         self._own: dict[tuple[Line, int], Arrived] = {}  # sent by this rank to itself
@@ -97,9 +102,9 @@ class LinesBetweenRanks:
         self._sent: list[_Sending] = []
         self._receivers: dict[tuple[int, bool], Receiver] = {}
         self._training = True
-        self.follow(schedule)
+        self.follow(schedule, gate)
 
-    def follow(self, schedule: Schedule) -> None:
+    def follow(self, schedule: Schedule, gate: Gate | None) -> None:
         """From the next step on, other rows for the same stages."""
         for receiver in self._receivers.values():
             receiver.close()
@@ -108,6 +113,7 @@ class LinesBetweenRanks:
         self._receivers = {}
         self._of_stage: dict[int, list[Receiver]] = {}
         rings = portal_rings(schedule, self._lines)
+        postings = {} if gate is None else portal_postings(schedule, self._lines)
         for line in self._lines:
             for gradients in (False, True):
                 stage, other = (line.source, line.target) if gradients else (line.target, line.source)
@@ -115,11 +121,13 @@ class LinesBetweenRanks:
                     continue
                 tags = [self._tag(line, m, gradients) for m in range(schedule.num_microbatches)]
                 receiver = Receiver(
-                    self._connection,
+                    self._connections[line.number, gradients],
                     schedule.worker(other),
                     rings[line.number, gradients],
                     self._device,
                     tags=[tag * MOST_TENSORS for tag in tags],
+                    gate=gate,
+                    posting=postings.get((line.number, gradients)),
                 )
                 self._receivers[line.number, gradients] = receiver
                 self._of_stage.setdefault(stage, []).append(receiver)
@@ -197,8 +205,11 @@ class LinesBetweenRanks:
         self._let_go([sending for sending in self._sent if sending.is_gone])
         for i, tensor in enumerate(conform(tensors, outline, self._device, what)):
             if tensor.numel():
-                work = self._connection.send(tensor, rank, tag * MOST_TENSORS + i, target)
-                self._sent.append(_Sending(work, tensor, version(tensor), line, microbatch, rank, target))
+                connection = self._connections[line.number, gradients]
+                work = connection.send(tensor, rank, tag * MOST_TENSORS + i, target)
+                self._sent.append(
+                    _Sending(work, connection, tensor, version(tensor), line, microbatch, rank, target)
+                )
 
     def _receive(
         self, line: Line, microbatch: int, source: Action, *, gradients: bool
@@ -226,7 +237,7 @@ class LinesBetweenRanks:
         if not arrived:
             return
         for sending in arrived:
-            self._connection.wait(sending.work, sending.action, sending.target)
+            sending.connection.wait(sending.work, sending.action, sending.target)
             if version(sending.tensor) != sending.version:
                 raise overwritten(sending.line.names[0])
         over = {id(sending) for sending in arrived}

@@ -1,7 +1,8 @@
 """What the replicas of a stage tell each other, and how long they wait for it.
 
 Each replica waits for the others no longer than its pipeline waits for anything. One that waits in vain asks
-what happened there, because the replica that it waits for may only wait for a rank of its own pipeline.
+what happened where all of the job do (`failures.job`), because the replica that it waits for may only wait
+for a rank of its own pipeline.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
-from gpipe_bench.pipeline.ranks.failures.failure import Blackboard
+from gpipe_bench.pipeline.errors import PeerError
+from gpipe_bench.pipeline.ranks.failures.collective import let_down
+from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, backend
 from gpipe_bench.pipeline.ranks.store import Store
 from gpipe_bench.pipeline.ranks.together import Together
@@ -22,14 +24,15 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """The processes of `group`, which run the same stage of one pipeline each."""
+    """The processes of `group`, which run the same stage of one pipeline each; a failure of `job` cuts what
+    connects them.
+    """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, job: Job) -> None:
         self.rank, self.size, self._timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
         self._processes = dist.get_process_group_ranks(group)
-        self._store = Store(group)
+        self._store, self._job = Store(group), job
         self._store.connect(timeout_s)
-        self._blackboard = Blackboard(self._store, self.rank, range(self.size), alone=False)
         self._together: Together | None = None
         self._connections: list[Connection] = []
 
@@ -60,26 +63,18 @@ class Replicas:
     def bounded(self, call: Callable[[], T]) -> T:
         """What `call` returns, which waits for other replicas as long as their connections allow.
 
-        `RuntimeError` says which process is missing and why.
+        `PeerError` if one is missing, with its number in the job where that is known; `StoreError` as the
+        store raises it.
         """
         try:
             return call()
-        except StoreError as error:
-            failure = self._blackboard.explain(PeerError(None, None, str(error), timed_out=False))
         except PeerError as error:
-            failure = self._blackboard.explain(error)
-        except RuntimeError as error:  # a collective's, which does not say for whom it waited
-            text = str(error).strip().splitlines()[0].partition("] ")[2] or str(error)
-            timed_out = "timed out" in text.lower()
-            failure = self._blackboard.explain(PeerError(None, None, text, timed_out=timed_out))
-        who = f"process {self._processes[failure.rank]}" if failure.rank is not None else "another process"
-        raise RuntimeError(f"{who}, which runs the same stage of another replica, failed: {failure.cause}")
-
-    def tell(self, error: BaseException) -> None:
-        """Lets the other replicas know why this process will not come any more, and lets none wait for it."""
-        self._blackboard.report(ActionError(None, summary(error), self.rank))
-        for connection in self._connections:
-            connection.cut()
+            raise error.numbered(self._processes) from error
+        except RuntimeError as error:
+            missing = let_down(error)
+            if missing is None:
+                raise
+            raise missing from error
 
     def close(self) -> None:
         """Ends the connections in good order."""
@@ -90,4 +85,5 @@ class Replicas:
         rank, size = place or (self.rank, self.size)
         ways = backend(self._store, rank, size, name=name, accelerated=accelerated, timeout_s=self._timeout_s)
         self._connections.append(Connection(ways, 0, {}))
+        self._job.cuts(self._connections[-1])
         return ways

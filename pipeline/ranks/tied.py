@@ -1,12 +1,13 @@
 """Weights that stages of several processes share, such as an embedding that is the output layer too.
 
 Each process that uses such a weight has a copy of it, and all copies must take the same steps. So after the
-last backward of a step the gradients are summed once, in the order in which a plain backward meets the uses
-(the last one first), and every owner gets the sum: equal optimizers then keep the copies equal, bit for bit.
-What was in `.grad` before the step is set aside meanwhile, or it would be summed again.
+last backward of a step the gradients of its layers (`stage.tied`) are summed once, in the order in which a
+plain backward meets the uses (the last one first), and every owner gets the sum: equal optimizers then keep
+the copies equal, bit for bit, and equal to those of one process.
 
-The sum is made by the first owner and travels through the host's memory, beside the messages of the stages:
-it is one message there and one back for each further owner in a step.
+The sum travels from owner to owner, each adding what its layers have, to that of the first use, who sends it
+to all: through the host's memory, beside the messages of the stages. Where the layers of each owner lie
+together, that is one message there and one back for each further owner in a step.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.ranks.together import Together
+from gpipe_bench.pipeline.stage.tied import Leaves, plus
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,23 @@ class Tie:
 
     parameter: nn.Parameter
     names: tuple[str, ...]  # in the plain model; checkpoints use the first
-    ranks: tuple[int, ...]  # whose stages use it, each where its last use comes, the last use first
-    first: int  # the rank of the first use, which makes the sum
+    uses: tuple[
+        tuple[int, int], ...
+    ]  # the layers that use it, each with the rank of its stage, the last first
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Whose stages use it, each where its last use comes, the last use first."""
+        return tuple(dict.fromkeys(rank for _, rank in self.uses))
+
+    @property
+    def first(self) -> int:
+        """The rank of the first use, which ends the sum."""
+        return self.uses[-1][1]
+
+    def runs(self) -> list[tuple[int, list[int]]]:
+        """The uses that follow one another on a rank: the rank, and the layers."""
+        return [(rank, [layer for layer, _ in run]) for rank, run in groupby(self.uses, itemgetter(1))]
 
 
 def find_ties(
@@ -40,17 +59,18 @@ def find_ties(
     A layer's name stands before those of its parameters; without one they have the model's names already, and
     a module that several layers use has but one.
     """
-    places: dict[nn.Parameter, list[tuple[str, int]]] = {}
+    places: dict[nn.Parameter, list[tuple[str, tuple[int, int]]]] = {}
     for home, span in zip(homes, spans, strict=True):
-        for prefix, layer in named[span.start : span.stop]:
+        for index in span:
+            prefix, layer = named[index]
             for name, parameter in layer.named_parameters(remove_duplicate=False):
-                places.setdefault(parameter, []).append((f"{prefix}.{name}" if prefix else name, home))
+                place = (f"{prefix}.{name}" if prefix else name, (index, home))
+                places.setdefault(parameter, []).append(place)
     return tuple(
         Tie(
             parameter,
             tuple(dict.fromkeys(name for name, _ in found)),
-            tuple(dict.fromkeys(home for _, home in reversed(found))),
-            found[0][1],
+            tuple(dict.fromkeys(use for _, use in reversed(found))),
         )
         for parameter, found in places.items()
         if len(found) > 1
@@ -73,11 +93,23 @@ class TiedWeights:
         ties: those of the whole model.
         ranks: the transport.
         model: what this rank has of the model.
+        leaves: of the tied weights of this rank.
+        replicated: whether there are replicas, which sum the gradients of each leaf.
         bears: whether this replica keeps what was in `.grad` before steps without `sync`.
     """
 
-    def __init__(self, ties: Iterable[Tie], ranks: Ranks, model: nn.Module, *, bears: bool = True) -> None:
-        self._ranks, self._bears = ranks, bears
+    def __init__(
+        self,
+        ties: Iterable[Tie],
+        ranks: Ranks,
+        model: nn.Module,
+        leaves: Leaves,
+        *,
+        replicated: bool = False,
+        bears: bool = True,
+    ) -> None:
+        self._ranks, self._leaves = ranks, leaves
+        self._replicated, self._bears = replicated, bears
         self._ties = [tie for tie in ties if len(tie.ranks) > 1 and ranks.rank in tie.ranks]
         tied = {tie.parameter: tie for tie in self._ties}
         self._places = [
@@ -86,8 +118,6 @@ class TiedWeights:
             for name, parameter in module._parameters.items()
             if parameter in tied
         ]
-        self._held: list[Tensor | None] = []
-        self._own = False  # what is in .grad is of this owner alone
         self.copies = frozenset(tie.parameter for tie in self._ties if tie.first != ranks.rank)
         """The parameters of this rank that another one counts."""
 
@@ -105,7 +135,7 @@ class TiedWeights:
                     tie.parameter.copy_(value)
 
     def begin(self) -> None:
-        """Sets aside what is in `.grad` before a training step.
+        """Before a training step.
 
         `RuntimeError` if another parameter stands where the weight was: its gradients would not be summed.
         """
@@ -116,53 +146,45 @@ class TiedWeights:
                     "stages of other processes share it; change its values in place, as load_state_dict does "
                     "without assign=True, or build a new pipeline on every rank"
                 )
-        if self._own:
-            return
-        self._held = [tie.parameter.grad for tie in self._ties]
-        for tie in self._ties:
-            tie.parameter.grad = None
+        self._leaves.begin(self.copies)
 
     def sum_gradients(self, *, sync: bool = True) -> None:
         """Ends a training step: every owner has the sum in `.grad`, added to what it held before.
 
-        Without `sync` each keeps its own, until a step sums them. What was held is a sum already, so one
-        owner alone keeps it.
+        Without `sync` it is the sum of this replica, which a later step adds to those of the others. What was
+        held is a sum of all replicas already, so one of them alone keeps it.
         """
-        self._own = not sync
-        if not sync:
-            self._held = [
-                held if self._bears and tie.first == self._ranks.rank else None
-                for tie, held in zip(self._ties, self._held, strict=False)
-            ]
-        elif self._ties:
+        if self._replicated:
+            self._leaves.refuse_others()
+        sums: dict[nn.Parameter, Tensor | None] = {}
+        if self._ties:
             with self._ranks.together() as together, torch.no_grad():
                 for tie in self._ties:
-                    tie.parameter.grad = self._sum(together, tie)
-        self.restore()
+                    sums[tie.parameter] = self._sum(together, tie)
+        self._leaves.end(sums, own=not sync, keeps=self._bears)
 
     def restore(self) -> None:
-        """Adds what was set aside."""
-        for tie, held in zip(self._ties, self._held, strict=False):
-            gradient = tie.parameter.grad
-            if held is not None:
-                tie.parameter.grad = held if gradient is None else held.add_(gradient)
-        self._held = []
+        """Ends a step that failed."""
+        self._leaves.restore()
 
     def _sum(self, together: Together, tie: Tie) -> Tensor | None:
-        mine = tie.parameter.grad
-        if mine is not None and mine.layout is not torch.strided:
-            raise RuntimeError(
-                f"the gradient of {tie.names[0]!r}, which stages of several processes share, is sparse and "
-                "cannot be summed over them; use sparse=False"
-            )
-        if self._ranks.rank != tie.first:
-            together.send_tensor(mine, tie.first)
-            return together.receive_tensor(tie.parameter, tie.first)
         total: Tensor | None = None
-        for rank in tie.ranks:
-            found = mine if rank == tie.first else together.receive_tensor(tie.parameter, rank)
-            if found is not None:
-                total = found if total is None else total + found
+        runs, mine = tie.runs(), self._ranks.rank
+        for position, (rank, layers) in enumerate(runs):
+            if rank != mine:
+                continue
+            if position:
+                total = together.receive_tensor(tie.parameter, runs[position - 1][0])
+            found = [self._leaves.take(tie.parameter, layer) for layer in layers]
+            if all(later != mine for later, _ in runs[position + 1 :]):
+                found.append(tie.parameter.grad)  # what did not come by the leaves
+            for gradient in found:
+                _refuse_sparse(tie, gradient)
+                total = plus(total, gradient)
+            if position < len(runs) - 1:
+                together.send_tensor(total, runs[position + 1][0])
+        if mine != tie.first:
+            return together.receive_tensor(tie.parameter, tie.first)
         self._send(together, tie, total)
         return total
 
@@ -170,3 +192,11 @@ class TiedWeights:
         for rank in tie.ranks:
             if rank != tie.first:
                 together.send_tensor(tensor, rank)
+
+
+def _refuse_sparse(tie: Tie, gradient: Tensor | None) -> None:
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {tie.names[0]!r}, which stages of several processes share, is sparse and "
+            "cannot be summed over them; use sparse=False"
+        )

@@ -21,11 +21,11 @@ def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]
 
     Returns the parameters that still have no gradient.
     """
-    taken: dict[int, list[Tensor]] = {}  # by storage
+    taken: dict[int, list[tuple[int, int]]] = {}  # extents, by storage
     for tensor in others:
         if tensor is not None and tensor.layout is torch.strided:
             tensor = local(tensor)
-            taken.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+            taken.setdefault(tensor.untyped_storage()._cdata, []).append(_extent(tensor))
     waiting: list[nn.Parameter] = []
     for parameter in parameters:
         gradient = local(parameter.grad)
@@ -33,16 +33,12 @@ def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]
             waiting.append(parameter)
         elif gradient.layout is torch.strided:
             neighbours = taken.setdefault(gradient.untyped_storage()._cdata, [])
-            if any(_overlap(gradient, neighbour) for neighbour in neighbours):
+            start, end = _extent(gradient)
+            if any(start < other_end and other_start < end for other_start, other_end in neighbours):
                 parameter.grad = parameter.grad.clone()
             else:
-                neighbours.append(gradient)
+                neighbours.append((start, end))
     return waiting
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
-    return a_start < b_end and b_start < a_end
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from gpipe_bench.pipeline.stage.kept import Kept
 from gpipe_bench.pipeline.stage.losses import Losses
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
+from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.transfers import Transfers
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
@@ -38,8 +39,8 @@ class Stage:
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
     `torch.compile`, for layers that shall be compiled; `graphs` runs them as graphs of the device;
-    `runner` is what calls them. `first_microbatch` is the number of micro-batch 0 among those of all
-    replicas, which keys the random streams, too.
+    `runner` is what calls them; `leaves` are of weights that other layers use, too. `first_microbatch` is the
+    number of micro-batch 0 among those of all replicas, which keys the random streams, too.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Stage:
         backend: str | None = None,
         graphs: bool = False,
         runner: Callable[..., LayerRunner] = LayerRunner,
+        leaves: Leaves | None = None,
         first_microbatch: int = 0,
     ) -> None:
         self.index, self.device, self.seed = index, device, seed
@@ -67,8 +69,9 @@ class Stage:
         self._runner = runner(
             self.layers, first_layer,
             device=device, seed=seed, statistics=self.statistics, backend=backend, graphs=graphs,
-            first_microbatch=first_microbatch,
+            leaves=leaves, first_microbatch=first_microbatch,
         )  # fmt: skip
+        self._leaves = leaves
         self._habits = Habits(index, self.layers, device)
         # By the kind of the inputs; they stay the same two dictionaries.
         self._needs_grad, self._overwritten = self._habits.needs_grad, self._habits.overwritten
@@ -118,6 +121,7 @@ class Stage:
         calls it again before the first backward.
         """
         self._without_grad = self._habits.without_grad()
+        self._without_grad += [leaf for leaf in self._own_leaves() if leaf.grad is None]
 
     def refresh(self) -> None:
         """Forgets which outputs need a gradient, which inputs are overwritten and which buffers change; the
@@ -130,6 +134,22 @@ class Stage:
     def trainable(self) -> tuple[nn.Parameter, ...]:
         """The parameters that require a gradient, each once, in the order of the layers."""
         return tuple([p for p in self._habits.parameters if p.requires_grad])
+
+    @property
+    def receiving(self) -> tuple[nn.Parameter, ...]:
+        """What the gradients of `trainable` come in on in this step: for a weight that other layers use, too,
+        the leaf of each layer.
+        """
+        leaves = self._own_leaves()
+        if not leaves:
+            return self.trainable
+        assert self._leaves is not None
+        return (*[p for p in self.trainable if not self._leaves.stands_for(p)], *leaves)
+
+    def _own_leaves(self) -> list[nn.Parameter]:
+        if self._leaves is None:
+            return []
+        return self._leaves.of_layers(range(self.first_layer, self.first_layer + len(self.layers)))
 
     @property
     def overwrites_input(self) -> bool:

@@ -43,7 +43,7 @@ DIVIDED = (
         file="pipeline/ranks/mesh/sharding.py",
         old="            layer.register_forward_pre_hook(around.enter)\n",
         new="",
-        why="a view has other strides, and masks follow the layout: a recomputation would drop other elements",
+        why="a view has other strides, and masks follow them: a recomputation would drop other elements",
         tests=(f"{CASE}[gradients_of_shards]",),
     ),
     Mutant(

@@ -6,7 +6,33 @@ from planted.mutant import TRANSPARENT, Mutant
 
 SPLIT = "tests/test_split_backward.py::test_"
 
+TIED = "tests/test_tied.py::test_"
+
 GRADIENTS = (
+    Mutant(
+        name="uses of a tied weight added up from the first",
+        file="pipeline/stage/tied.py",
+        old="for index in sorted(self._left[parameter], reverse=True):",
+        new="for index in sorted(self._left[parameter], key=lambda i: i % 2):",
+        why="another order of a sum of three is right to rounding only",
+        tests=("tests/test_distributed.py::test_case[tied_weights_are_one_weight]",),
+    ),
+    Mutant(
+        name="what was in .grad is lost",
+        file="pipeline/stage/tied.py",
+        old="            parameter.grad = plus(held, total)\n",
+        new="            parameter.grad = total\n",
+        why="gradients of a tied weight must add up over steps",
+        tests=(TIED + "what_was_in_grad_is_kept",),
+    ),
+    Mutant(
+        name="layers that share a weight share its leaf",
+        file="pipeline/stage/tied.py",
+        old="            leaves = {index: _leaf(parameter) for index in indices}\n",
+        new="            leaves = dict.fromkeys(indices, _leaf(parameter))\n",
+        why="autograd then adds up the uses, in an order that follows the cuts",
+        tests=(TIED + "weights_are_the_same_bits_for_every_number_of_stages[three uses-1f1b]",),
+    ),
     Mutant(
         name="outputs in reverse order",
         file="pipeline/stage/stage.py",
@@ -88,8 +114,8 @@ GRADIENTS = (
     Mutant(
         name="gradients summed instead of averaged",
         file="pipeline/steps.py",
-        old="shares=tuple(size / plan.examples for",
-        new="shares=tuple(size * num_microbatches / plan.examples for",
+        old="tuple([length / plan.examples for",
+        new="tuple([length * num_microbatches / plan.examples for",
         why="the step is M times too long; an optimizer that normalizes would hide it",
         tests=TRANSPARENT,
     ),

@@ -50,7 +50,7 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
     walked = (*layers, loss) if loss is not None else tuple(layers)
     target_bytes = loss.inputs.tensors[-1].num_bytes if loss is not None else 0
     links = link(walked)
-    saved_bytes, holder, forward = _walk_forward(walked, links)
+    saved_bytes, holder, forward = walk_forward(walked, links)
     inputs = layers[0].inputs
     saved_names = {
         names[storage]
@@ -88,7 +88,7 @@ def _walk_free(chain: Sequence[LayerProfile], links: Links) -> Moment:
     return Moment(transients=peak)
 
 
-def _walk_forward(chain: Sequence[LayerProfile], links: Links) -> tuple[int, dict[int, int], Moment]:
+def walk_forward(chain: Sequence[LayerProfile], links: Links) -> tuple[int, dict[int, int], Moment]:
     """Bytes saved at the end, the earliest layer whose graph holds each storage, and the fullest moment."""
     saved, holder, fullest, most = 0, dict[int, int](), Moment(), 0
     for index, layer in enumerate(chain):
@@ -141,11 +141,11 @@ def _walk_backward(
                 holds[name] = holds.get(name, 0) - 1
                 if holder.get(name) == index and holds[name] == 0:
                     saved -= links.sizes[name]
-        received = _passed_back(story, received)
+        received = passed_back(story, received)
     return fullest
 
 
-def _passed_back(story: Story, received: tuple[Received | None, ...]) -> tuple[Received | None, ...]:
+def passed_back(story: Story, received: tuple[Received | None, ...]) -> tuple[Received | None, ...]:
     """The gradients of a layer's inputs, as the layer before receives them. Storages are numbered as they
     turn up, so that equal layers receive equal gradients wherever they stand.
     """

@@ -17,7 +17,7 @@ from gpipe_bench.pipeline.plan.cutting.times import LayerTimes, StageTimes
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
-_CODES = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2}
+_CODES = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
 
 
 class AloneBound:
@@ -48,8 +48,8 @@ class AloneBound:
     def _laid_out(
         self, stage: int, takes: StageTimes, again: int, head_s: float, round_s: float, tail_s: float
     ) -> float:
-        forward_s, backward_s, weights_s, after_s = takes
-        key = (stage, forward_s, backward_s, weights_s, again, round_s)
+        forward_s, again_s, backward_s, inputs_s, weights_s, after_s = takes
+        key = (stage, takes[:5], again, round_s)
         # The head only shifts everything; what is left is known by these.
         if key not in self._known:
             now = sent = 0.0
@@ -58,11 +58,12 @@ class AloneBound:
                 if code == 0:
                     now += forward_s
                     done[microbatch] = now
-                elif code == 1:
+                elif code < 3:
                     if microbatch < again:
-                        now += forward_s
+                        now += again_s
                     arrival = done[microbatch] + round_s
-                    sent = now = (arrival if arrival > now else now) + backward_s
+                    takes_s = backward_s if code == 1 else inputs_s
+                    sent = now = (arrival if arrival > now else now) + takes_s
                 else:
                     now += weights_s
             self._known[key] = now

@@ -133,8 +133,9 @@ class _Search:
         worker with an equal share of the work, or what filling stages without regard to memory needs.
         """
         takes, count = self.times.stage(0, self.times.num_layers), self.schedule.num_microbatches
-        work_s = count * (takes.forward_s + takes.backward_s + takes.weights_s)
-        least_s = max(takes.forward_s + takes.backward_s, work_s / self.schedule.num_workers)
+        work_s = count * self.times.least_s(0, self.times.num_layers)
+        through_s = self.times.beyond_s(0)
+        least_s = max(through_s, work_s / self.schedule.num_workers)
         if self.bounds is None:
             return least_s
         high_s, low_s = 2 * work_s + takes.after_s, least_s
@@ -218,7 +219,7 @@ class _Search:
     def _starting_cuts(self) -> Iterator[Partition]:
         """Even ones, and by bounds the one that can be filled up to the least."""
         times, stages = self.times, self.schedule.num_stages
-        work_s = [sum(times.stage(layer, layer + 1)[:3]) for layer in range(times.num_layers)]
+        work_s = [times.least_s(layer, layer + 1) for layer in range(times.num_layers)]
         yield partition(work_s, stages)
         yield partition([1.0] * times.num_layers, stages)
         if self.bounds is None:
@@ -305,8 +306,8 @@ class _Search:
             last = layers - (stages - stage - 1)
             for stop in range(last if stage == stages - 1 else start + 1, last + 1):
                 self.left -= 1
-                takes = self.times.stage(start, stop)
-                more_s = count * (takes.forward_s + takes.backward_s + takes.weights_s) + takes.after_s
+                after_s = self.times.stage(start, stop).after_s
+                more_s = count * self.times.least_s(start, stop) + after_s
                 first = next(iter(self.homes[worker]))
                 head_s = self.times.ahead_s(start) if stage == first else 0.0
                 busy = list(busy_s)

@@ -39,7 +39,7 @@ class QuickSteps:
         homes = [schedule.worker(stage) for stage in range(schedule.num_stages)]
         self._workers = schedule.num_workers
         self._homes = homes
-        codes = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2}
+        codes = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
         self._order = [
             (codes[action.kind], action.stage, action.microbatch, homes[action.stage])
             for action in execution_order(schedule)
@@ -79,7 +79,9 @@ class QuickSteps:
         back_s = [link.occupied_s(size) for link, (_, size) in zip(self.links, given, strict=True)]
         latency_s = [link.latency_s for link in self.links]
         forward_s = [stage.forward_s for stage in stages]
+        again_s = [stage.again_s for stage in stages]
         backward_s = [stage.backward_s for stage in stages]
+        inputs_s = [stage.inputs_s for stage in stages]
         weights_s = [stage.weights_s for stage in stages]
         # The micro-batches below this number are recomputed.
         again = [{"never": 0, "always": count, "except_last": count - 1}[each] for each in remat]
@@ -101,11 +103,12 @@ class QuickSteps:
                         start = busy[link]
                         sent = busy[link] = (start if start > now else now) + ahead_s[stage]
                         inputs[stage + 1][microbatch] = sent + latency_s[stage]
-            elif code == 1:
+            elif code < 3:
                 if microbatch < again[stage]:
-                    now += forward_s[stage]
+                    now += again_s[stage]
                 arrival = gradients[stage][microbatch]
-                now = (arrival if arrival > now else now) + backward_s[stage]
+                takes_s = backward_s[stage] if code == 1 else inputs_s[stage]
+                now = (arrival if arrival > now else now) + takes_s
                 if stage:
                     link = through_back[stage - 1]
                     if link < 0:

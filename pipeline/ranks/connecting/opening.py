@@ -15,6 +15,7 @@ from gpipe_bench.pipeline.ranks.connecting.introduction import meet
 from gpipe_bench.pipeline.ranks.connecting.ties import Ties
 from gpipe_bench.pipeline.ranks.connecting.warm_up import warm_up
 from gpipe_bench.pipeline.ranks.messages.connection import Connection
+from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 from gpipe_bench.pipeline.ranks.portals import portal_peers
 from gpipe_bench.pipeline.ranks.together import Together
 from gpipe_bench.pipeline.ranks.ways import Way, names_of_ways, peers
@@ -28,14 +29,14 @@ class Opened(NamedTuple):
         together: what all ranks exchange outside of steps, by `control`
         ways: activations and gradients, by the way that they take
         loss: the loss on its way from the last stage
-        portals: what goes past stages, if anything does
+        portals: what goes past stages, by the line and whether it is gradients
     """
 
     control: Connection
     together: Together
     ways: dict[Way, Connection]
     loss: Connection
-    portals: Connection | None
+    portals: dict[tuple[int, bool], Connection]
 
 
 def open_connections(
@@ -48,7 +49,7 @@ def open_connections(
     """
     network, accelerated = ties.network, ties.is_accelerated
     ties.store.connect(ties.timeout_s)
-    near = {}
+    near: dict[int, Neighbour] = {}
     if not accelerated:
         near = meet(
             ties.store,
@@ -70,11 +71,30 @@ def open_connections(
     loss = ways[True, False]
     if accelerated and schedule.placement:
         loss = ties.connect("loss", near, accelerated=accelerated)
-    of_portals = ties.connect("portals", near) if portals else None
+    of_portals = _of_portals(ties, schedule, portals, near)
     ties.look_out()
     if accelerated:
-        warm_up(ties, schedule, ways, loss)
+        warm_up(ties, schedule, ways, loss, portals, of_portals)
     return Opened(control, together, ways, loss, of_portals)
+
+
+def _of_portals(
+    ties: Ties, schedule: Schedule, portals: Sequence[Line], near: dict[int, Neighbour]
+) -> dict[tuple[int, bool], Connection]:
+    """One for all lines where tags tell their messages apart, else one for each that joins two ranks, and one
+    back.
+    """
+    keys = [(line.number, gradients) for line in portals for gradients in (False, True)]
+    if not ties.is_accelerated:
+        return dict.fromkeys(keys, ties.connect("portals", near)) if keys else {}
+    between = {
+        line.number for line in portals if schedule.worker(line.source) != schedule.worker(line.target)
+    }
+    return {
+        (number, gradients): ties.connect(f"portal {number}{' back' * gradients}", near, accelerated=True)
+        for number, gradients in keys
+        if number in between
+    }
 
 
 def _refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:

@@ -11,23 +11,16 @@ everything else, as all do on accelerators.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.connecting.network import Network
 from gpipe_bench.pipeline.ranks.failures.collective import let_down
-from gpipe_bench.pipeline.ranks.failures.failure import Lookout
-from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats
-from gpipe_bench.pipeline.ranks.failures.job import Job
+from gpipe_bench.pipeline.ranks.failures.job import SILENCE_S, Job
 from gpipe_bench.pipeline.ranks.messages.connection import NCCL_TYPES, Connection
 from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store
-
-# A killed process gives no sign of life, and neither does one that holds Python's lock for so long.
-_SILENCE_S = 60.0
 
 
 class Ties:
@@ -47,11 +40,10 @@ class Ties:
         )
         self._blackboard = self.job.blackboard
         self._connections: list[Connection] = []
-        self._heartbeats: Heartbeats | None = None
-        self._lookout: Lookout | None = None
         self._failed: ActionError | None = None
         self._closed = False
         self.noticed = False  # a failure elsewhere, by the lookout
+        self.job.tells(self.notice)
 
     def connect(self, name: str, near: dict[int, Neighbour], *, accelerated: bool = False) -> Connection:
         """One more connection between all ranks; all must call."""
@@ -61,24 +53,9 @@ class Ties:
         return self._connections[-1]
 
     def look_out(self) -> None:
-        """Watches for failures elsewhere from now on, on accelerators and on grids."""
-        if not self.is_accelerated and not self.job.is_grid:
-            return
-        network, job = self.network, self.job
-        self._heartbeats = Heartbeats(
-            job.store,
-            job.rank,
-            job.ranks,
-            limit_s=min(self.timeout_s, _SILENCE_S) if self.is_accelerated else self.timeout_s,
-            now=network.now,
-        )
-        self._lookout = Lookout(
-            self._blackboard,
-            self.notice,
-            limit_s=self.timeout_s,
-            heartbeats=self._heartbeats,
-            watch=network.watch,
-        )
+        """Watches for failures elsewhere from now on, on accelerators; on a grid that has begun before."""
+        if self.is_accelerated and not self.job.is_grid:
+            self.job.look_out(self.timeout_s, min(self.timeout_s, SILENCE_S), self.network.watch)
 
     def synchronize(self) -> None:
         """Waits until the device has done all it was given."""
@@ -94,7 +71,6 @@ class Ties:
         # that it waits for closes that.
         for connection in self._connections[1 if self.is_accelerated else 0 :]:
             connection.cut(beside=True)
-        self.job.cut()
 
     def refuse_after_failure(self) -> None:
         if self._failed is not None:
@@ -116,8 +92,7 @@ class Ties:
         if self._closed:
             return self.job.failure(action, error)
         if self._failed is None:
-            if self._lookout is not None:
-                self._lookout.stop()
+            self.job.look_no_more()
             missing = self.let_down(error)
             if missing is not None:
                 self._failed = self.job.explain(missing)
@@ -142,11 +117,7 @@ class Ties:
         self._closed = True
         if not self.noticed:
             self.synchronize()
-        if self._lookout is not None:
-            self._lookout.stop()
-        if self._heartbeats is not None:
-            with contextlib.suppress(StoreError):  # its host may have ended already
-                self._heartbeats.leave()
+        self.job.leave()
         for connection in self._connections:
             if self.noticed:
                 connection.cut()  # most of them once more

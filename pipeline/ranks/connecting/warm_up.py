@@ -12,7 +12,7 @@ messages to both neighbours, one after another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.errors import PeerError
+from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Schedule, channels
 from gpipe_bench.pipeline.ranks.connecting.ties import Ties
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, Work
@@ -31,14 +32,17 @@ _FORM = Form((1,), (1,), torch.float32)
 
 
 class Greeting(NamedTuple):
-    """A message from `source` to `target` on the connection of a way, or on that of the loss (None)."""
+    """A message from `source` to `target` on the connection of a way, or of a line and whether it is that of
+    gradients, or on that of the loss.
+    """
 
     way: Way | None
     source: int
     target: int
+    line: tuple[int, bool] | None = None
 
 
-def meetings(schedule: Schedule) -> list[list[tuple[Greeting, ...]]]:
+def meetings(schedule: Schedule, lines: Sequence[Line] = ()) -> list[list[tuple[Greeting, ...]]]:
     """Rounds of meetings. A meeting is all that two ranks have to greet each other on, in one order."""
     greetings = {
         Greeting((gradients, target > source), source, target)
@@ -47,8 +51,13 @@ def meetings(schedule: Schedule) -> list[list[tuple[Greeting, ...]]]:
     if schedule.placement:
         chain = loss_chain(schedule)
         greetings |= {Greeting(None, *pair) for pair in pairwise(chain)}
+    for line in lines:
+        source, target = schedule.worker(line.source), schedule.worker(line.target)
+        if source != target:
+            greetings.add(Greeting(None, source, target, (line.number, False)))
+            greetings.add(Greeting(None, target, source, (line.number, True)))
     pairs: dict[tuple[int, int], list[Greeting]] = {}
-    for greeting in sorted(greetings, key=lambda each: (each.way or (), each.source, each.target)):
+    for greeting in sorted(greetings, key=lambda each: (each.way or (), each.line or (), *each[1:3])):
         first, second = sorted((greeting.source, greeting.target))
         pairs.setdefault((first, second), []).append(greeting)
     rounds: list[list[tuple[Greeting, ...]]] = []
@@ -63,13 +72,20 @@ def meetings(schedule: Schedule) -> list[list[tuple[Greeting, ...]]]:
     return rounds
 
 
-def warm_up(ties: Ties, schedule: Schedule, ways: Mapping[Way, Connection], loss: Connection) -> None:
+def warm_up(
+    ties: Ties,
+    schedule: Schedule,
+    ways: Mapping[Way, Connection],
+    loss: Connection,
+    lines: Sequence[Line] = (),
+    of_lines: Mapping[tuple[int, bool], Connection] | None = None,
+) -> None:
     """This rank's meetings, which all ranks must come to. `PeerError` names the one that does not come within
     the timeout; a failure elsewhere that is noticed meanwhile ends them too.
     """
     network, device = ties.network, ties.device
     deadline_s = network.now() + ties.timeout_s
-    for meeting in (meeting for turn in meetings(schedule) for meeting in turn):
+    for meeting in (meeting for turn in meetings(schedule, lines) for meeting in turn):
         ends = {meeting[0].source, meeting[0].target}
         if network.rank not in ends:
             continue
@@ -77,8 +93,10 @@ def warm_up(ties: Ties, schedule: Schedule, ways: Mapping[Way, Connection], loss
 
         def greet(meeting: tuple[Greeting, ...] = meeting, peer: int = peer) -> None:
             works: list[tuple[Connection, Work, Tensor]] = []  # the tensors stay until they are gone
-            for way, source, target in meeting:
+            for way, source, target, line in meeting:
                 connection = loss if way is None else ways[way]
+                if line is not None:
+                    connection = (of_lines or {})[line]
                 buffer = connection.buffer(_FORM, source, device)
                 if network.rank == source:
                     work = connection.send(buffer.flat.zero_(), target, _TAG)

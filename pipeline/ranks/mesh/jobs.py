@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.ranks.failures.job import Job
+from gpipe_bench.pipeline.ranks.failures.job import SILENCE_S, Job
 from gpipe_bench.pipeline.ranks.mesh.grid import NAMES, Grid
 from gpipe_bench.pipeline.ranks.store import Store
 
@@ -27,6 +29,8 @@ def job_of(place: Grid, timeout_s: float) -> Job:
         coordinates=place.coordinates,
     )
     job.meet(timeout_s)
+    silence_s = timeout_s if place.mesh.device_type == "cpu" else min(timeout_s, SILENCE_S)
+    job.look_out(timeout_s, silence_s)
     return job
 
 
@@ -37,3 +41,8 @@ def watch_over(job: Job, grid: Grid, timeout_s: float) -> None:
     groups = [grid.group(name) for name in NAMES if name != "pp" and grid.size(name) > 1]
     groups += [grid.batch_group] if grid.batch_group not in groups else []
     job.watch_over([group for group in groups if group is not None], grid.mesh.device_type, timeout_s)
+
+
+def building(job: Job | None) -> AbstractContextManager[None]:
+    """For what is done together while a pipeline is built (`Job.building`), where there is a grid."""
+    return nullcontext() if job is None else job.building()

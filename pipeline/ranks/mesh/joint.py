@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.journal import Journal
+from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
 from gpipe_bench.pipeline.ranks.mesh.division import Divided
@@ -123,13 +124,16 @@ class Joint:
 
 def joint_of(
     grid: Grid | None,
+    job: Job | None,
     device: torch.device,
     timeout_s: float,
     reduction: str,
     bucket_bytes: int,
     divided: Divided | None = None,
 ) -> Joint | None:
-    """What is done jointly on a grid, or because of the way to sum gradients; None if nothing is."""
+    """What is done jointly on a grid, or because of the way to sum gradients; None if nothing is. `job` are
+    the processes of the grid.
+    """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
     if bucket_bytes < 1:
@@ -138,5 +142,5 @@ def joint_of(
     by_tree = reduction == "tree"
     if group is None and not by_tree and divided is None:
         return None
-    replicas = None if group is None else Replicas(group, timeout_s)
+    replicas = None if group is None or job is None else Replicas(group, timeout_s, job)
     return Joint(replicas, device, by_tree=by_tree, bucket_bytes=bucket_bytes, divided=divided)

@@ -21,6 +21,7 @@ from gpipe_bench.pipeline.stage.microbatch import Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 from gpipe_bench.pipeline.stage.running.compiled import compile_layers, without_graph
 from gpipe_bench.pipeline.stage.running.graphed import GraphedLayers
+from gpipe_bench.pipeline.stage.tied import Leaves
 
 Result = TypeVar("Result")
 LossFn = Callable[..., Tensor]  # (output, target) -> mean loss over the examples of a micro-batch
@@ -32,7 +33,8 @@ class LayerRunner:
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are; `first_microbatch` is the number of micro-batch 0 among those of all
     replicas, which keys them too. `statistics` are those of these layers. With a `backend` of
-    `torch.compile` the layers are compiled (`compiled`), with `graphs` recorded (`graphed`).
+    `torch.compile` the layers are compiled (`compiled`), with `graphs` recorded (`graphed`). `leaves` are of
+    the tied weights.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class LayerRunner:
         statistics: Statistics,
         backend: str | None = None,
         graphs: bool = False,
+        leaves: Leaves | None = None,
         first_microbatch: int = 0,
     ) -> None:
         self.layers, self.first_layer, self._first_microbatch = layers, first_layer, first_microbatch
@@ -54,6 +57,7 @@ class LayerRunner:
         self._keywords = tuple(Keywords.of(layer) for layer in layers)
         self._compiled = None if backend is None else compile_layers(layers, first_layer, backend)
         self._graphs = GraphedLayers(layers, device) if graphs else None
+        self._leaves = leaves
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
         # Each layer, its stream's key (None: draws nothing) and its keyword arguments.
@@ -76,6 +80,8 @@ class LayerRunner:
         """
         self._targets, self._loss_fn = targets, loss_fn
         calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
+        if self._leaves is not None:
+            calls = [self._leaves.around(self.first_layer + i, call) for i, call in enumerate(calls)]
         if self._graphs is not None:
             self._graphs.begin()
         self._calls = tuple(

@@ -1,0 +1,247 @@
+"""Seconds and bytes of every layer, and what a step takes beyond its layers: all that a prediction adds up.
+
+Whether they were measured on this machine or follow from an accelerator's peaks, costs have one form, so that
+one prediction serves both and each number keeps where it comes from. A layer's seconds are by the kind of the
+action and the size of the micro-batch:
+
+    F   forward without a graph, whose micro-batch is recomputed     R   the recomputation
+    G   forward that keeps its graph                                 B   backward; I and W its two halves
+
+The first B or W of a step makes the gradients that the later ones add to, so it has seconds of its own. Only
+the standard library and `pipeline.plan` are imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+
+KINDS = ("F", "G", "R", "B", "I", "W")
+FIRST = " first"
+"""Behind B or W: the first one of a step."""
+
+Run = tuple[tuple[float, ...], ...]
+"""By process: what single actions of one step took, each over the median of its kind."""
+
+FORMAT = 1
+"""Of a costs file; another one is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeCosts:
+    """What layers take of one micro-batch of one size.
+
+    Args:
+        layers_s: by kind, seconds of each layer; "B first" and "W first" where they differ
+        action_s: by kind, seconds of an action whatever the number of its layers
+        activation_bytes: over a cut behind each layer but the last, forward
+        gradient_bytes: the same for the way back
+
+    Raises:
+        ValueError: an unknown kind, other numbers of layers, seconds or bytes that are negative or infinite.
+    """
+
+    layers_s: Mapping[str, Sequence[float]]
+    action_s: Mapping[str, float] = field(default_factory=dict)
+    activation_bytes: Sequence[float] = ()
+    gradient_bytes: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        numbers = {len(seconds) for seconds in self.layers_s.values()}
+        if len(numbers) != 1 or 0 in numbers:
+            raise ValueError(f"the kinds have seconds of {sorted(numbers)} layers; give all layers of each")
+        for kind in (*self.layers_s, *self.action_s):
+            if kind.removesuffix(FIRST) not in KINDS:
+                raise ValueError(f"kind is {kind!r}; choose one of {', '.join(KINDS)}")
+        named = {**self.layers_s, "action_s": tuple(self.action_s.values())}
+        for name in ("activation_bytes", "gradient_bytes"):
+            values = named[name] = getattr(self, name)
+            if values and len(values) != self.num_layers - 1:
+                raise ValueError(
+                    f"{name} has {len(values)} entries for {self.num_layers} layers; give one less"
+                )
+        for name, values in named.items():
+            for index, value in enumerate(values):
+                if not 0 <= value < inf:
+                    raise ValueError(f"{name}[{index}] is {value}; it must be finite and not negative")
+
+    @property
+    def num_layers(self) -> int:
+        return len(next(iter(self.layers_s.values())))
+
+    @cached_property
+    def _sums(self) -> dict[str, list[float]]:
+        return {kind: list(accumulate(seconds, initial=0.0)) for kind, seconds in self.layers_s.items()}
+
+    def seconds(self, kind: str, span: range) -> float:
+        """Of an action of that kind on a stage of these layers; of "B first" those of B where it has none.
+
+        ValueError for a kind that was not timed.
+        """
+        plain = kind.removesuffix(FIRST)
+        known = kind if kind in self._sums else plain
+        if known not in self._sums:
+            raise ValueError(f"no seconds of {plain}; there are those of {', '.join(sorted(self._sums))}")
+        sums = self._sums[known]
+        return sums[span.stop] - sums[span.start] + self.action_s.get(plain, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a model takes on one kind of device.
+
+    Args:
+        sizes: by the size of the micro-batch
+        update_s: of the optimizer, of each layer
+        parameter_bytes: of each parameter that is trained, of each layer
+        gap_s: between two actions of a worker: the engine, and messages that it hands over
+        step_s: of a step on the first worker, before its first action: dividing the mini-batch, agreeing
+        link: between two processes as it was measured; None where nothing was
+        jitter: of steps that were timed, how single actions differed from their median
+        low, high: factors between which all seconds may lie for what is not known
+        provenance: by "layers", "links" and others: how it was found, and on what
+        profiles: (micro-batch size, whether with I and W) -> profiles of the layers and of the loss, for the
+            memory model; not part of a file
+
+    Raises:
+        ValueError: no size, sizes of different models, factors that are no range.
+    """
+
+    sizes: Mapping[int, SizeCosts]
+    update_s: Sequence[float] = ()
+    parameter_bytes: Sequence[Sequence[int]] = ()
+    gap_s: float = 0.0
+    step_s: float = 0.0
+    link: Link | None = None
+    jitter: Sequence[Run] = ()
+    low: float = 1.0
+    high: float = 1.0
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    profiles: Callable[[int, bool], Any] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        numbers = {each.num_layers for each in self.sizes.values()}
+        if len(numbers) != 1:
+            raise ValueError(f"costs of {sorted(numbers)} layers; give one model at one size or more")
+        for name in ("update_s", "parameter_bytes"):
+            if len(values := getattr(self, name)) not in (0, *numbers):
+                raise ValueError(f"{name} has {len(values)} entries for {self.num_layers} layers")
+        if not 0 < self.low <= 1 <= self.high < inf:
+            raise ValueError(f"a range from {self.low} to {self.high}; give factors around 1")
+        for name in ("gap_s", "step_s"):
+            if not 0 <= (value := getattr(self, name)) < inf:
+                raise ValueError(f"{name} is {value}; it must be finite and not negative")
+
+    @property
+    def num_layers(self) -> int:
+        return next(iter(self.sizes.values())).num_layers
+
+    def at(self, microbatch_size: int) -> SizeCosts:
+        """Of one size. ValueError for one that was not timed."""
+        if microbatch_size not in self.sizes:
+            known = ", ".join(map(str, sorted(self.sizes)))
+            raise ValueError(f"no costs of micro-batches of {microbatch_size}; there are those of {known}")
+        return self.sizes[microbatch_size]
+
+    def to_data(self) -> dict[str, Any]:
+        """As plain data, without the profiles."""
+        return {
+            "format": FORMAT,
+            "sizes": {
+                str(size): {
+                    "layers_s": {kind: list(seconds) for kind, seconds in each.layers_s.items()},
+                    "action_s": dict(each.action_s),
+                    "activation_bytes": list(each.activation_bytes),
+                    "gradient_bytes": list(each.gradient_bytes),
+                }
+                for size, each in sorted(self.sizes.items())
+            },
+            "update_s": list(self.update_s),
+            "parameter_bytes": [list(layer) for layer in self.parameter_bytes],
+            "gap_s": self.gap_s,
+            "step_s": self.step_s,
+            "link": None
+            if self.link is None
+            else {
+                "name": self.link.name,
+                "latency_s": self.link.latency_s,
+                "bandwidth_bytes_per_s": self.link.bandwidth_bytes_per_s,
+                "source": self.link.source,
+            },
+            "jitter": [[list(process) for process in run] for run in self.jitter],
+            "low": self.low,
+            "high": self.high,
+            "provenance": dict(self.provenance),
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any], profiles: Callable[[int, bool], Any] | None = None) -> Costs:
+        """What `to_data` wrote. ValueError for data of another format."""
+        if data.get("format") != FORMAT:
+            raise ValueError(f"costs of format {data.get('format')!r}; this version reads {FORMAT}")
+        return cls(
+            sizes={int(size): _size_of(each) for size, each in data["sizes"].items()},
+            update_s=tuple(data["update_s"]),
+            parameter_bytes=tuple(tuple(layer) for layer in data["parameter_bytes"]),
+            gap_s=data["gap_s"],
+            step_s=data["step_s"],
+            link=None if data["link"] is None else Link(**data["link"]),
+            jitter=tuple(tuple(tuple(process) for process in run) for run in data["jitter"]),
+            low=data["low"],
+            high=data["high"],
+            provenance=data["provenance"],
+            profiles=profiles,
+        )
+
+    def save(self, path: Path) -> None:
+        """Writes a costs file, whole or not at all."""
+        text = json.dumps(self.to_data(), indent=1)
+        beside = path.with_name(path.name + ".new")
+        beside.write_text(text + "\n", encoding="utf-8")
+        beside.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, profiles: Callable[[int, bool], Any] | None = None) -> Costs:
+        """What `save` wrote. ValueError for a file that holds no costs."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} holds no costs: {error}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"{path} holds no costs: give a file that `Costs.save` wrote")
+        return cls.from_data(data, profiles)
+
+
+def _size_of(data: Mapping[str, Any]) -> SizeCosts:
+    return SizeCosts(
+        layers_s={kind: tuple(seconds) for kind, seconds in data["layers_s"].items()},
+        action_s=data["action_s"],
+        activation_bytes=tuple(data["activation_bytes"]),
+        gradient_bytes=tuple(data["gradient_bytes"]),
+    )
+
+
+def kinds_of(schedule: Schedule) -> dict[Action, str]:
+    """Which seconds each action of a schedule takes: "F" or "G", "B" or "B first" and so on."""
+    again = {(action.stage, action.microbatch) for action in schedule if action.kind is Kind.R}
+    found = {}
+    for row in schedule.actions:
+        begun: set[int] = set()  # stages whose gradients have been made
+        for action in row:
+            kind = action.kind.value
+            if action.kind is Kind.F:
+                kind = "F" if (action.stage, action.microbatch) in again else "G"
+            elif action.kind in (Kind.B, Kind.W) and action.stage not in begun:
+                begun.add(action.stage)
+                kind += FIRST
+            found[action] = kind
+    return found

@@ -1,0 +1,258 @@
+"""What a candidate takes: its real schedule laid out with the costs of its layers, and its workers' peaks.
+
+Layers add up to stages, an action costs a little more once, messages take the link, the gradients of
+replicas are summed as their buckets leave, and the optimizer ends the step. What a replay of medians leaves
+out is that actions are never all at their median, and a pipeline waits for whichever is late: so a measured
+machine's jitter is drawn from the steps in which the layers were timed, and the step is the median of the
+draws:
+
+    step_s = median over draws of replay(seconds of each action x how that action differed in one timed step)
+
+Of costs without jitter it is the replay itself. The bytes are those of the memory model over processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from gpipe_bench.experiments.planning.candidate import Candidate
+from gpipe_bench.experiments.planning.costs import Costs, kinds_of
+from gpipe_bench.experiments.planning.prediction import Prediction
+from gpipe_bench.experiments.planning.request import MEASURED, Request
+from gpipe_bench.pipeline.plan.breakdown import breakdown
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.reductions import (
+    Bucket,
+    data_parallel,
+    every_pass_s,
+    fetched,
+    pass_s,
+    sharded,
+)
+from gpipe_bench.pipeline.plan.replay import replay
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.timeline import Timeline
+
+DRAWS = 64
+"""Steps of which the median is taken, where there is jitter."""
+SEED = 1811
+
+
+def schedule_of(candidate: Candidate) -> Schedule:
+    """The rows that a candidate names. ValueError for sizes that its schedule does not have."""
+    return named(
+        candidate.schedule,
+        candidate.num_workers,
+        candidate.num_microbatches,
+        remat=candidate.remat,
+        stages_per_worker=candidate.stages_per_worker,
+    )
+
+
+class Layout:
+    """One candidate with its costs, ready to be laid out at any speed of its workers.
+
+    ValueError for a micro-batch size, a kind of action or a grid that the costs know nothing of.
+    """
+
+    def __init__(self, candidate: Candidate, costs: Costs, request: Request) -> None:
+        if candidate.tp > 1:
+            raise ValueError(
+                f"tp is {candidate.tp}, and the costs are those of whole layers; give candidates without "
+                "tensor parallelism"
+            )
+        if candidate.cut[-1].stop != costs.num_layers:
+            raise ValueError(f"the cut holds {candidate.cut[-1].stop} layers, the costs {costs.num_layers}")
+        self.candidate, self.costs = candidate, costs
+        self.schedule = schedule_of(candidate)
+        self.size = candidate.microbatch_size(request.batch_size)
+        self.at = costs.at(self.size)
+        self.kinds = kinds_of(self.schedule)
+        self._ahead = request.device_type != MEASURED  # a CPU gathers and computes in turn
+        self._link = pipeline_link(candidate, request)
+        self._replica_link = replica_link(candidate, request)
+        known = {
+            key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s
+            for key in {(action.stage, kind) for action, kind in self.kinds.items()}
+        }
+        self.action_s = {action: known[action.stage, kind] for action, kind in self.kinds.items()}
+        self._update_s = [sum(costs.update_s[span.start : span.stop]) for span in candidate.cut]
+        self._setup_s = [costs.step_s] + [0.0] * (candidate.num_stages - 1)
+
+    def timeline(
+        self, speeds: Sequence[float] | None = None, factors: dict[Action, float] | None = None
+    ) -> Timeline:
+        """The step.
+
+        Args:
+            speeds: of each worker, how many times as long everything takes there
+            factors: of each action, likewise; 1 where there is none
+        """
+        slower = speeds or [1.0] * self.schedule.num_workers
+        duration = {
+            action: seconds * slower[self.schedule.worker(action.stage)] * (factors or {}).get(action, 1.0)
+            for action, seconds in self.action_s.items()
+        }
+        return replay(self.schedule, duration.__getitem__, self._link, **self._rest(slower))
+
+    def drawn_s(self, draws: int, seed: int = SEED) -> list[float]:
+        """Sorted seconds of steps with the jitter of steps that were timed; of one without any."""
+        if not self.costs.jitter or draws < 1:
+            return [float(self.timeline().makespan_s)]
+        generator = random.Random(seed)
+        found = []
+        for _ in range(draws):
+            run = generator.choice(self.costs.jitter)
+            factors = {
+                action: generator.choice(run[self.schedule.worker(action.stage) % len(run)])
+                for action in self.schedule
+            }
+            found.append(float(self.timeline(factors=factors).makespan_s))
+        return sorted(found)
+
+    def parts_s(self, step_s: float) -> dict[str, float]:
+        """Where the time goes, in seconds of the step by reason; what only jitter explains is one of them."""
+        split = breakdown(
+            self.schedule,
+            self.action_s.__getitem__,
+            self._link,
+            **self._rest([1.0] * self.schedule.num_workers),
+        )
+        parts = {part: float(share) * split.makespan_s for part, share in split.shares.items()}
+        parts["jitter"] = step_s - sum(parts.values())
+        return parts
+
+    def _rest(self, slower: Sequence[float]) -> dict[str, Any]:
+        """What the replay is given beside the actions."""
+        candidate, schedule = self.candidate, self.schedule
+        worker = [slower[schedule.worker(stage)] for stage in range(schedule.num_stages)]
+        ends = [span.stop - 1 for span in candidate.cut[:-1]]
+        found: dict[str, Any] = {
+            "setup_s": [a * b for a, b in zip(self._setup_s, worker, strict=True)],
+            "update_s": [a * b for a, b in zip(self._update_s, worker, strict=True)],
+        }
+        if self.at.activation_bytes:
+            found["activation_bytes"] = [self.at.activation_bytes[end] for end in ends]
+        if self.at.gradient_bytes:
+            found["gradient_bytes"] = [self.at.gradient_bytes[end] for end in ends]
+        if candidate.replicas > 1:
+            found["reductions"] = [self._buckets(span) for span in candidate.cut]
+        if candidate.fsdp_level == 2:
+            found["gathers"] = [
+                fetched(self._sizes(span), candidate.fsdp, self._replica_link, forward_s=self._of("G", span))
+                for span in candidate.cut
+            ]
+        elif candidate.fsdp_level == 3:
+            found["collective_s"] = self._every_pass()
+        return found
+
+    def _buckets(self, span: range) -> tuple[Bucket, ...]:
+        """What is summed over replicas; ZeRO-3 scatters in the passes, and only the copies are left."""
+        candidate = self.candidate
+        split = any(action.kind is Kind.W for action in self.schedule)
+        gradients = [self.costs.parameter_bytes[layer] for layer in span]
+        backward_s = self._of("W" if split else "B", span)
+        if candidate.fsdp_level == 2:
+            return sharded(
+                gradients, candidate.fsdp, self._replica_link, replicas=candidate.dp, backward_s=backward_s,
+                split=split,
+            )  # fmt: skip
+        shares = [[size / candidate.fsdp for size in layer] for layer in gradients]
+        return data_parallel(shares, candidate.dp, self._replica_link, backward_s=backward_s)
+
+    def _every_pass(self) -> Callable[[Action], float]:
+        """Parameters that every pass gathers, and gradients that a pass back scatters."""
+
+        def seconds(kind: str, *, scattered: bool) -> list[float]:
+            return [
+                pass_s(
+                    self._sizes(order), self._of(kind, order), self.candidate.fsdp, self._replica_link,
+                    ahead=self._ahead, scattered=scattered,
+                )
+                for order in (span[::-1] if scattered else span for span in self.candidate.cut)
+            ]  # fmt: skip
+
+        return every_pass_s(self.schedule, seconds("G", scattered=False), seconds("B", scattered=True))
+
+    def _sizes(self, span: range) -> list[int]:
+        return [sum(self.costs.parameter_bytes[layer]) for layer in span]
+
+    def _of(self, kind: str, span: range) -> list[float]:
+        return [self.at.layers_s[kind][layer] for layer in span]
+
+
+def predict(
+    candidate: Candidate, costs: Costs, request: Request, *, draws: int = DRAWS, parts: bool = True
+) -> Prediction:
+    """Seconds of a step with their range, bytes of every worker, and where each number comes from.
+
+    Args:
+        candidate: complete
+        costs: of the micro-batch size that follows from it; without `profiles` there are no bytes, 0 each
+        request: machines, mini-batch, optimizer
+        draws: steps with jitter of which the median is taken; 0 is the replay of medians, which is quick
+        parts: whether to say where the time goes, too
+
+    The range holds 95 % of the drawn steps, and what the costs do not know of themselves.
+
+    Raises:
+        ValueError: costs that know nothing of the size, of a kind of action or of the grid.
+    """
+    layout = Layout(candidate, costs, request)
+    drawn = layout.drawn_s(draws)
+    step_s = median(drawn)
+    edge = round(0.025 * (len(drawn) - 1))
+    peaks, when = _peaks(layout, request)
+    return Prediction(
+        candidate=candidate,
+        batch_size=request.batch_size,
+        step_s=step_s,
+        low_s=drawn[edge] * costs.low,
+        high_s=drawn[-1 - edge] * costs.high,
+        peak_bytes=peaks,
+        peak_when=when,
+        parts_s=layout.parts_s(step_s) if parts else {},
+        provenance=dict(costs.provenance),
+    )
+
+
+def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Bytes of each worker at its fullest, and when. What a grid shares out is for whoever searches grids."""
+    candidate = layout.candidate
+    if layout.costs.profiles is None:
+        return (0,) * candidate.num_workers, ("",) * candidate.num_workers
+    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+
+    split = any(action.kind is Kind.W for action in layout.schedule)
+    profile = layout.costs.profiles(layout.size, split)
+    found = pipeline_memory(
+        profile.layers,
+        profile.loss,
+        candidate.cut,
+        layout.schedule,
+        request.optimizer,
+        receive_ahead=1 if candidate.num_workers > 1 else 0,
+    )
+    return tuple(each.peak for each in found), tuple(each.when for each in found)
+
+
+def pipeline_link(candidate: Candidate, request: Request) -> Link:
+    """What is between neighbouring workers, which are outermost: the slower one where hosts are between."""
+    near = candidate.accelerators <= request.per_host or request.between is None
+    return request.link if near else _slower(request.link, request.between)
+
+
+def replica_link(candidate: Candidate, request: Request) -> Link:
+    """What is between replicas, of which the inner ones are neighbours."""
+    near = candidate.replicas * candidate.tp <= request.per_host or request.between is None
+    return request.link if near else _slower(request.link, request.between)
+
+
+def _slower(one: Link, other: Link | None) -> Link:
+    if other is None:
+        return one
+    return min(one, other, key=lambda link: link.bandwidth_bytes_per_s)

@@ -1,0 +1,255 @@
+"""Peak bytes of a worker whose stages are held by several processes: replicas, or shards of parameters.
+
+The same walk as `workers`, with what the grid adds to it. n holders of a stage whose layers have P bytes of
+parameters and G of gradients:
+
+                      dp                     ZeRO-2                        ZeRO-3
+    always            P                      P / n                         P / n
+    optimizer state   of P                   of P / n                      of P / n
+    in the step       -                      P gathered, from the first F  P of the layer that runs
+                                             to the layer's last B
+    first F           -                      a message of each layer that  -
+                                             is not yet copied
+    a gather          -                      its message, until it is      the same
+                                             copied
+    gradients         G                      G until the last B, G / n     G of the layer that runs, G / n
+                                             afterwards                    afterwards
+    last B            a bucket more, while   messages of the layers that   in every B the same
+                      it is copied           are through, until its end
+
+Every layer is gathered and scattered by itself; shards of a tensor are rounded up. Left out: what the backend
+of torch.distributed allocates of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
+from gpipe_bench.pipeline.memory.stages.layerwise import Pass, Passes, passes
+from gpipe_bench.pipeline.memory.stages.moments import Moment
+from gpipe_bench.pipeline.memory.stages.peaks import memory_at, optimizer_state, rule_of
+from gpipe_bench.pipeline.memory.stages.workers import action_bytes
+from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the processes that hold a stage keep its parameters.
+
+    Args:
+        replicas: processes that have all of them, or the same shards; dp
+        shards: processes that have a part each; fsdp
+        level: of ZeRO: 2 gathers once in a step, 3 in every pass; of no account where there is one shard
+        bucket_bytes: gradients that replicas sum together
+
+    Raises:
+        ValueError: no processes, or another level.
+    """
+
+    replicas: int = 1
+    shards: int = 1
+    level: int = 2
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.shards < 1:
+            raise ValueError(f"{self.replicas} replicas and {self.shards} shards; give 1 or more of each")
+        if self.level not in (2, 3):
+            raise ValueError(f"ZeRO level {self.level}; parameters are sharded at levels 2 and 3")
+
+    def part(self, num_bytes: int) -> int:
+        """Of a tensor, what one process has."""
+        return -(-num_bytes // self.shards)
+
+
+@dataclass(frozen=True)
+class HeldStage:
+    """What a process holds of one stage, where others hold it, too.
+
+    Args:
+        step: in the actions of a step
+        rest: in the optimizer's step
+        first: more than `step` says, in the first forward, without and with a graph
+        last: in the last backward: a B that is the stage's only one, a later one, the only W, a later W
+    """
+
+    step: Footprint
+    rest: Footprint
+    first: tuple[int, int]
+    last: tuple[int, int, int, int]
+
+
+def held_stage(layers: Sequence[LayerProfile], loss: LayerProfile | None, sharing: Sharing) -> HeldStage:
+    """Of a stage's layers; ``loss`` is the loss of the last stage."""
+    whole, each = footprint(layers, loss), passes(layers, loss)
+    if sharing.shards > 1:
+        return (_gathered_once if sharing.level == 2 else _gathered_always)(whole, each, sharing)
+    if sharing.replicas > 1:
+        return _replicated(whole, each, sharing)
+    return HeldStage(whole, whole, (0, 0), (0, 0, 0, 0))
+
+
+def grid_peak_bytes(
+    stages: Sequence[HeldStage],
+    schedule: Schedule,
+    optimizer: str = "rmsprop",
+    *,
+    receive_ahead: int | None = 1,
+) -> tuple[int, ...]:
+    """Most bytes that each worker holds in a training step; arguments and errors as of `workers.peak_bytes`.
+
+    `ValueError` also for split backwards where every pass gathers.
+    """
+    rule = rule_of(optimizer)
+    in_step = action_bytes([stage.step for stage in stages], schedule, optimizer, receive_ahead=receive_ahead)
+    for index, stage in enumerate(stages):
+        row = schedule.row(index)
+        first, last = row[0], row[-1]
+        in_step[first] += stage.first[not schedule.recomputes(first.microbatch, index)]
+        only = sum(action.kind is last.kind for action in row) == 1
+        in_step[last] += stage.last[2 * (last.kind is Kind.W) + (not only)]
+    found = []
+    for worker in range(schedule.num_workers):
+        mine = [stages[stage].rest for stage in schedule.stages_of(worker)]
+        updates = [
+            memory_at(
+                stage,
+                None,
+                rule,
+                optimizer_state(stage, rule),
+                schedule.num_microbatches,
+                is_first=index == 0,
+            )
+            for index, stage in zip(schedule.stages_of(worker), mine, strict=True)
+        ]
+        # One parameter is updated at a time, whichever stage it is of.
+        update = sum(each.peak - each.transients for each in updates) + max(
+            each.transients for each in updates
+        )
+        found.append(max(update, *(in_step[action] for action in schedule.actions[worker])))
+    return tuple(found)
+
+
+def _replicated(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStage:
+    """Buckets are copied while the gradients that they take the place of are there."""
+    buckets = _buckets(each.trained_sizes, sharing.bucket_bytes)
+
+    def last(found: Pass, moment: Moment) -> int:
+        most = max((found.after[layer] + size for layer, size in buckets), default=0)
+        return max(most - moment.total, 0)
+
+    # W gives autograd the gradients of many layers at once, and buckets leave as it takes them in.
+    most = max((size for _, size in buckets), default=0)
+    return HeldStage(
+        whole,
+        whole,
+        (0, 0),
+        (last(each.backward_first, whole.backward_first), last(each.backward, whole.backward), most, most),
+    )
+
+
+def _buckets(sizes: Sequence[Sequence[int]], bucket_bytes: int) -> list[tuple[int, int]]:
+    """Layer in whose backward each bucket closes, and its bytes, in the order of a backward."""
+    found, size = [], 0
+    for layer in range(len(sizes) - 1, -1, -1):
+        for num_bytes in reversed(sizes[layer]):
+            size += num_bytes
+            if size >= bucket_bytes:
+                found.append((layer, size))
+                size = 0
+    return [*found, (0, size)] if size else found
+
+
+def _gathered_once(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStage:
+    parameters = [sum(sizes) for sizes in each.parameter_sizes]
+    gradients = [sum(sizes) for sizes in each.trained_sizes]
+    step, rest = _parts(whole, each, sharing)
+    step = replace(
+        step,
+        parameter_bytes=step.parameter_bytes + sum(parameters),
+        gradient_bytes=whole.gradient_bytes,
+        backward_first=whole.backward_first,
+    )
+
+    def first(found: Pass, moment: Moment) -> int:
+        """A layer's message is there until it is copied, and of the layers behind it nothing else."""
+        return max(before + own for before, own in zip(found.before, parameters, strict=True)) - moment.total
+
+    def last(found: Pass, moment: Moment) -> int:
+        """Of the layers that are through, scattered gradients, and their messages until B ends."""
+        most, gone, message = 0, 0, 0
+        for layer in range(len(parameters) - 1, -1, -1):
+            most = max(most, found.most[layer] - gone + message)
+            if not parameters[layer]:
+                continue
+            gone += parameters[layer]  # given up before the gradients are copied
+            most = max(most, found.after[layer] - gone + message + gradients[layer])
+            message += gradients[layer]
+            gone += gradients[layer] - sum(map(sharing.part, each.trained_sizes[layer]))
+            most = max(most, found.after[layer] - gone + message)
+        return most - moment.total
+
+    return HeldStage(
+        step,
+        rest,
+        (max(first(each.free, whole.free), 0), max(first(each.forward, whole.forward), 0)),
+        (last(each.backward_first, whole.backward_first), last(each.backward, whole.backward), 0, 0),
+    )
+
+
+def _gathered_always(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStage:
+    parameters = [sum(sizes) for sizes in each.parameter_sizes]
+    gradients = [sum(sizes) for sizes in each.trained_sizes]
+    shards = [sum(map(sharing.part, sizes)) for sizes in each.trained_sizes]
+    step, rest = _parts(whole, each, sharing)
+
+    def ahead(found: Pass) -> Moment:
+        most = 0
+        for before, top, own in zip(found.before, found.most, parameters, strict=True):
+            most = max(most, before + 2 * own, top + own)  # the message beside what it is copied to
+        return Moment(transients=most)
+
+    def back(*, first: bool) -> Moment:
+        """Whole gradients of a layer are there until they are scattered, shards from the first B on."""
+        found, most, message = each.backward_first, 0, 0
+        gone = 0  # whole gradients of layers that are through
+        for layer in range(len(parameters) - 1, -1, -1):
+            most = max(most, found.most[layer] - gone + parameters[layer] + message)
+            if not parameters[layer]:
+                continue
+            most = max(most, found.before[layer] - gone + 2 * parameters[layer] + message)
+            most = max(most, found.after[layer] - gone + gradients[layer] + message)
+            message += gradients[layer]
+            gone += gradients[layer] - (shards[layer] if first else 0)
+            most = max(most, found.after[layer] - gone + message + (0 if first else shards[layer]))
+        return Moment(transients=most)
+
+    return HeldStage(
+        replace(
+            step,
+            free=ahead(each.free),
+            forward=ahead(each.forward),
+            backward_first=back(first=True),
+            backward=back(first=False),
+            halves=None,
+        ),
+        rest,
+        (0, 0),
+        (0, 0, 0, 0),
+    )
+
+
+def _parts(whole: Footprint, each: Passes, sharing: Sharing) -> tuple[Footprint, Footprint]:
+    """The stage with shards of its parameters, gradients and states alone, twice."""
+    trained = tuple(map(sharing.part, whole.trained_sizes))
+    found = replace(
+        whole,
+        parameter_bytes=sum(sharing.part(size) for sizes in each.parameter_sizes for size in sizes),
+        trained_sizes=trained,
+        gradient_bytes=sum(trained),
+    )
+    return found, found

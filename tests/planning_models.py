@@ -1,0 +1,70 @@
+"""A small model with costs that are made up, for tests of plans: nothing is timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_bench.experiments.planning.costs import Costs, SizeCosts
+from gpipe_bench.experiments.planning.models import Model, model_of
+
+WIDTH = 16
+
+
+class Tied(nn.Module):
+    """An output layer with the embedding's matrix."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def tied(blocks: int = 6) -> tuple[list[nn.Module], Tensor, Tensor, Any]:
+    """Embedding, blocks, and an output layer with the embedding's weights."""
+    embedding = nn.Embedding(40, WIDTH)
+    middle = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)]
+    tokens = torch.empty(16, 8, dtype=torch.int64)
+    return [embedding, *middle, Tied(embedding)], tokens, tokens, loss_of
+
+
+def plain() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
+    layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+    return layers, torch.empty(16, WIDTH), torch.empty(16, WIDTH), nn.functional.mse_loss
+
+
+def costs_of(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Costs:
+    """Seconds that grow with the micro-batch and differ from layer to layer; profiles are real."""
+    number = len(model.layers)
+    base = [0.01 * (1 + layer % 3) for layer in range(number)]
+
+    def at(size: int) -> SizeCosts:
+        forward = [each * (size + 0.5) for each in base]
+        kinds = {
+            "F": forward, "G": forward, "R": forward, "B": [2 * each for each in forward],
+            "I": [1.25 * each for each in forward], "W": list(forward),
+        }  # fmt: skip
+        sent = [64.0 * size] * (number - 1)
+        return SizeCosts(layers_s=kinds, action_s={"F": 0.001}, activation_bytes=sent, gradient_bytes=sent)
+
+    return Costs(
+        sizes={size: at(size) for size in sizes},
+        update_s=[0.001] * number,
+        parameter_bytes=[[p.numel() * p.itemsize for p in layer.parameters()] for layer in model.layers],
+        low=0.9,
+        high=1.2,
+        provenance={"layers": "made up"},
+        profiles=lambda size, split: model.profile_of(size, "float32", split_backward=split),
+    )
+
+
+def planned(name: str, batch_size: int = 16) -> Model:
+    return model_of(f"planning_models:{name}", batch_size)

@@ -1,0 +1,108 @@
+"""What a process holds of a stage that another one holds too: the model beside real steps, counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from grid_memory_cases import count_all, data, model
+from torch import nn
+
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.footprint import footprint
+from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
+from gpipe_bench.pipeline.memory.stages.layerwise import passes
+from gpipe_bench.pipeline.memory.stages.workers import peak_bytes, stage_footprints
+from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.ranks.launch import launch
+from gpipe_bench.pipeline.stage.microbatch import split
+
+
+def case(dimension: str, schedule: str, remat: str, microbatches: int, **others: Any) -> dict[str, Any]:
+    return {
+        "dimension": dimension, "schedule": schedule, "remat": remat, "microbatches": microbatches,
+        "examples": 24, "level": 2, "bucket_bytes": 30_000, "optimizer": "adam",
+    } | others  # fmt: skip
+
+
+CASES = [
+    case("dp", "gpipe", "always", 4),
+    case("dp", "gpipe", "never", 4, optimizer="sgd"),
+    case("dp", "gpipe", "never", 2, bucket_bytes=2**20, optimizer="sgd", examples=2),
+    case("dp", "1f1b", "never", 1, optimizer="sgd"),
+    case("dp", "zb-h1", "never", 4, optimizer="sgd", examples=2),
+]
+
+
+def label(given: dict[str, Any]) -> str:
+    return " ".join(str(value) for value in given.values())
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list[int]]:
+    """Bytes of each case, on each of two processes."""
+    return launch(count_all, 2, CASES, device="cpu")
+
+
+def profiled(
+    microbatches: int, examples: int = 24, *, split_backward: bool = False
+) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
+    batch, target = data(examples * microbatches)
+    inputs, part = split(batch, microbatches)[0], split(target, microbatches)[0]
+    return Profiler(split_backward=split_backward).model(
+        model(), nn.functional.mse_loss, Boundary.of(inputs), Boundary.of(part)
+    )
+
+
+def modelled(given: dict[str, Any]) -> int:
+    shared = {"replicas": 2} if given["dimension"] == "dp" else {"shards": 2}
+    sharing = Sharing(**shared, level=given["level"], bucket_bytes=given["bucket_bytes"])
+    schedule = named(given["schedule"], 1, given["microbatches"], remat=given["remat"])
+    layers, loss = profiled(
+        given["microbatches"], given["examples"], split_backward=given["schedule"].startswith("zb")
+    )
+    return grid_peak_bytes([held_stage(layers, loss, sharing)], schedule, given["optimizer"])[0]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[label(each) for each in CASES])
+def test_modelled_peaks_are_those_of_real_steps(number: int, found: list[list[int]]) -> None:
+    expected = modelled(CASES[number])
+    for rank in found:
+        assert rank[number] == pytest.approx(expected, rel=0.005)
+
+
+def test_the_walk_by_layers_has_the_same_fullest_moments() -> None:
+    layers, loss = profiled(4)
+    for parts, last in ((layers, loss), (layers[:5], None), (layers[3:], loss)):
+        whole, each = footprint(parts, last), passes(parts, last)
+        assert max(each.free.most) == whole.free.total
+        assert max(each.forward.most) == whole.forward.total
+        assert max(each.backward_first.most) == whole.backward_first.total
+        assert max(each.backward.most) == whole.backward.total
+        assert each.forward.after[-1] == whole.saved_bytes
+        assert each.backward_first.after[0] >= whole.gradient_bytes
+
+
+def test_what_a_grid_cannot_be() -> None:
+    with pytest.raises(ValueError, match="0 replicas and 1 shards; give 1 or more of each"):
+        Sharing(replicas=0)
+    with pytest.raises(ValueError, match="ZeRO level 1; parameters are sharded at levels 2 and 3"):
+        Sharing(shards=2, level=1)
+    layers, loss = profiled(2, split_backward=True)
+    stage = held_stage(layers, loss, Sharing(shards=2, level=3))
+    with pytest.raises(ValueError, match="which the profiles of its stage say nothing of"):
+        grid_peak_bytes([stage], named("zb-h1", 1, 2))
+
+
+def test_alone_it_is_the_same_model() -> None:
+    """Two workers with two stages each."""
+    layers, loss = profiled(4)
+    spans = [range(0, 2), range(2, 4), range(4, 7), range(7, len(layers))]
+    schedule = named("interleaved", 2, 4)
+    alone = [held_stage(layers[s.start : s.stop], loss if s is spans[-1] else None, Sharing()) for s in spans]
+    assert grid_peak_bytes(alone, schedule, "adam") == peak_bytes(
+        stage_footprints(layers, loss, spans), schedule, "adam", receive_ahead=1
+    )

@@ -1,0 +1,183 @@
+"""The search over grids, schedules and micro-batches: against all of them, and bytes against the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+
+import pytest
+from planning_models import costs_of, planned
+
+from gpipe_bench.experiments.planning.grids import Grid
+from gpipe_bench.experiments.planning.links import link_named, places
+from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.experiments.planning.search import Search
+from gpipe_bench.experiments.planning.space import Space, Way, check, ways
+from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
+from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+from gpipe_bench.pipeline.plan.cutting.best import Cut
+from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
+from gpipe_bench.pipeline.plan.cutting.times import REMATS
+from gpipe_bench.pipeline.plan.links import LINKS, Link
+from gpipe_bench.pipeline.plan.schedules.known import named
+
+NEAR, FAR = Link("near", 1e-4, 1e6), Link("far", 1e-3, 1e5)
+TWO = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=NEAR)
+REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)
+
+
+def search_of(request: Request = REQUEST, space: Space | None = None, name: str = "plain") -> Search:
+    model = planned(name)
+    return Search(costs_of(model), request, space or Space(), model.ties)
+
+
+def by_brute_force(search: Search) -> float:
+    """Every way, every cut, every choice of what is recomputed."""
+    best_s = float("inf")
+    layers = search.costs.num_layers
+    for way in ways(search.request, search.space, layers):
+        near, schedule = search.places(way), search.schedule(way)
+        times, steps = search.times(way, near), QuickSteps(schedule, near.boundaries)
+        room = search.room(way)
+        homes = [schedule.stages_of(worker) for worker in range(schedule.num_workers)]
+        for inner in combinations(range(1, layers), schedule.num_stages - 1):
+            cut = tuple(range(a, b) for a, b in pairwise((0, *inner, layers)))
+            for remat in product(search.space.remats, repeat=len(cut)):
+                if all(
+                    room.memory(w, tuple(cut[s] for s in mine), tuple(remat[s] for s in mine)).peak
+                    <= search.request.memory_bytes
+                    for w, mine in enumerate(homes)
+                ):
+                    step_s = steps.makespan_s(
+                        [times.stage(each.start, each.stop) for each in cut],
+                        remat,
+                        [times.message(each.start) for each in cut[1:]],
+                    )
+                    best_s = min(best_s, step_s)
+    return best_s
+
+
+@pytest.mark.parametrize("cap", [2**40, 30_000, 21_000])
+def test_nothing_that_fits_is_faster(cap: int) -> None:
+    space = Space(schedules=("gpipe", "1f1b", "zb-h1"), remats=("never", "always"))
+    request = replace(REQUEST, memory_bytes=cap, optimizer="sgd", batch_size=8)
+    search = search_of(request, space)
+    found = search.run()
+    best_s = by_brute_force(search)
+    if best_s == float("inf"):
+        assert not found
+        return
+    assert found[0].step_s == pytest.approx(best_s, rel=1e-9)
+    assert [each.step_s for each in found] == sorted(each.step_s for each in found)
+    assert all(each.peak <= cap for each in found)
+    assert all(each.candidate.accelerators == 4 for each in found)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "gpipe"])
+@pytest.mark.parametrize("remat", ["never", "always", "mixed"])
+def test_a_workers_bytes_are_those_of_the_memory_model(name: str, remat: str) -> None:
+    search = search_of(TWO, Space(schedules=(name,)))
+    way = next(w for w in ways(TWO, search.space, 6) if w.grid.pp == 2 and w.num_microbatches == 4)
+    stages = way.num_stages
+    cut = tuple(range(a, b) for a, b in pairwise([0, *range(2, stages + 1), 6]))
+    choice = tuple(REMATS[stage % 3] if remat == "mixed" else remat for stage in range(stages))
+    found = search.found(way, Cut(cut, choice, 1.0, 1.0))
+    profile = planned("plain").profile_of(way.microbatch_size, "float32", split_backward=True)
+    expected = pipeline_memory(
+        profile.layers, profile.loss, cut,
+        named(name, 2, 4, remat=choice, stages_per_worker=way.stages_per_worker), "adam", receive_ahead=1,
+    )  # fmt: skip
+    assert way.grid == Grid(2, 1)
+    assert [each.peak for each in found.memory] == [each.peak for each in expected]
+    assert [each.when for each in found.memory] == [each.when for each in expected]
+
+
+def test_a_tied_weight_is_one_where_one_worker_has_both_its_layers() -> None:
+    search = search_of(name="tied")
+    (tie,) = search.ties
+    assert tie.layers == (0, 7)
+    way = Way(Grid(1, 4), "1f1b", 1, 4, 1)
+    alone = search.found(way, Cut((range(8),), ("never",), 1.0, 1.0)).memory[0]
+    search.ties = ()
+    twice = search.found(way, Cut((range(8),), ("never",), 1.0, 1.0)).memory[0]
+    size = 40 * 16 * 4
+    assert tie.num_bytes == size
+    assert twice.parameters - alone.parameters == size
+    assert twice.optimizer_state - alone.optimizer_state == 2 * size
+    search.ties = (tie,)
+    two = Way(Grid(2, 2), "1f1b", 1, 4, 2)
+    halves = search.found(two, Cut((range(4), range(4, 8)), ("never",) * 2, 1.0, 1.0))
+    assert sum(each.parameters for each in halves.memory) == alone.parameters + size
+
+
+@pytest.mark.parametrize("grid", [Grid(2, 2), Grid(2, 1, 2, 2), Grid(2, 1, 2, 3)])
+def test_on_a_grid_what_fits_fits_and_little_is_given_away(grid: Grid) -> None:
+    search = search_of(name="tied")
+    search.ties = ()
+    way, cut = Way(grid, "1f1b", 1, 4, 2), (range(4), range(4, 8))
+    found = search.found(way, Cut(cut, ("never", "always"), 1.0, 1.0))
+    profile = planned("tied").profile_of(2, "float32", split_backward=False)
+    sharing = Sharing(grid.dp, grid.fsdp, grid.fsdp_level or 2)
+    stages = [
+        held_stage(profile.layers[:4], None, sharing),
+        held_stage(profile.layers[4:], profile.loss, sharing),
+    ]
+    exact = grid_peak_bytes(stages, named("1f1b", 2, 4, remat=("never", "always")), "adam")
+    for mine, least in zip(found.memory, exact, strict=True):
+        assert least <= mine.peak <= 1.2 * least
+
+
+def test_ways_are_left_out_only_where_their_bound_is_above_what_is_kept() -> None:
+    search = search_of()
+    found = search.run(kept=3)
+    every = list(ways(REQUEST, search.space, 6))
+    assert len(found) == 3
+    assert search.skipped > 0
+    assert search.tried + search.skipped == len(every)
+    assert all(search.bound_s(way) <= each.step_s for way in every if (each := search.best_of(way, 1)))
+
+
+def test_links_by_what_people_call_them() -> None:
+    assert link_named("nvlink", "h100") is LINKS["nvlink4"]
+    assert link_named("nvlink", "A100-80GB") is LINKS["nvlink3"]
+    assert link_named("infiniband", "v100") is LINKS["infiniband-edr"]
+    assert link_named("nvlink2", "h100") is LINKS["nvlink2"]
+    with pytest.raises(ValueError, match="unknown link 'nvlik'; known: nvlink, pcie, infiniband, ethernet"):
+        link_named("nvlik")
+
+
+def test_what_sends_most_is_nearest() -> None:
+    request = Request(accelerators=8, memory_bytes=1, batch_size=8, link=NEAR, between=FAR, hosts=2)
+    grid = places(request, pp=2, dp=2, fsdp=1, tp=2, placement=(0, 1))
+    assert (grid.boundaries, grid.dp, grid.tp) == ((FAR,), NEAR, NEAR)
+    grid = places(request, pp=4, dp=2, fsdp=1, tp=1, placement=(0, 1, 2, 3))
+    assert grid.boundaries == (NEAR, FAR, NEAR)
+    grid = places(request, pp=1, dp=8, fsdp=1, tp=1, placement=(0,))
+    assert (grid.boundaries, grid.dp) == ((), FAR)
+    grid = places(replace(request, hosts=1), pp=2, dp=4, fsdp=1, tp=1, placement=(0, 1, 1, 0))
+    assert grid.boundaries == (NEAR, NEAR, NEAR)
+
+
+@pytest.mark.parametrize(
+    ("changes", "space", "message"),
+    [
+        ({}, {"pp": (3,)}, "no grid of 4 accelerators has pp of 3 and tp of 1: give divisors"),
+        ({"accelerators": 16}, {"pp": (16,)}, "cannot cut 6 layers into 16 stages: use at most 6 workers"),
+        ({"batch_size": 7}, {"pp": (2,)}, "a mini-batch of 7 does not divide into 2 replicas: give a multi"),
+        ({}, {"microbatches": (3,)}, "3 micro-batches do not divide a mini-batch of 16"),
+        ({}, {"pp": (4,), "schedules": ("zb-v",)}, "no schedule of zb-v has 6 layers' stages"),
+    ],
+)
+def test_where_nothing_is_to_be_tried_the_reason_is_said(
+    changes: dict[str, int], space: dict[str, tuple[object, ...]], message: str
+) -> None:
+    request = Request(**{"accelerators": 4, "memory_bytes": 1, "batch_size": 16, "link": NEAR, **changes})
+    with pytest.raises(ValueError, match=message):
+        check(request, Space(**space), 6)  # type: ignore[arg-type]
+
+
+def test_a_space_refuses_what_there_is_not() -> None:
+    with pytest.raises(ValueError, match="unknown schedule '2f2b'; known: naive, gpipe, 1f1b"):
+        Space(schedules=("2f2b",))
+    with pytest.raises(ValueError, match="unknown re-materialization 'seldom'; known: never"):
+        Space(remats=("seldom",))

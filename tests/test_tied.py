@@ -1,0 +1,278 @@
+"""Weights with several places in the model: the same bits for every number of stages, and one parameter to
+everybody outside of a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tied_cases import WORDS, tied_model, train, words
+from tiny_models import seeded
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_bench import models
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.errors import ActionError
+
+cross_entropy = nn.functional.cross_entropy
+OPTIONS = [
+    {"schedule": "gpipe", "remat": "always"},
+    {"schedule": "1f1b", "remat": "never"},
+    {"schedule": "zb-h1", "remat": "never"},
+]
+
+
+def shared_layer() -> nn.Sequential:
+    """One layer in three places, as in ALBERT; its recurrent module has the weights in a list, too."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cells(x.unsqueeze(1))[0].squeeze(1) + x
+
+    again = Recurrent()
+    head = nn.Linear(4, WORDS)
+    return nn.Sequential(nn.Embedding(WORDS, 4), again, nn.Dropout(0.2), again, nn.Linear(4, 4), again, head)
+
+
+def parametrized() -> nn.Sequential:
+    """A tie of what weights are computed from."""
+    model = tied_model(2)
+    third = nn.Linear(4, WORDS, bias=False)
+    third.weight = model[0].weight
+    model.insert(2, nn.Sequential(third, nn.Linear(WORDS, 4)))
+    nn.utils.parametrizations.weight_norm(model[2][0])
+    nn.utils.parametrizations.weight_norm(model[3])
+    model[3].parametrizations.weight.original1 = nn.Parameter(torch.randn(4, 4))
+    model[1][0].weight = model[3].parametrizations.weight.original1
+    return model
+
+
+BUILDS: dict[str, Callable[[], nn.Sequential]] = {
+    "two uses": lambda: tied_model(2),
+    "three uses": lambda: tied_model(3),
+    "a layer in three places": shared_layer,
+    "parametrized": parametrized,
+}
+
+
+def trained(build: Callable[[], nn.Sequential], num_stages: int, **options: Any) -> dict[str, Tensor]:
+    layers = seeded(build, torch.float32)
+    pipeline = Pipeline(layers, num_stages=num_stages, num_microbatches=4, seed=1, **options)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.3, momentum=0.9)
+    train(pipeline, optimizer, range(5))
+    return pipeline.state_dict()
+
+
+def different(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["schedule"])
+@pytest.mark.parametrize("build", BUILDS.values(), ids=list(BUILDS))
+def test_weights_are_the_same_bits_for_every_number_of_stages(
+    build: Callable[[], nn.Sequential], options: dict[str, str]
+) -> None:
+    one = trained(build, 1, **options)
+    for num_stages in (2, 4):
+        assert not different(trained(build, num_stages, **options), one), num_stages
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["schedule"])
+def test_a_gpt2_is_the_same_bits_for_every_number_of_stages(options: dict[str, str]) -> None:
+    sizes = {
+        "num_layers": 3, "d_model": 8, "num_heads": 2, "vocab_size": 13, "seq_len": 6, "dropout": 0.2,
+    }  # fmt: skip
+    found = []
+    for num_stages in (1, 2, 4):
+        torch.manual_seed(0)
+        model = models.MODELS["gpt2"](**sizes)
+        pipeline = Pipeline(model, num_stages=num_stages, num_microbatches=4, seed=3, **options)
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(5):
+            batch, target = models.example_batch("gpt2", 7, generator=generator, **sizes)
+            pipeline.step(batch, target, models.loss_fn("gpt2", **sizes))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(pipeline.state_dict())
+    for other in found[1:]:
+        assert not different(other, found[0])
+
+
+def alone(
+    num_stages: int = 2, build: Callable[[], nn.Sequential] = BUILDS["three uses"], **options: Any
+) -> Pipeline:
+    layers = seeded(build)
+    return Pipeline(layers, num_stages=num_stages, num_microbatches=3, seed=1, **options)
+
+
+def step(pipeline: Pipeline, seed: int = 0) -> Tensor:
+    return pipeline.step(*words(6, seed), cross_entropy)
+
+
+def gradients(pipeline: Pipeline) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in pipeline.named_parameters() if p.grad is not None}
+
+
+def test_it_is_one_parameter_to_the_optimizer_and_between_steps() -> None:
+    pipeline = alone()
+    weight = pipeline.get_parameter("0.weight")
+    step(pipeline)
+    for name in ("2.weight", "3.weight"):
+        path, _, last = name.rpartition(".")
+        assert pipeline.get_submodule(path)._parameters[last] is weight
+    assert len(list(pipeline.parameters())) == len({id(p) for p in pipeline.parameters()})
+    with torch.no_grad():
+        pipeline(words(6, 0)[0])
+    assert pipeline.get_submodule("3").weight is weight
+
+
+def test_what_was_in_grad_is_kept() -> None:
+    pipeline, other = alone(), alone()
+    held = torch.ones_like(pipeline.get_parameter("0.weight"))
+    pipeline.get_parameter("0.weight").grad = held
+    for each in (pipeline, other):
+        step(each)
+    assert pipeline.get_parameter("0.weight").grad is held
+    assert torch.equal(held, other.get_parameter("0.weight").grad + 1)
+
+
+def test_a_failed_step_leaves_what_its_actions_gave() -> None:
+    def fails_late(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise FloatingPointError("enough")
+        return cross_entropy(output, target)
+
+    calls: list[int] = []
+    pipeline = alone(1, schedule="1f1b", remat="never")
+    pipeline.get_parameter("0.weight").grad = torch.zeros_like(pipeline.get_parameter("0.weight"))
+    with pytest.raises(ActionError, match="enough"):
+        pipeline.step(*words(6, 0), fails_late)
+    assert pipeline.get_submodule("3").weight is pipeline.get_parameter("0.weight")
+    assert pipeline.get_parameter("0.weight").grad.abs().sum() > 0
+    pipeline.zero_grad()
+    pipeline.num_steps = 0
+    step(pipeline)
+    other = alone(2, schedule="1f1b")
+    step(other)
+    assert not different(gradients(pipeline), gradients(other))
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["copy", "pickle"]
+)
+def test_a_copy_trains_alike_and_apart(again: Callable[[Pipeline], Pipeline]) -> None:
+    pipeline = alone()
+    step(pipeline)
+    pipeline.zero_grad()
+    other = again(pipeline)
+    assert other.get_submodule("3").weight is other.get_parameter("0.weight")
+    before = gradients(pipeline)
+    step(other, 1)
+    assert not before
+    assert not gradients(pipeline)
+    step(pipeline, 1)
+    assert not different(gradients(other), gradients(pipeline))
+
+
+def test_hooks_see_each_use_of_each_micro_batch_and_the_sum_once() -> None:
+    pipeline, other = alone(), alone()
+    weight, found, after = pipeline.get_parameter("0.weight"), [], []
+    weight.register_hook(lambda gradient: found.append(1) or 2 * gradient)
+    weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))
+    for each in (pipeline, other):
+        step(each)
+    assert len(found) == 3 * 3
+    assert len(after) == 1
+    assert torch.equal(after[0], weight.grad)
+    assert torch.equal(weight.grad, 2 * other.get_parameter("0.weight").grad)
+
+
+class Checkpointed(nn.Module):
+    """Runs its layer again in the backward, in the way whose graph is another one then."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+def test_what_a_layer_runs_again_in_the_backward_counts() -> None:
+    def build() -> nn.Sequential:
+        model = tied_model(3)
+        model[2] = Checkpointed(model[2])
+        return model
+
+    found = []
+    for schedule in ("1f1b", "zb-h1"):
+        options = {"schedule": schedule, "remat": "never"}
+        pipeline, other = alone(3, build, **options), alone(3, **options)
+        for each in (pipeline, other):
+            step(each)
+            found.append(each.get_parameter("0.weight").grad)
+        torch.testing.assert_close(found[-2], found[-1], rtol=1e-12, atol=1e-14)
+
+
+def test_sparse_gradients_of_a_tie_are_added() -> None:
+    def build(sparse: bool) -> nn.Sequential:
+        model = tied_model(2)
+        model[0].sparse = sparse
+        return model
+
+    found = []
+    for sparse in (False, True):
+        pipeline = alone(2, lambda sparse=sparse: build(sparse))
+        for seed in (0, 1):
+            step(pipeline, seed)
+        found.append(pipeline.get_parameter("0.weight").grad.to_dense())
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+def test_frozen_and_untied_weights_have_no_leaves() -> None:
+    pipeline = alone()
+    pipeline.get_parameter("0.weight").requires_grad_(requires_grad=False)
+    step(pipeline)
+    assert pipeline.get_parameter("0.weight").grad is None
+    pipeline = alone()
+    state = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    pipeline.load_state_dict(state, assign=True)  # each place has a parameter of its own now
+    step(pipeline)
+    weights = [pipeline.get_parameter(name) for name in ("0.weight", "2.weight", "3.weight")]
+    assert len({id(weight) for weight in weights}) == 3
+    tied = alone()
+    step(tied)
+    total = sum(weight.grad for weight in reversed(weights))
+    torch.testing.assert_close(tied.get_parameter("0.weight").grad, total, rtol=1e-12, atol=1e-14)
+
+
+def test_compiled_layers_use_their_leaves() -> None:
+    torch._dynamo.reset()
+    found = []
+    for num_stages in (1, 4):
+        pipeline = alone(num_stages, compile="aot_eager", schedule="1f1b")
+        for seed in (0, 1):
+            step(pipeline, seed)
+        found.append(gradients(pipeline))
+    assert not different(*found)
+
+
+def test_a_pipeline_without_ties_has_nothing_of_this() -> None:
+    pipeline = alone(2, lambda: nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, 4), nn.Linear(4, WORDS)))
+    assert pipeline._tied is None
+    step(pipeline)
+    assert [call for stage in pipeline.stages for call, _, _ in stage._runner._calls] == list(
+        pipeline.children()
+    )

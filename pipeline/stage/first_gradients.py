@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline.stage.parts import local
+
 
 def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]) -> list[nn.Parameter]:
     """Copies the `.grad` of `parameters` that had none where it overlaps with `others` or with one another.
@@ -22,17 +24,18 @@ def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]
     taken: dict[int, list[tuple[int, int]]] = {}  # extents, by storage
     for tensor in others:
         if tensor is not None and tensor.layout is torch.strided:
+            tensor = local(tensor)
             taken.setdefault(tensor.untyped_storage()._cdata, []).append(_extent(tensor))
     waiting: list[nn.Parameter] = []
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
+        gradient = local(parameter.grad)
+        if parameter.grad is None or gradient is None:
             waiting.append(parameter)
         elif gradient.layout is torch.strided:
             neighbours = taken.setdefault(gradient.untyped_storage()._cdata, [])
             start, end = _extent(gradient)
             if any(start < other_end and other_start < end for other_start, other_end in neighbours):
-                parameter.grad = gradient.clone()
+                parameter.grad = parameter.grad.clone()
             else:
                 neighbours.append((start, end))
     return waiting

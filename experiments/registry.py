@@ -30,6 +30,7 @@ EXPERIMENTS: dict[str, str] = {
     "peers": "gpipe_bench.experiments.side_by_side.peers",
     "schedules": "gpipe_bench.experiments.schedules.experiment",
     "grid": "gpipe_bench.experiments.grid.experiment",
+    "plan": "gpipe_bench.experiments.plan.experiment",
 }
 
 

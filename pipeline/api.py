@@ -39,7 +39,8 @@ from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid, joined, located, refuse_unbuilt
+from gpipe_bench.pipeline.ranks.mesh.division import divided_over
+from gpipe_bench.pipeline.ranks.mesh.grid import Grid, joined, located
 from gpipe_bench.pipeline.ranks.mesh.jobs import building, job_of, watch_over
 from gpipe_bench.pipeline.ranks.mesh.joint import joint_of
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
@@ -94,6 +95,9 @@ class Pipeline(nn.Module):
         mesh: the grid of the job, a `DeviceMesh` with a dimension "pp" for the workers of this pipeline and,
             if wanted, "dp", "fsdp" and "tp" (`ranks.mesh.grid`). Replicas begin with the parameters and
             buffers of the first.
+        zero: what the processes along "fsdp" hold in parts. 2 (the default): gradients and the optimizer's
+            state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs. See
+            `ranks.mesh.sharding`.
         reduction: how gradients are summed over replicas: in "buckets" that leave within a stage's last
             backward, or by a "tree" over all micro-batches, which takes more memory and gives the same bits
             on every grid of as many micro-batches whose replicas are a power of two.
@@ -101,7 +105,8 @@ class Pipeline(nn.Module):
         group: instead of a mesh, the process group of a pipeline alone, whose rank k runs the stages of
             worker k; without either, all stages live in this process.
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
-        share_memory: whether ranks on one host exchange CPU tensors through memory that both map.
+        share_memory: whether ranks on one host exchange CPU tensors through memory that both map. Never where
+            a mesh divides parameters: the actions of a stage then wait for other processes themselves.
         transport: another in-process transport, such as `InProcess(copy=True)`.
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
             chooses that. What cannot be compiled runs as it is, and a warning says why. "graphs" records what
@@ -118,6 +123,7 @@ class Pipeline(nn.Module):
         num_stages: int | None = None,
         num_microbatches: int,
         mesh: DeviceMesh | None = None,
+        zero: int | None = None,
         reduction: str = "buckets",
         bucket_bytes: int = BUCKET_BYTES,
         schedule: str | Schedule = "gpipe",
@@ -143,11 +149,11 @@ class Pipeline(nn.Module):
             if group is not None:
                 raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
             place = located(mesh)
-            refuse_unbuilt(place)
             job = job_of(place, timeout_s)
             self.grid = job.bounded(lambda: joined(place), timeout_s)
             watch_over(job, self.grid, timeout_s)
             group = self.grid.group("pp")
+        self._divided = divided_over(self.grid, zero)
         network = None if group is None else network_of(group)
         layout = layout_of(
             layers,
@@ -168,7 +174,11 @@ class Pipeline(nn.Module):
         self._portals = declarations(modules)
         self._lines = lines_of(self._portals, self._partition)
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
-        self._reduction = (timeout_s, reduction, bucket_bytes)
+        if self._divided is not None:
+            known = None if self._calibration is not None else self._schedule
+            self._divided.check(dict(layout.named), ties, known, compiles=bool(compile), reduction=reduction)
+            share_memory = False  # nobody moves messages along while an action waits for other processes
+        self._reduction = (timeout_s, reduction, bucket_bytes, self._divided)
         with building(job):
             self._joint = joint_of(self.grid, job, self._devices[local[0]], *self._reduction)
         self._replicas = None if self._joint is None else self._joint.replicas
@@ -187,12 +197,14 @@ class Pipeline(nn.Module):
         else:
             self._modules.update(self._layers)
         self._tied: TiedWeights | Leaves | None = None
-        self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
         of_ties = [(tie.names, tie.uses, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
         mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
         if self._joint is not None:
             with building(job):
                 self._joint.start_alike(mine, self)
+        if self._divided is not None:
+            self._divided.divide(self._layers)
+        self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
         self._ranks: PointToPoint | None = None
         apart = len(set(self._devices)) > 1
         self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
@@ -234,7 +246,8 @@ class Pipeline(nn.Module):
         first_microbatch = 0
         if self._joint is not None:
             count = self._schedule.num_microbatches
-            make = partial(ReducedStage, reduction=partial(self._joint.reduction, num_microbatches=count))
+            made = ReducedStage if self._divided is None else self._divided.makes
+            make = partial(made, reduction=partial(self._joint.reduction, num_microbatches=count))
             first_microbatch = 0 if self.grid is None else self.grid.replica * count
         return {
             index: make(
@@ -341,6 +354,15 @@ class Pipeline(nn.Module):
             return [mine]
         with self._ranks.together() as together:
             return together.gather(mine)
+
+    @property
+    def place(self) -> str:
+        """Which process of the job this is, for messages: "rank 2", on a grid "rank 2 (dp=1 pp=0)"."""
+        rank = 0 if self._ranks is None else self._ranks.rank
+        if self.grid is None:
+            return f"rank {rank}"
+        rank = dist.get_rank()
+        return f"rank {rank} ({self.grid.coordinates(rank)})"
 
     def gather_all(self, mine: T) -> list[T]:
         """The same of all processes of the grid, in the order of the mesh's ranks."""

@@ -4,8 +4,12 @@ Names of parameters are those of the plain model on every rank, so torch.distrib
 one split and load with another. Beside model and optimizer a run depends on the number of steps taken, which
 keys the random streams.
 
-The ranks agree through the pipeline's own connections and not through the collectives of that package, which
-wait for as long as the user's process group says and cannot tell which rank is missing.
+On a grid all processes of the mesh write one checkpoint: of what several of them have, each writes some, and
+of a parameter that is divided each its part. Which part is where is in the index, so that any other grid
+finds its own.
+
+The ranks agree through connections of the pipeline's own and not through the collectives of that package,
+which wait for as long as the user's process group says and cannot tell which rank is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +33,6 @@ from torch.distributed.checkpoint.state_dict import (
 from gpipe_bench.pipeline.api import Pipeline
 from gpipe_bench.pipeline.checkpoint_file import Planner, Reader
 from gpipe_bench.pipeline.errors import summary
-from gpipe_bench.pipeline.ranks.connecting.network import network_of
 
 # Optimizer entries by name: positions in a parameter group depend on the split.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -37,15 +40,16 @@ T = TypeVar("T")
 
 
 def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
-    """Writes weights, buffers, optimizer state and step count to the folder `path`. All ranks must call.
+    """Writes weights, buffers, optimizer state and step count to the folder `path`. All ranks must call, on a
+    grid those of the whole mesh.
 
     `RuntimeError`, on every rank, if one of them cannot write or the pipeline has failed; `ActionError` if a
     rank does not come within the pipeline's `timeout_s`. The checkpoint is complete when its file `.metadata`
     is there.
     """
-    rank = 0 if pipeline.group is None else network_of(pipeline.group).rank
     writer, planner = FileSystemWriter(Path(path)), DefaultSavePlanner()
-    pipeline.gather(None)  # raises before anything is written if there is nothing sound to write
+    places = pipeline.gather_all(pipeline.place)  # raises before anything is written if nothing is sound
+    rank = places.index(pipeline.place)
 
     def plan() -> Any:
         planner.set_up_planner(_state(pipeline, optimizer), writer.storage_meta(), is_coordinator=rank == 0)
@@ -70,8 +74,8 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
 
 
 def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
-    """Reads what `save` wrote, for whatever split; training then goes on, bit for bit, as if it had never
-    stopped.
+    """Reads what `save` wrote, for whatever split and grid; training then goes on as if it had never stopped:
+    bit for bit, unless the grid sums gradients in another order or divides layers otherwise.
 
     `ValueError`, on every rank, if the checkpoint is damaged or was written with another seed; `ActionError`
     if a rank does not come within the pipeline's `timeout_s`. No code from the files is run, whatever they
@@ -115,11 +119,11 @@ def _on_all(
         result = part()
     except Exception as error:
         failure = error
-    found = pipeline.gather((result, summary(failure) if failure is not None else None))
-    for rank, (_, cause) in enumerate(found):
+    found = pipeline.gather_all((pipeline.place, result, summary(failure) if failure is not None else None))
+    for place, _, cause in found:
         if cause is not None:
-            raise kind(f"{what}, says rank {rank}: {cause}") from failure
-    return [result for result, _ in found]  # type: ignore[misc]
+            raise kind(f"{what}, says {place}: {cause}") from failure
+    return [result for _, result, _ in found]  # type: ignore[misc]
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

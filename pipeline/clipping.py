@@ -1,7 +1,7 @@
 """Clipping by the norm of all gradients of a model whose stages may be in several processes.
 
-The norm is made of one norm per parameter in the model's order, wherever the stages are, so that every number
-of stages gives the same bits.
+The norm is made of one norm per parameter in the model's order, wherever the stages and the parts of the
+parameters are, so that every number of stages gives the same bits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline.ranks.mesh.norms import norms_of
+from gpipe_bench.pipeline.stage.parts import is_divided, local
 from gpipe_bench.pipeline.stage.stage import Stage
 
 
@@ -36,11 +38,7 @@ def clip(
     everything = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
     parameters = [parameter for parameter in everything if parameter not in copies]
     device = next(iter(stages.values())).device
-    norms = torch.zeros(len(parameters), dtype=torch.float64, device=device)
-    present = [(i, p.grad) for i, p in enumerate(parameters) if p.grad is not None]
-    if present:
-        found = torch._foreach_norm([gradient for _, gradient in present], norm_type)
-        norms[[i for i, _ in present]] = torch.stack([norm.to(norms) for norm in found])
+    norms = norms_of(parameters, norm_type, device)
     if gather is not None:
         # The parameters of a rank come stage by stage.
         counts: dict[int, int] = {}
@@ -53,5 +51,10 @@ def clip(
         found_norms = dict(pair for of_rank in gather(list(of_stages)) for pair in of_rank)
         norms = torch.cat([found_norms[stage] for stage in sorted(found_norms)]).to(device)
     total: Tensor = torch.linalg.vector_norm(norms, norm_type)
-    torch.nn.utils.clip_grads_with_norm_(everything, max_norm, total)
+    whole = [parameter for parameter in everything if not is_divided(parameter)]
+    torch.nn.utils.clip_grads_with_norm_(whole, max_norm, total)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it, which takes no mixture
+    for parameter in everything:
+        if is_divided(parameter) and (gradient := local(parameter.grad)) is not None:
+            gradient.mul_(scale)
     return total

@@ -16,6 +16,7 @@ from planted.compiled import COMPILED
 from planted.computed import COMPUTED, TESTED_REASONS
 from planted.consistency import CONSISTENCY
 from planted.devices import DEVICES, ON_DEVICES
+from planted.divided import DIVIDED
 from planted.exchanged import EXCHANGED
 from planted.gradients import GRADIENTS
 from planted.grids import GRIDS
@@ -32,5 +33,5 @@ from planted.trees import TREES
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
     *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *DEVICES, *ON_DEVICES, *TREES, *ACCELERATED,
-    *HALVES_MODELLED, *PLANNED, *OWN_MODELS, *EXCHANGED, *PORTALS, *GRIDS,
+    *HALVES_MODELLED, *PLANNED, *OWN_MODELS, *EXCHANGED, *PORTALS, *GRIDS, *DIVIDED,
 )  # fmt: skip

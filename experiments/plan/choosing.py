@@ -2,8 +2,8 @@
 
 All schedules that two workers can take, every number of micro-batches that divides the mini-batch, with and
 without re-materialization; each is cut by its own step. The best five are run, and five others that lie
-evenly in the rest of the ranking, so that a plan that is wrong about the slow ones is found out, too. Only the
-standard library and `pipeline.plan` are imported.
+evenly in the rest of the ranking, so that a plan that is wrong about the slow ones is found out, too. Only
+the standard library and `pipeline.plan` are imported.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ WAYS = (
 
 
 def candidates(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Candidate]:
-    """Every way with every number of micro-batches in `numbers` that there are costs of."""
+    """Every way with every number of micro-batches in `numbers` that there are costs of, equal ones once."""
     found = []
+    known = set()  # rows and cuts: with few micro-batches some schedules are the same
     for number in numbers:
         size, rest = divmod(request.batch_size, number)
         if rest or size not in costs.sizes:
@@ -51,7 +52,9 @@ def candidates(costs: Costs, request: Request, numbers: Sequence[int]) -> list[C
                 links=(request.link,) * (schedule.num_stages - 1),
                 remats=(remat,),
             )
-            if cut is not None:
+            same = None if cut is None else (schedule.actions, schedule.placement, cut.stages, remat)
+            if cut is not None and same not in known:
+                known.add(same)
                 found.append(
                     Candidate(
                         cut=cut.stages, schedule=name, num_microbatches=number, num_workers=NUM_WORKERS,

@@ -16,19 +16,32 @@ class Compared:
     predicted_s: float
     measured_s: float
     chosen: bool = False
-    predicted_bytes: tuple[int, ...] = ()
-    counted_bytes: tuple[int, ...] = ()
 
     @property
     def error(self) -> float:
         """Of the step time, with its sign: predicted over measured, less 1."""
         return self.predicted_s / self.measured_s - 1
 
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Bytes of every worker of a configuration: of the memory model, and counted in a step."""
+
+    model: str
+    name: str
+    predicted: tuple[int, ...]
+    counted: tuple[int, ...]
+
     @property
-    def memory_error(self) -> float | None:
-        """The largest of a worker's peak, without its sign; None where nothing was counted."""
-        pairs = list(zip(self.predicted_bytes, self.counted_bytes, strict=True))
-        return max((abs(model / real - 1) for model, real in pairs), default=None)
+    def error(self) -> float:
+        """Of the fullest worker, which is what a plan has to say, with its sign."""
+        return max(self.predicted) / max(self.counted) - 1
+
+    @property
+    def of_any(self) -> float:
+        """The largest of any worker, with its sign."""
+        errors = [model / real - 1 for model, real in zip(self.predicted, self.counted, strict=True)]
+        return max(errors, key=abs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +57,12 @@ class Found:
     memory_error: float | None
 
 
-def found(configurations: Sequence[Compared]) -> Found:
+def found(configurations: Sequence[Compared], peaks: Sequence[Peaks] = ()) -> Found:
     """Of all configurations of all models. ValueError where there is none."""
     if not configurations:
         raise ValueError("no configuration ran, so there is nothing to compare")
     errors = [abs(each.error) for each in configurations]
     models = by_model(configurations)
-    memory = [each.memory_error for each in configurations if each.memory_error is not None]
     return Found(
         configurations=len(configurations),
         models=len(models),
@@ -65,7 +77,7 @@ def found(configurations: Sequence[Compared]) -> Found:
             or [0.0]
         ),
         median_regret=median([regret(own) for own in models.values()]),
-        memory_error=max(memory, default=None),
+        memory_error=max((abs(each.error) for each in peaks), default=None),
     )
 
 

@@ -1,4 +1,4 @@
-"""A model of one's own, as a user brings it: blocks that are not alike, so that cutting it is not counting."""
+"""A model of one's own, as a user brings it: its blocks are not alike, so that cutting is not counting."""
 
 from __future__ import annotations
 

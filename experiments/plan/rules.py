@@ -29,7 +29,7 @@ RULES = (
     Rule("error of the step time, worst", "worst_error", False, 0.12),
     Rule("rank correlation, median over models", "rank_correlation", True, 0.9),
     Rule("regret, median over models", "median_regret", False, 0.03),
-    Rule("error of the peak bytes, worst", "memory_error", False, 0.01),
+    Rule("error of the fullest worker's peak bytes, worst", "memory_error", False, 0.01),
 )
 
 CHOSEN, OTHERS = 5, 5

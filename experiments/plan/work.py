@@ -1,9 +1,9 @@
 """What the processes of a case do: time the layers, plan, and only then run what the plan has ranked.
 
-The plan is made from the probes before any of its candidates has taken a step, and is not touched again. Then
-the candidates take turns, there and back in every round, and before and after each step stands the reference
-step of the probes: a prediction is for a machine as fast as it was when the layers were timed, and that can be
-told only by something else that was timed both times.
+The plan is made from the probes before any of its candidates has taken a step, and is not touched again.
+Then the candidates take turns, there and back in every round, and before and after each step stands the
+reference step of the probes: a prediction is for a machine as fast as it was when the layers were timed, and
+that can be told only by something else that was timed both times.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class PlanJob(NamedTuple):
     planned: Planned
     seed: int
     where: str = ""
+    device: str = "cpu"
 
 
 class Ran(NamedTuple):
@@ -72,7 +73,7 @@ def work(job: PlanJob) -> PlanResult:
     torch.manual_seed(job.seed)
     subject = job.planned
     sizes = tuple(sorted(subject.batch_size // number for number in subject.numbers))
-    bench = Bench(ProbeJob(subject.subject, sizes, subject.rounds, OPTIMIZER, job.seed))
+    bench = Bench(ProbeJob(subject.subject, sizes, subject.rounds, OPTIMIZER, job.seed, job.device))
     start_s = perf_counter()
     everyone = bench.everyone(probe(bench))
     probes_s = perf_counter() - start_s
@@ -118,7 +119,7 @@ class _Run:
 
     def step(self) -> float:
         """One step and the optimizer's, in seconds of this process."""
-        seconds = time_step(self._step, self.bench.layers)
+        seconds = time_step(self._step, self.bench.layers, device=self.bench.device)
         start_s = perf_counter()
         self.bench.update(self._mine)
         return seconds + perf_counter() - start_s

@@ -47,7 +47,7 @@ class SizeCosts:
         gradient_bytes: the same for the way back
 
     Raises:
-        ValueError: an unknown kind, other numbers of layers, seconds or bytes that are negative or not finite.
+        ValueError: an unknown kind, other numbers of layers, seconds or bytes that are negative or infinite.
     """
 
     layers_s: Mapping[str, Sequence[float]]
@@ -90,7 +90,7 @@ class SizeCosts:
         plain = kind.removesuffix(FIRST)
         known = kind if kind in self._sums else plain
         if known not in self._sums:
-            raise ValueError(f"no seconds of {kind}; time the layers with {plain}")
+            raise ValueError(f"no seconds of {plain}; there are those of {', '.join(sorted(self._sums))}")
         sums = self._sums[known]
         return sums[span.stop] - sums[span.start] + self.action_s.get(plain, 0.0)
 

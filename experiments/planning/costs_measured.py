@@ -2,12 +2,14 @@
 
 A stage takes less than its layers one by one, because each action costs something once: the first operations
 after another kind of work find cold caches, and the engine has its own. How much follows from the same layers
-timed as stages of their own and as K real stages, one in each process. With S(K) the seconds of all K stages in one kind of action:
+timed as stages of their own and as K real stages, one in each process. With S(K) the seconds of all K stages
+in one kind of action:
 
     S(K) = work + K x action      so      action = (S(L) - S(K)) / (L - K)
 
 and a layer's own seconds are what was timed less `action`. Where that would be negative, layers are instead
-made longer to add up to the K stages, which wait for messages and find caches colder still. Only the standard library and `pipeline.plan` are imported.
+made longer to add up to the K stages, which wait for messages and find caches colder still. Only the standard
+library and `pipeline.plan` are imported.
 """
 
 from __future__ import annotations

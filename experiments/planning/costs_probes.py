@@ -1,15 +1,17 @@
-"""What processes do so that a model's costs are known: they train it in ways that no plan chooses.
+"""What processes do so that a model's costs are known.
 
 All processes work at the same time, since layers are slower beside a busy neighbour. Round by round they take
-steps of three micro-batches, of every size, in two ways that together have every kind of action:
+steps of three micro-batches of every size, in two ways that together have every kind of action: GPipe with
+re-materialization, and zero bubble.
 
-    fine      in each process, every layer a stage                F, R, B; G, I, W of each layer
-    coarse    over all processes, one stage in each               what an action costs beyond its layers, what
-                                                                  lies between actions, messages, ends of a step
+    fine      in each process, every layer a stage     F, R, B; G, I, W of each layer
+    coarse    over all processes, one stage in each    what an action costs beyond its layers, what lies
+                                                       between actions, messages, the ends of a step
 
-The clock of a core is not to be trusted: on a shared machine it may run at half its speed a minute later. So
-before and after each of these steps the same reference step is taken, and what lies between two of them counts
-in units of it, at the reference's median speed.
+Nothing is fitted to steps: seconds of a step are used for nothing but its ends. The clock of a core is not to
+be trusted: on a shared machine it may run at half its speed a minute later. So before and after each of these
+steps the same reference step is taken, and what lies between two of them counts in units of it, at the
+reference's median speed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch import nn
 from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.experiments.planning.costs import kinds_of
 from gpipe_bench.experiments.planning.subjects import Subject
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, transfers
 from gpipe_bench.pipeline.plan.schedules.known import named
@@ -58,6 +60,7 @@ class ProbeJob(NamedTuple):
     rounds: int
     optimizer: str = "sgd"
     seed: int = 1811
+    device: str = "cpu"
 
 
 class Taken(NamedTuple):
@@ -72,8 +75,9 @@ class Taken(NamedTuple):
 class ProbeRun(NamedTuple):
     """One step of a probe; `run` is common to all processes. All seconds are at the reference's median speed.
 
-    `gaps_s` lie between two actions of which the second waited for nobody; `messages` are (bytes, seconds) from
-    the end of an action to the start of one that waited for it; `beyond_s` is the step beyond its actions.
+    `gaps_s` lie between two actions of which the second waited for nobody; `messages` are (bytes, seconds)
+    from the end of an action to the start of one that waited for it; `beyond_s` is the step beyond its
+    actions.
     """
 
     run: int
@@ -102,7 +106,9 @@ class Bench:
     def __init__(self, job: ProbeJob) -> None:
         torch.manual_seed(job.seed)  # the same weights in every process
         self.job = job
-        self.layers, self.loss = job.subject.build()
+        self.device = devices.current(job.device)
+        layers, self.loss = job.subject.build()
+        self.layers = [layer.to(self.device) for layer in layers]
         make = OPTIMIZERS[job.optimizer]
         self.optimizers = [
             make(trained) if (trained := [p for p in layer.parameters() if p.requires_grad]) else None
@@ -122,7 +128,7 @@ class Bench:
     ) -> tuple[Pipeline, Callable[[], object]]:
         """A pipeline of the layers and its step; `shared` over all processes."""
         number = schedule.num_microbatches
-        batch, target = self.job.subject.batch(size * number)
+        batch, target = self.job.subject.batch(size * number, str(self.device))
         pipeline = Pipeline(
             self.layers,
             num_stages=schedule.num_stages,
@@ -137,7 +143,7 @@ class Bench:
 
     def reference(self) -> int:
         """Takes the reference step, in all processes at once; its number."""
-        self.references.append(time_step(self._reference, self.layers))
+        self.references.append(time_step(self._reference, self.layers, device=self.device))
         return len(self.references) - 1
 
     def speed(self, before: int, reference_s: float) -> float:
@@ -150,8 +156,10 @@ class Bench:
         for index in layers:
             optimizer = self.optimizers[index]
             if optimizer is not None:
+                devices.synchronize(self.device)
                 start_s = perf_counter()
                 optimizer.step()
+                devices.synchronize(self.device)
                 found[index] = perf_counter() - start_s
         return found
 
@@ -195,7 +203,7 @@ def probe(bench: Bench) -> Probed:
     cost = [0.0] * len(layers)
     for number in range(2 * len(probes)):  # the first ones warm up
         each = probes[number % len(probes)]
-        time_step(each.step, layers)
+        time_step(each.step, layers, device=bench.device)
         bench.update(range(len(layers)))
         for event in each.pipeline.timeline.events if number >= len(probes) else ():
             cost[event.action.stage] += event.duration_s
@@ -207,7 +215,7 @@ def probe(bench: Bench) -> Probed:
             _probe(bench, size, way, cut, sizes[size][0], fine=False) for size in job.sizes for way in WAYS
         ]
         for each in (*coarse, *coarse):
-            time_step(each.step, layers)
+            time_step(each.step, layers, device=bench.device)
         probes += coarse
     settle()
     first = bench.reference()
@@ -248,7 +256,7 @@ def _probe(
 
 def _take(bench: Bench, each: _Probe) -> _Raw:
     before = len(bench.references) - 1
-    wall_s = time_step(each.step, bench.layers)
+    wall_s = time_step(each.step, bench.layers, device=bench.device)
     mine = each.pipeline.timeline
     shared = not each.fine and bench.processes > 1
     held = {layer for event in mine.events for layer in each.pipeline.partition[event.action.stage]}
@@ -316,8 +324,8 @@ def _messages(
 
 
 def boundaries(bench: Bench, size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Bytes of one micro-batch behind each layer but the last: distinct tensors, and those with a gradient."""
-    value = split(bench.job.subject.batch(size)[0], 1)[0]
+    """Bytes of one micro-batch behind each layer but the last: distinct tensors; those with a gradient."""
+    value = split(bench.job.subject.batch(size, str(bench.device))[0], 1)[0]
     forward, back = [], []
     was_training = [layer.training for layer in bench.layers]
     try:

@@ -1,9 +1,10 @@
 """What a candidate takes: its real schedule laid out with the costs of its layers, and its workers' peaks.
 
 Layers add up to stages, an action costs a little more once, messages take the link, the gradients of
-replicas are summed as their buckets leave, and the optimizer ends the step. What a replay of medians leaves out is that
-actions are never all at their median, and a pipeline waits for whichever is late: so a measured machine's
-jitter is drawn from the steps in which the layers were timed, and the step is the median of the draws:
+replicas are summed as their buckets leave, and the optimizer ends the step. What a replay of medians leaves
+out is that actions are never all at their median, and a pipeline waits for whichever is late: so a measured
+machine's jitter is drawn from the steps in which the layers were timed, and the step is the median of the
+draws:
 
     step_s = median over draws of replay(seconds of each action x how that action differed in one timed step)
 
@@ -13,8 +14,9 @@ Of costs without jitter it is the replay itself. The bytes are those of the memo
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs import Costs, kinds_of
@@ -22,7 +24,14 @@ from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import MEASURED, Request
 from gpipe_bench.pipeline.plan.breakdown import breakdown
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.reductions import Bucket, data_parallel, gathered_s, gathering_s, sharded
+from gpipe_bench.pipeline.plan.reductions import (
+    Bucket,
+    data_parallel,
+    every_pass_s,
+    fetched,
+    pass_s,
+    sharded,
+)
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
@@ -117,12 +126,12 @@ class Layout:
         parts["jitter"] = step_s - sum(parts.values())
         return parts
 
-    def _rest(self, slower: Sequence[float]) -> dict[str, object]:
+    def _rest(self, slower: Sequence[float]) -> dict[str, Any]:
         """What the replay is given beside the actions."""
         candidate, schedule = self.candidate, self.schedule
         worker = [slower[schedule.worker(stage)] for stage in range(schedule.num_stages)]
         ends = [span.stop - 1 for span in candidate.cut[:-1]]
-        found: dict[str, object] = {
+        found: dict[str, Any] = {
             "setup_s": [a * b for a, b in zip(self._setup_s, worker, strict=True)],
             "update_s": [a * b for a, b in zip(self._update_s, worker, strict=True)],
         }
@@ -132,37 +141,48 @@ class Layout:
             found["gradient_bytes"] = [self.at.gradient_bytes[end] for end in ends]
         if candidate.replicas > 1:
             found["reductions"] = [self._buckets(span) for span in candidate.cut]
-        if candidate.fsdp > 1:
-            found["collective_s"] = self._gathers()
+        if candidate.fsdp_level == 2:
+            found["gathers"] = [
+                fetched(self._sizes(span), candidate.fsdp, self._replica_link, forward_s=self._of("G", span))
+                for span in candidate.cut
+            ]
+        elif candidate.fsdp_level == 3:
+            found["collective_s"] = self._every_pass()
         return found
 
     def _buckets(self, span: range) -> tuple[Bucket, ...]:
+        """What is summed over replicas; ZeRO-3 scatters in the passes, and only the copies are left."""
         candidate = self.candidate
-        gradients = [self.costs.parameter_bytes[layer] for layer in span]
         split = any(action.kind is Kind.W for action in self.schedule)
-        backward_s = [self.at.layers_s["W" if split else "B"][layer] for layer in span]
-        if candidate.fsdp == 1:
-            return data_parallel(gradients, candidate.dp, self._replica_link, backward_s=backward_s)
-        return sharded(
-            gradients, candidate.fsdp, self._replica_link, replicas=candidate.dp, backward_s=backward_s
-        )
+        gradients = [self.costs.parameter_bytes[layer] for layer in span]
+        backward_s = self._of("W" if split else "B", span)
+        if candidate.fsdp_level == 2:
+            return sharded(
+                gradients, candidate.fsdp, self._replica_link, replicas=candidate.dp, backward_s=backward_s,
+                split=split,
+            )  # fmt: skip
+        shares = [[size / candidate.fsdp for size in layer] for layer in gradients]
+        return data_parallel(shares, candidate.dp, self._replica_link, backward_s=backward_s)
 
-    def _gathers(self) -> object:
-        """Parameters that are gathered before they are used."""
-        candidate, at = self.candidate, self.at
-        halves = "I" if "I" in at.layers_s and "B" not in at.layers_s else "B"
+    def _every_pass(self) -> Callable[[Action], float]:
+        """Parameters that every pass gathers, and gradients that a pass back scatters."""
 
-        def of(kind: str, span: range) -> float:
-            sizes = [sum(self.costs.parameter_bytes[layer]) for layer in span]
-            compute = [at.layers_s[kind][layer] for layer in span]
-            return gathering_s(sizes, compute, candidate.fsdp, self._replica_link, ahead=self._ahead)
+        def seconds(kind: str, *, scattered: bool) -> list[float]:
+            return [
+                pass_s(
+                    self._sizes(order), self._of(kind, order), self.candidate.fsdp, self._replica_link,
+                    ahead=self._ahead, scattered=scattered,
+                )
+                for order in (span[::-1] if scattered else span for span in self.candidate.cut)
+            ]  # fmt: skip
 
-        return gathered_s(
-            self.schedule,
-            candidate.fsdp_level,
-            [of("G", span) for span in candidate.cut],
-            [of(halves, span) for span in candidate.cut],
-        )
+        return every_pass_s(self.schedule, seconds("G", scattered=False), seconds("B", scattered=True))
+
+    def _sizes(self, span: range) -> list[int]:
+        return [sum(self.costs.parameter_bytes[layer]) for layer in span]
+
+    def _of(self, kind: str, span: range) -> list[float]:
+        return [self.at.layers_s[kind][layer] for layer in span]
 
 
 def predict(

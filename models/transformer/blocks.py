@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_bench.models import checks
+from gpipe_bench.models.transformer.draws import WHOLE, draws_of
 
 State = Tensor | tuple[Tensor, ...]
 ATTENTIONS = ("fused", "explicit")
@@ -37,24 +38,36 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-def drop(x: Tensor, share: float) -> Tensor:
-    """Drops a share of x and scales the rest. Nothing is called for nothing: compiled, it would be a copy."""
-    return F.dropout(x, share) if share else x
+def drop(x: Tensor, share: float, shard: int | None = None) -> Tensor:
+    """Drops a share of x and scales the rest. Nothing is called for nothing: compiled, it would be a copy.
+
+    `shard` is that of x where ranks hold different parts of it, and None where all hold the same.
+    """
+    if not share:
+        return x
+    with draws_of(shard, x):
+        return F.dropout(x, share)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, attention: str, dropout: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, attention: str, dropout: float, shard: int | None = None
+) -> Tensor:
     """Scaled dot-product attention: q (N, h, T, c), k and v (N, h, S, c) -> (N, h, T, c).
 
     `"fused"` leaves the weights to torch's kernels, which do not keep them; `"explicit"` materialises the
-    (N, h, T, S) softmax as the systems of 2019 did. `dropout` is the share of weights dropped.
+    (N, h, T, S) softmax as the systems of 2019 did. `dropout` is the share of weights dropped, `shard` that
+    of the heads where ranks have different ones.
     """
     if attention == "fused":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
+        if dropout:
+            with draws_of(shard, q):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)
     if causal:
         future = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, -math.inf)
-    return drop(scores.softmax(dim=-1), dropout) @ v
+    return drop(scores.softmax(dim=-1), dropout, shard) @ v
 
 
 class Attention(nn.Module):
@@ -77,6 +90,8 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.head_dim = channels // num_heads
+        self.division = WHOLE
         self.source = source
         self.attention = attention
         self.dropout = dropout
@@ -92,12 +107,12 @@ class Attention(nn.Module):
         keys = rest[0] if self.source == "memory" else normed
         q, k, v = (self._heads(tensor) for tensor in (self.query(normed), self.key(keys), self.value(keys)))
         dropout = self.dropout if self.training else 0.0
-        mixed = attend(q, k, v, self.source == "causal", self.attention, dropout)
-        x = x + drop(self.out(mixed.transpose(1, 2).flatten(2)), dropout)
+        mixed = attend(q, k, v, self.source == "causal", self.attention, dropout, self.division.inside)
+        x = x + drop(self.out(mixed.transpose(1, 2).flatten(2)), dropout, self.division.between)
         return (x, *rest) if isinstance(state, tuple) else x
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
+        return x.view(*x.shape[:-1], self.num_heads, self.head_dim).transpose(1, 2)
 
     def extra_repr(self) -> str:
         return (
@@ -115,6 +130,7 @@ class FeedForward(nn.Module):
     def __init__(self, d_model: int, ffn_dim: int, dropout: float, init_scale: float = 1.0) -> None:
         super().__init__()
         self.dropout = dropout
+        self.division = WHOLE
         self.norm = nn.LayerNorm(d_model)
         self.inner = Linear(d_model, ffn_dim, init_scale)
         self.outer = Linear(ffn_dim, d_model, init_scale)
@@ -122,8 +138,8 @@ class FeedForward(nn.Module):
     def forward(self, state: State) -> State:
         x, rest = (state[0], state[1:]) if isinstance(state, tuple) else (state, ())
         dropout = self.dropout if self.training else 0.0
-        hidden = drop(F.relu(self.inner(self.norm(x))), dropout)
-        x = x + drop(self.outer(hidden), dropout)
+        hidden = drop(F.relu(self.inner(self.norm(x))), dropout, self.division.inside)
+        x = x + drop(self.outer(hidden), dropout, self.division.between)
         return (x, *rest) if isinstance(state, tuple) else x
 
     def extra_repr(self) -> str:

@@ -53,11 +53,12 @@ class Replicas:
 
         return self.bounded(exchange)
 
-    def connect(self, name: str, *, accelerated: bool) -> Any:
+    def connect(self, name: str, *, accelerated: bool, place: tuple[int, int] | None = None) -> Any:
         """A backend of torch's between all replicas, for collectives, which fail after the timeout; all must
-        call. Errors as in `bounded`.
+        call. Or between some, who say the same name: `place` is then this one's rank among how many. Errors
+        as in `bounded`.
         """
-        return self.bounded(lambda: self._connect(name, accelerated=accelerated))
+        return self.bounded(lambda: self._connect(name, accelerated=accelerated, place=place))
 
     def bounded(self, call: Callable[[], T]) -> T:
         """What `call` returns, which waits for other replicas as long as their connections allow.
@@ -80,10 +81,9 @@ class Replicas:
         for connection in self._connections:
             connection.close()
 
-    def _connect(self, name: str, *, accelerated: bool) -> Any:
-        ways = backend(
-            self._store, self.rank, self.size, name=name, accelerated=accelerated, timeout_s=self._timeout_s
-        )
+    def _connect(self, name: str, *, accelerated: bool, place: tuple[int, int] | None = None) -> Any:
+        rank, size = place or (self.rank, self.size)
+        ways = backend(self._store, rank, size, name=name, accelerated=accelerated, timeout_s=self._timeout_s)
         self._connections.append(Connection(ways, 0, {}))
         self._job.cuts(self._connections[-1])
         return ways

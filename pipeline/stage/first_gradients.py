@@ -13,33 +13,32 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline.stage.parts import local
+
 
 def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]) -> list[nn.Parameter]:
     """Copies the `.grad` of `parameters` that had none where it overlaps with `others` or with one another.
 
     Returns the parameters that still have no gradient.
     """
-    taken: dict[int, list[Tensor]] = {}  # by storage
+    taken: dict[int, list[tuple[int, int]]] = {}  # extents, by storage
     for tensor in others:
         if tensor is not None and tensor.layout is torch.strided:
-            taken.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+            tensor = local(tensor)
+            taken.setdefault(tensor.untyped_storage()._cdata, []).append(_extent(tensor))
     waiting: list[nn.Parameter] = []
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
+        gradient = local(parameter.grad)
+        if parameter.grad is None or gradient is None:
             waiting.append(parameter)
         elif gradient.layout is torch.strided:
             neighbours = taken.setdefault(gradient.untyped_storage()._cdata, [])
-            if any(_overlap(gradient, neighbour) for neighbour in neighbours):
-                parameter.grad = gradient.clone()
+            start, end = _extent(gradient)
+            if any(start < other_end and other_start < end for other_start, other_end in neighbours):
+                parameter.grad = parameter.grad.clone()
             else:
-                neighbours.append(gradient)
+                neighbours.append((start, end))
     return waiting
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
-    return a_start < b_end and b_start < a_end
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

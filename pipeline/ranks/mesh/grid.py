@@ -147,13 +147,3 @@ def _batch_group(mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup 
     if len(shared) == 1:
         return mesh.get_group(shared[0])
     return mesh[shared]._flatten().get_group()
-
-
-def refuse_unbuilt(grid: Grid) -> None:
-    """`ValueError` for what a mesh can say but no pipeline does so far."""
-    for name in NAMES:
-        if name not in ("pp", "dp") and grid.size(name) > 1:
-            raise ValueError(
-                f"the mesh has {grid.size(name)} processes along {name!r}, which pipelines do not serve so "
-                f"far; give it the size 1"
-            )

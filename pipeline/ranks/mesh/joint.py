@@ -17,11 +17,13 @@ from gpipe_bench.pipeline.journal import Journal
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
+from gpipe_bench.pipeline.ranks.mesh.division import Divided
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
 from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
 from gpipe_bench.pipeline.ranks.mesh.shares import GlobalShares, mean_of_all
 from gpipe_bench.pipeline.ranks.mesh.tree import Tree
 from gpipe_bench.pipeline.ranks.replicas import Replicas
+from gpipe_bench.pipeline.stage.parts import local
 from gpipe_bench.pipeline.stage.reduced import Reduction
 from gpipe_bench.pipeline.stage.stage import Stage
 
@@ -36,12 +38,20 @@ class Joint:
         device: of the stages.
         by_tree: whether gradients are summed by a tree over all micro-batches, or in buckets.
         bucket_bytes: gradients that leave together.
+        divided: how the parameters of the stages are divided over processes; None where none are.
     """
 
     def __init__(
-        self, replicas: Replicas | None, device: torch.device, *, by_tree: bool, bucket_bytes: int
+        self,
+        replicas: Replicas | None,
+        device: torch.device,
+        *,
+        by_tree: bool,
+        bucket_bytes: int,
+        divided: Divided | None = None,
     ) -> None:
         self.replicas, self._by_tree, self._bucket_bytes = replicas, by_tree, bucket_bytes
+        self._divided = divided
         self._reductions: dict[int, Reduction] = {}
         self.journal = Journal(device)
         self._collectives = self._of_hosts = None
@@ -51,6 +61,8 @@ class Joint:
             self._of_hosts = self._collectives
             if accelerated:
                 self._of_hosts = OverBackend(replicas, replicas.connect("sums of hosts", accelerated=False))
+            if divided is not None:
+                divided.connect(replicas, accelerated=accelerated)
 
     def start_alike(self, plan: object, model: nn.Module) -> None:
         """All replicas begin with the first one's parameters and buffers.
@@ -63,19 +75,25 @@ class Joint:
         forms = [(name, value.shape, value.dtype) for name, value in values]
         check_equal(self.replicas.share((plan, forms, self._by_tree, self._bucket_bytes)), "replica")
         with torch.no_grad():
-            self._collectives.take_over([value for _, value in values])
+            self._collectives.take_over([local(value) for _, value in values])
 
     def reduction(self, stage: Stage, num_microbatches: int) -> Reduction:
         """What joins the gradients of a stage of this process."""
-        found: Reduction
-        if self._by_tree:
+        found: Reduction | None
+        if self._divided is not None:
+            found = self._divided.reduction(stage, self._buckets)
+        elif self._by_tree:
             found = Tree(stage, num_microbatches, self._collectives, self.journal, self._bucket_bytes)
         else:
-            assert self._collectives is not None
-            assert self.replicas is not None
-            found = Buckets(stage, self._collectives, self.replicas, self.journal, self._bucket_bytes)
+            found = self._buckets(stage)
+        assert found is not None
         self._reductions[stage.index] = found
         return found
+
+    def _buckets(self, stage: Stage) -> Reduction | None:
+        if self.replicas is None or self._collectives is None:
+            return None
+        return Buckets(stage, self._collectives, self.replicas, self.journal, self._bucket_bytes)
 
     def begin(self, lengths: Sequence[int], *, sync: bool, has_loss: bool) -> Sequence[float]:
         """A training step with micro-batches of `lengths` examples begins; what each of them counts for, on
@@ -111,6 +129,7 @@ def joint_of(
     timeout_s: float,
     reduction: str,
     bucket_bytes: int,
+    divided: Divided | None = None,
 ) -> Joint | None:
     """What is done jointly on a grid, or because of the way to sum gradients; None if nothing is. `job` are
     the processes of the grid.
@@ -121,7 +140,7 @@ def joint_of(
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
     group = None if grid is None else grid.batch_group
     by_tree = reduction == "tree"
-    if group is None and not by_tree:
+    if group is None and not by_tree and divided is None:
         return None
     replicas = None if group is None or job is None else Replicas(group, timeout_s, job)
-    return Joint(replicas, device, by_tree=by_tree, bucket_bytes=bucket_bytes)
+    return Joint(replicas, device, by_tree=by_tree, bucket_bytes=bucket_bytes, divided=divided)

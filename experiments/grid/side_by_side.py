@@ -1,0 +1,177 @@
+"""Data parallelism of ours and torch's DistributedDataParallel, in turns in the same processes.
+
+    python -m gpipe_bench.experiments.grid.side_by_side --rounds 20
+
+Both train a copy each of one Transformer on the same shares of a batch, a step without its optimizer:
+forward, backward and the sum of the gradients over the replicas. With several micro-batches torch's adds up
+gradients without a sum (`no_sync`) but for the last. Gradients are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from gpipe_bench.experiments.measuring.processes import run_processes
+from gpipe_bench.experiments.measuring.turns import Measured, measure
+from gpipe_bench.harness.judging.stats import median_interval
+from gpipe_bench.harness.timing.rounds import against_itself, ratios, slowest
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
+
+OURS, TORCHS = "pipeline", "DistributedDataParallel"
+MODEL = "transformer-lm"
+SIZES = {
+    "num_layers": 6, "d_model": 256, "ffn_dim": 1024, "num_heads": 4, "vocab_size": 1000, "seq_len": 64,
+    "dropout": 0.0,
+}  # fmt: skip
+_MOST_DIFFERENT = 1e-4  # of the largest gradient, in float32
+_STEPS_BEFORE = 3
+
+
+class Job(NamedTuple):
+    """One run as its processes see it. `examples` is the share of each replica."""
+
+    replicas: int = 2
+    examples: int = 8
+    num_microbatches: int = 1
+    num_rounds: int = 20
+    seed: int = 0
+    bucket_bytes: int = BUCKET_BYTES
+    sizes: dict[str, Any] = SIZES
+
+
+class Compared(NamedTuple):
+    """Seconds per step of the slowest process by arm, two samples in each round; ours over torch's and ours
+    over itself by round; and the largest difference of any gradient, relative to the largest gradient.
+    """
+
+    times: dict[str, list[float]]
+    ratio: list[float]
+    control: list[float]
+    difference: float
+
+
+def compare(job: Job) -> Compared:
+    """Starts a process for each replica and times both."""
+    found: list[tuple[Measured, float]] = run_processes(work, job.replicas, job)
+    times = slowest([measured.times for measured, _ in found])
+    return Compared(
+        times, ratios(times, OURS, TORCHS), against_itself(times, OURS), max(each for _, each in found)
+    )
+
+
+def work(job: Job) -> tuple[Measured, float]:
+    """What each process does. `RuntimeError` where the two do not compute the same."""
+    torch.manual_seed(job.seed)
+    model = MODELS[MODEL](**job.sizes)
+    twin = copy.deepcopy(model)
+    size = job.replicas * job.examples
+    batch, target = example_batch(MODEL, size, generator=torch.Generator().manual_seed(1), **job.sizes)
+    rank = dist.get_rank()
+    own = slice(rank * job.examples, (rank + 1) * job.examples)
+    steps = {
+        OURS: _ours(job, model, batch[own], target[own]),
+        TORCHS: _torchs(job, twin, batch[own], target[own]),
+    }
+    for _ in range(_STEPS_BEFORE):  # connections are made, and both know in which order gradients come
+        for step in steps.values():
+            step()
+    difference = _difference(model, twin)
+    if not difference < _MOST_DIFFERENT:
+        raise RuntimeError(
+            f"the gradients of the two differ by {difference:.1e} of the largest; nothing was timed"
+        )
+    return measure(steps, [model, twin], job.num_rounds, job.seed), difference
+
+
+def _ours(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Callable[[], object]:
+    mesh = init_device_mesh("cpu", (job.replicas, 1), mesh_dim_names=("dp", "pp"))
+    pipeline = Pipeline(
+        model, mesh=mesh, num_microbatches=job.num_microbatches, schedule="1f1b", remat="never",
+        bucket_bytes=job.bucket_bytes,
+    )  # fmt: skip
+    loss = loss_fn(MODEL, **job.sizes)
+
+    def step() -> None:
+        pipeline.zero_grad()
+        pipeline.step(batch, target, loss)
+
+    return step
+
+
+def _torchs(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Callable[[], object]:
+    parallel = DistributedDataParallel(model, bucket_cap_mb=job.bucket_bytes / 2**20)
+    loss: Callable[..., Tensor] = loss_fn(MODEL, **job.sizes)
+    parts = list(zip(batch.chunk(job.num_microbatches), target.chunk(job.num_microbatches), strict=True))
+
+    def step() -> None:
+        parallel.zero_grad()
+        for m, (inputs, wanted) in enumerate(parts):
+            with nullcontext() if m == len(parts) - 1 else parallel.no_sync():
+                (loss(parallel(inputs), wanted) / len(parts)).backward()
+
+    return step
+
+
+def _difference(model: nn.Module, twin: nn.Module) -> float:
+    pairs = [
+        (a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+        if a.grad is not None and b.grad is not None
+    ]  # fmt: skip
+    if len(pairs) < len(list(model.parameters())):
+        return float("inf")
+    largest = max(float(theirs.abs().max()) for _, theirs in pairs)
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs) / largest
+
+
+def lines(job: Job, found: Compared) -> list[str]:
+    """What was found, as text."""
+    shown = [f"{arm:24} {1e3 * median(samples):8.2f} ms" for arm, samples in found.times.items()]
+    what = f"{job.replicas} replicas x {job.examples} examples, M = {job.num_microbatches}"
+    return [
+        what,
+        *shown,
+        f"ours / torch's {_with_interval(found.ratio)}, control {_with_interval(found.control)}, gradients "
+        f"{found.difference:.0e}",
+    ]
+
+
+def _with_interval(values: Sequence[float]) -> str:
+    interval = median_interval(values)
+    shown = "" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
+    return f"{median(values):.3f}{shown}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--examples", type=int, default=8, help="of each replica")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--bucket-mib", type=float, default=BUCKET_BYTES / 2**20)
+    options = parser.parse_args()
+    for num_microbatches in options.microbatches:
+        job = Job(
+            options.replicas,
+            options.examples,
+            num_microbatches,
+            options.rounds,
+            bucket_bytes=int(options.bucket_mib * 2**20),
+        )
+        print("\n".join(lines(job, compare(job))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

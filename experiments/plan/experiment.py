@@ -1,0 +1,79 @@
+"""Whether a plan is right: predicted before, run after, and the choice's regret.
+
+Expected: on two processes of a quiet machine the predicted steps are within a few percent of those that ran,
+in the same order, and the configuration that the plan puts first is the fastest of those that ran or nearly;
+peaks are within a percent. About ten minutes on two laptop cores, which should have nothing else to do:
+
+    python -m experiments run plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpipe_bench.experiments.plan import elsewhere_case, peaks, steps, waiting
+from gpipe_bench.experiments.plan.figures import figures
+from gpipe_bench.experiments.plan.models import MODELS
+from gpipe_bench.experiments.plan.text import tables
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.records.record import Record
+
+SECONDS = {
+    steps.PART: {"smoke": 12.0, "short": 150.0, "full": 420.0},
+    peaks.PART: {"smoke": 6.0, "short": 25.0, "full": 25.0},
+    waiting.PART: {"smoke": 12.0, "short": 35.0, "full": 70.0},
+}
+
+
+def cases(options: RunOptions) -> list[Case]:
+    profile = options.profile
+    found = [
+        Case({"part": part, "model": model}, SECONDS[part][profile])
+        for part in (steps.PART, peaks.PART)
+        for model in MODELS[profile]
+    ]
+    found.append(Case({"part": waiting.PART}, SECONDS[waiting.PART][profile]))
+    return found + [
+        Case({"part": elsewhere_case.PART, "source": source}, seconds)
+        for source, seconds in elsewhere_case.SECONDS.items()
+        if profile != "smoke" or seconds <= 2
+    ]
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    match case.key["part"]:
+        case steps.PART:
+            return steps.run(case.key, options)
+        case peaks.PART:
+            return peaks.run(case.key, options)
+        case waiting.PART:
+            return waiting.run(case.key, options)
+    return elsewhere_case.run(case.key)
+
+
+def cells(records: Sequence[Record]) -> list[Entry]:
+    """None: the paper plans nothing."""
+    return []
+
+
+EXPERIMENT = Experiment(
+    name="plan",
+    title="Plans against what ran: the prediction's error and the choice's regret",
+    source="beyond the paper; arXiv 2401.10241, torchtitan, Primus, torchgpipe",
+    describe=(
+        "Layers are timed, all ways to train on two processes predicted, the best five and five others run: "
+        "error, rank correlation, regret, peaks; published configurations in the order of our predictions."
+    ),
+    profiles={
+        "smoke": "one tiny model, three configurations",
+        "short": "four models scaled to two cores, ten configurations of each",
+        "full": "the same with two to three times as many rounds",
+    },
+    cases=cases,
+    run=run,
+    cells=cells,
+    tables=tables,
+    figures=figures,
+    options=("device", "seed"),
+)

@@ -1,0 +1,80 @@
+"""Predicted against measured, in one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gpipe_bench.experiments.plan import steps
+from gpipe_bench.experiments.plan.measures import Compared, by_model, rank_correlation, regret
+from gpipe_bench.experiments.report.drawing import COLORS, paper_style
+from gpipe_bench.harness.records.record import Record, of_case
+from gpipe_bench.harness.shown import Plot
+from gpipe_bench.pipeline.plan.schedule import Kind
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BAND = 0.12
+"""The worst error that was asked for, either way."""
+
+
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """The plot, where anything ran."""
+    found = [each for r in of_case(records, "done", part=steps.PART) for each in steps.compared(r)]
+    if not found:
+        return []
+    return [
+        Plot(
+            name="plan-predicted",
+            suffixes=("png",),
+            caption="Steps that ran on two processes against their predictions, made before any of them ran",
+            alt=(
+                "A panel for each model: a point for each configuration near the diagonal, filled for the "
+                "plan's best five; the grey band is an error of 12 % either way."
+            ),
+            draw=partial(draw, found),
+            style=paper_style,
+        )
+    ]
+
+
+def draw(found: Sequence[Compared]) -> Figure:
+    """A panel per model, both axes in milliseconds."""
+    from matplotlib.figure import Figure
+
+    models = by_model(found)
+    columns = min(len(models), 2)
+    rows = -(-len(models) // columns)
+    figure = Figure(figsize=(3.6 * columns, 3.5 * rows), layout="constrained")
+    for place, (model, own) in enumerate(models.items()):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        _panel(axes, model, own)
+    return figure
+
+
+def _panel(axes: Axes, model: str, own: Sequence[Compared]) -> None:
+    values = [1e3 * value for each in own for value in (each.predicted_s, each.measured_s)]
+    low, high = 0.9 * min(values), 1.05 * max(values)
+    line = [low, high]
+    axes.fill_between(
+        line, [x * (1 - BAND) for x in line], [x * (1 + BAND) for x in line], color="0.92", linewidth=0
+    )
+    axes.plot(line, line, color="0.6", linewidth=0.8)
+    color = COLORS[Kind.B]
+    for chosen, label in ((True, "the plan's best"), (False, "others")):
+        points = [each for each in own if each.chosen is chosen]
+        axes.plot(
+            [1e3 * each.predicted_s for each in points], [1e3 * each.measured_s for each in points],
+            linestyle="none", marker="o", markersize=5, color=color,
+            markerfacecolor=color if chosen else "white", label=label,
+        )  # fmt: skip
+    axes.set(xlim=line, ylim=line, xlabel="predicted (ms)", ylabel="measured (ms)")
+    title = model
+    if len(own) > 1:
+        rank = rank_correlation([e.predicted_s for e in own], [e.measured_s for e in own])
+        title += f"\nrank correlation {rank:.2f}, regret {100 * regret(own):.1f} %"
+    axes.set_title(title, fontsize="medium")
+    axes.legend(loc="upper left", frameon=False, fontsize="small")

@@ -1,0 +1,26 @@
+"""Profiles of a model's layers in bytes, at the sizes of micro-batches that predictions ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from gpipe_bench.experiments.planning.subjects import Subject
+from gpipe_bench.experiments.table1.model_costs import ModelProfile
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.profile import Profiler
+
+
+def profiles_of(subject: Subject) -> Callable[[int, bool], ModelProfile]:
+    """(micro-batch size, whether with I and W) -> profiles; each is made once."""
+
+    @cache
+    def profile(size: int, split: bool) -> ModelProfile:
+        with torch.device("meta"):
+            layers, loss = subject.build()
+        ends = map(Boundary.of, subject.batch(size, "meta"))
+        return ModelProfile(*Profiler(split_backward=split).model(layers, loss, *ends))
+
+    return profile

@@ -1,0 +1,182 @@
+"""Tensor parallelism for our Transformers: torch's styles, and what they leave to whoever writes a plan.
+
+A plan says how the matrices of a block are divided: column-wise into the block, row-wise out of it, so that a
+block sums once forward and once backward. Three things a plan alone does not do, and two of them are silent:
+a head count that is still the whole model's makes other heads of the same channels; a draw inside the divided
+part makes the same mask on every shard; and parameters that stay plain tensors beside distributed ones stop
+the optimizers that take many at once. So here the heads are counted, the divided parts draw from streams of
+their own, and every parameter of a parallel layer is distributed.
+
+    layout of x between blocks   norm               into the block       out of the block
+    whole on every rank          whole              column-wise          row-wise, all-reduce
+    divided by tokens            divided, gathered  column-wise          row-wise, reduce-scatter
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from gpipe_bench.models import llama
+from gpipe_bench.models.transformer import lm, seq2seq
+from gpipe_bench.models.transformer.blocks import Attention, FeedForward, Softmax, TransformerLayer
+from gpipe_bench.models.transformer.draws import Division
+
+Plan = list[tuple[str, ParallelStyle]]  # paths below a layer, and how each is divided
+TOKENS = 1  # the dimension of (N, T, d) that sequence parallelism divides
+
+
+class Gathered(ParallelStyle):
+    """A normalization whose input has the layout between the blocks and whose output is whole.
+
+    The output stays a DTensor, so that the gradients of all that read it are summed once, on the way back.
+    """
+
+    def __init__(self, layout: Placement) -> None:
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return (DTensor.from_local(inputs[0], mesh, (self.layout,), run_check=False), *inputs[1:])
+
+        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.redistribute(mesh, (Replicate(),))
+
+        return distribute_module(module, device_mesh, None, enter, leave)
+
+
+class Divided(ParallelStyle):
+    """An embedding whose outputs at `positions` leave divided by tokens; a single output is position 0."""
+
+    def __init__(self, positions: tuple[int, ...]) -> None:
+        self.positions = positions
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def divide(x: Tensor) -> Tensor:
+            if x.size(TOKENS) % device_mesh.size():
+                raise ValueError(
+                    f"sequences of {x.size(TOKENS)} tokens cannot be divided over tp={device_mesh.size()}: "
+                    "pad them to a multiple of it, or build the plan with sequence=False"
+                )
+            whole = DTensor.from_local(x, device_mesh, (Replicate(),), run_check=False)
+            return whole.redistribute(device_mesh, (Shard(TOKENS),)).to_local()
+
+        def leave(_: nn.Module, inputs: Any, output: Tensor | tuple[Tensor, ...]) -> Any:
+            if isinstance(output, Tensor):
+                return divide(output)
+            return tuple(divide(x) if i in self.positions else x for i, x in enumerate(output))
+
+        module.register_forward_hook(leave)
+        return module
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
+    """Divides the Transformer layers of `model` over the ranks of `mesh`, in place; all of them call.
+
+    Call it before the `Pipeline` is built, with the same weights on every rank or those of the first rank,
+    which are the ones that count. All parameters of the model become DTensors, the small ones whole on every
+    rank. Dropout inside the divided parts draws differently on every rank, and alike where ranks hold the
+    same.
+
+    Args:
+        model: of `transformer_lm`, `transformer_seq2seq` or `llama`: a sequence of layers
+        mesh: one dimension, `mesh["tp"]`
+        sequence: whether x is divided by its tokens between the blocks (sequence parallelism), which makes
+            messages, normalizations and residuals 1 / tp of their size; T must be a multiple of tp
+
+    Returns `model`.
+
+    Raises:
+        ValueError: no plan is known for a layer, heads or widths are no multiple of the ranks, or a weight
+            belongs to two layers.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions: give the one of the tensor parallelism, mesh['tp']"
+        )
+    places: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in places:
+            raise ValueError(
+                f"{places[parameter]} and {name} are one weight, which would be divided twice; build the "
+                "model with separate weights (num_tables=2, tied=False)"
+            )
+        places[parameter] = name
+    plans = [
+        (name, layer, _plan(name, layer, mesh.size(), sequence)) for name, layer in model.named_children()
+    ]
+    for _, layer, plan in plans:
+        for path, style in plan:
+            parallelize_module(layer, mesh, {path: style})
+        for module in layer.modules():
+            _count(module, mesh, sequence)
+    return model
+
+
+def _plan(name: str, layer: nn.Module, ranks: int, sequence: bool) -> Plan:
+    """The styles of the modules of a layer; `ValueError` where none are known or they don't fit."""
+    between: Placement = Shard(TOKENS) if sequence else Replicate()
+    into, out = ColwiseParallel(), RowwiseParallel(output_layouts=between)
+    table, norm = RowwiseParallel(input_layouts=Replicate()), Gathered(between)
+    match layer:
+        case TransformerLayer():
+            return [
+                (f"{part}.{path}", style)
+                for part, block in layer.named_children()
+                for path, style in _plan(f"{name}.{part}", block, ranks, sequence)
+            ]
+        case Attention():
+            _divides(f"{name}.num_heads", layer.num_heads, ranks)
+            read = ColwiseParallel(input_layouts=between) if layer.source == "memory" else into
+            return [("norm", norm), ("query", into), ("key", read), ("value", read), ("out", out)]
+        case FeedForward():
+            _divides(f"the width of {name}.inner", layer.inner.out_features, ranks)
+            return [("norm", norm), ("inner", into), ("outer", out)]
+        case llama.Block():
+            _divides(f"the key and value heads of {name}", layer.key.out_features // layer.head_dim, ranks)
+            _divides(f"the width of {name}.inner", layer.inner.out_features, ranks)
+            columns = [(path, into) for path in ("query", "key", "value", "gate", "inner")]
+            return [("norm_1", norm), ("norm_2", norm), *columns, ("out", out), ("outer", out)]
+        case Softmax():
+            return [("linear", ColwiseParallel(input_layouts=between, output_layouts=Replicate()))]
+        case llama.Output():
+            return [("norm", norm), ("logits", ColwiseParallel(output_layouts=Replicate()))]
+        case nn.Embedding():
+            return [("", table), *_divided(sequence, 0)]
+        case lm.Embedding() | seq2seq.TargetEmbedding():
+            return [("table", table), *_divided(sequence, 0)]
+        case seq2seq.SourceEmbedding():
+            return [("table", table), *_divided(sequence, *range(1 + layer.both))]
+    if next(layer.parameters(), None) is None:
+        return []
+    raise ValueError(
+        f"no plan is known for layer {name} ({type(layer).__name__}); apply one of your own with "
+        "torch.distributed.tensor.parallel.parallelize_module"
+    )
+
+
+def _divided(sequence: bool, *positions: int) -> Plan:
+    return [("", Divided(positions))] if sequence else []
+
+
+def _divides(what: str, number: int, ranks: int) -> None:
+    if number % ranks:
+        raise ValueError(f"{what} is {number}, which tp={ranks} does not divide")
+
+
+def _count(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    """What a block has to know of its division: its own heads, and whose draws are its own."""
+    if isinstance(module, Attention):
+        module.num_heads //= mesh.size()
+    if isinstance(module, Attention | FeedForward):
+        rank = mesh.get_local_rank()
+        module.division = Division(inside=rank, between=rank if sequence else None)

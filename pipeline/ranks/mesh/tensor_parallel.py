@@ -1,0 +1,262 @@
+"""What a pipeline asks of layers that several processes compute together, by torch's tensor-parallel plans.
+
+The user applies a plan before the pipeline is built (`torch.distributed.tensor.parallel.parallelize_module`,
+or `models.parallel` for our Transformers); here is what a plan leaves undone:
+
+    a head count that is still the whole model's    refused: `view(..., -1)` hides it, and gradients are wrong
+    plain parameters beside divided ones            refused: optimizers with `foreach` stop at the first step,
+                                                    and nobody sums a gradient over parts of a sequence
+    gradients laid out unlike their parameters      laid out like them: what is whole and should be a part
+                                                    is cut as it comes, what is a part of a sum is summed
+                                                    once, when the step is over
+
+A message between stages is what the layers give: a plain tensor, whole or this process's part of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.ranks.mesh.grid import Grid
+from gpipe_bench.pipeline.stage.microbatch import Message
+from gpipe_bench.pipeline.stage.parts import here, is_divided, local
+from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
+from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
+_WIDTHS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+_FUSED = (1, 3)  # queries alone, or queries, keys and values in one matrix
+
+
+def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
+    """`ValueError` for layers that do not fit a grid with `tp`, or that would compute something else."""
+    ranks = grid.size("tp")
+    if ranks == 1:
+        return
+    divided = {name: p for name, p in _parameters(layers) if isinstance(p, DTensor)}
+    if not divided:
+        raise ValueError(
+            f"the mesh has {ranks} processes along 'tp', but no layer is divided over them; apply a plan to "
+            "the layers before, with parallelize_module or models.parallel.tensor_parallel"
+        )
+    group = grid.group("tp")
+    assert group is not None
+    along_tp = dist.get_process_group_ranks(group)
+    for name, parameter in divided.items():
+        # Not by the mesh: those of equal ranks are one to torch, wherever they come from.
+        if parameter.device_mesh.mesh.tolist() != along_tp:
+            raise ValueError(
+                f"{name} is divided over {parameter.device_mesh}, which is not the 'tp' of the pipeline's "
+                "mesh; apply the plan with mesh['tp']"
+            )
+    for name, layer in layers.items():
+        for path, module in layer.named_modules():
+            _check_heads(f"{name}.{path}" if path else name, module, ranks)
+
+
+def refuse_mixed(layers: Mapping[str, nn.Module]) -> None:
+    """`ValueError` where one optimizer would be given plain and divided parameters; `layers` of a process."""
+    divided, plain = None, None
+    for name, parameter in _parameters(layers):
+        if isinstance(parameter, DTensor):
+            divided = divided or name
+        else:
+            plain = plain or name
+    if divided and plain:
+        raise ValueError(
+            f"the plan divides {divided} and leaves {plain} a plain tensor, and optimizers do not take both "
+            "together (foreach); give its module a style too, such as models.parallel.Gathered(Replicate()) "
+            "for a normalization"
+        )
+
+
+def _parameters(layers: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
+    for name, layer in layers.items():
+        for path, parameter in layer.named_parameters():
+            yield f"{name}.{path}", parameter
+
+
+def _check_heads(name: str, module: nn.Module, ranks: int) -> None:
+    """Whether the heads that a module counts are those of its own part of the columns."""
+    attribute, heads = _number(module, _HEADS)
+    columns = [
+        (child.weight.size(0), child.weight.to_local().size(0))
+        for child in module.children()
+        if isinstance(child, nn.Linear) and isinstance(child.weight, DTensor)
+        if child.weight.placements[0].is_shard(0)
+    ]
+    if not heads or not columns:
+        return
+    _, width = _number(module, _WIDTHS)
+    if width is None:
+        warnings.warn(
+            f"whether {name}.{attribute}={heads} is divided by tp={ranks} can't be told, because {name} has "
+            "no head_dim; if it is not, the results are wrong",
+            stacklevel=2,
+        )
+        return
+    expected = {heads * width * fused for fused in _FUSED}
+    if not any(mine in expected for _, mine in columns) and any(whole in expected for whole, _ in columns):
+        raise ValueError(
+            f"{name}.{attribute} is {heads}, the heads of the whole layer, but this process has 1 / {ranks} "
+            f"of its columns; set it to {heads} // {ranks} after applying the plan"
+        )
+
+
+def _number(module: nn.Module, names: Iterable[str]) -> tuple[str, int | None]:
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int):
+            return name, value
+    return "", None
+
+
+class DividedStage(ReducedStage):
+    """A stage whose layers are divided: what it sends is there, and plain, whatever its layers gave."""
+
+    def forward(self, m: int, received: Message | None, graph: bool) -> Message | None:
+        message = super().forward(m, received, graph)
+        if message is None:
+            return None
+        if any(map(is_divided, message.tensors)):
+            raise TypeError(
+                f"{self._runner.describe_output(self.index)} is a DTensor, and messages between stages are "
+                "plain tensors; let the plan of that layer end with use_local_output=True"
+            )
+        return message._replace(tensors=tuple(map(here, message.tensors)))
+
+    def backward(self, m: int, gradients: Gradients) -> Gradients:
+        return _here(super().backward(m, gradients))
+
+    def backward_inputs(self, m: int, gradients: Gradients) -> Gradients:
+        return _here(super().backward_inputs(m, gradients))
+
+
+def _here(gradients: Gradients) -> Gradients:
+    return tuple([None if gradient is None else here(gradient) for gradient in gradients])
+
+
+class Layouts:
+    """The `Reduction` of a divided stage: keeps gradients laid out like their parameters.
+
+    Args:
+        stage: whose parameters they are of
+        sums: makes what joins the gradients with those of other replicas; None where there are none
+    """
+
+    def __init__(self, stage: Stage, sums: Callable[[Any], Reduction | None]) -> None:
+        self._replicas = sums(_Parts(stage))
+        found = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
+        self._parameters = [parameter for parameter in found if isinstance(parameter, DTensor)]
+        for parameter in self._parameters:
+            if any(placement.is_shard() for placement in parameter.placements):
+                parameter.register_hook(_Cut(parameter))
+
+    def begin(self, *, sync: bool) -> None:
+        if self._replicas is not None:
+            self._replicas.begin(sync=sync)
+
+    def before(self, kind: Kind, m: int, *, last: bool) -> None:
+        if self._replicas is not None:
+            self._replicas.before(kind, m, last=last)
+
+    def after(self, kind: Kind, m: int, *, last: bool) -> None:
+        if self._replicas is not None:
+            self._replicas.after(kind, m, last=last)
+
+    def finish(self) -> None:
+        """Waits for the replicas, and sums what is a part of a sum; all processes along `tp` call."""
+        if self._replicas is not None:
+            self._replicas.finish()
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+    def evaluated(self) -> None:
+        if self._replicas is not None:
+            self._replicas.evaluated()
+
+    def reset(self) -> None:
+        if self._replicas is not None:
+            self._replicas.reset()
+
+    def refresh(self) -> None:
+        if self._replicas is not None:
+            self._replicas.refresh()
+
+
+class _Parts:
+    """A stage, as what sums gradients over replicas sees it: with this process's parts of its parameters."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._parts: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def index(self) -> int:
+        return self._stage.index
+
+    @property
+    def trainable(self) -> tuple[Tensor, ...]:
+        found = self._stage.trainable
+        if self._parts.keys() != set(found):
+            self._parts = {p: _Part.of(p) if isinstance(p, DTensor) else p for p in found}
+        return tuple([self._parts[parameter] for parameter in found])
+
+
+class _Part(Tensor):
+    """This process's part of a divided parameter, whose gradient is its part of the parameter's."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    whole: DTensor
+
+    @staticmethod
+    def of(parameter: DTensor) -> Tensor:
+        part = parameter.to_local().detach().as_subclass(_Part)
+        part.whole = parameter
+        return part
+
+    @property
+    def grad(self) -> Tensor | None:
+        return local(self.whole.grad)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        whole = self.whole
+        if gradient is None:
+            whole.grad = None
+            return
+        found = whole if whole.grad is None else whole.grad
+        assert isinstance(found, DTensor)
+        whole.grad = DTensor.from_local(
+            gradient,
+            found.device_mesh,
+            found.placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        return self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+
+class _Cut:
+    """A hook of a divided parameter: of a gradient that comes whole, this process's part."""
+
+    def __init__(self, parameter: DTensor) -> None:
+        self._placements = parameter.placements
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        if isinstance(gradient, DTensor) and all(each.is_replicate() for each in gradient.placements):
+            return gradient.redistribute(placements=self._placements)
+        return None

@@ -1,0 +1,151 @@
+"""Checkpoints between grids of four processes; `test_grid_checkpoints` starts them once and reports each case
+as a test.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+from distributed_cases import shared_folder
+from mesh_grids import on_grid, own_part
+from ranks import raises
+from tiny_models import mlp_batch, seeded
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from gpipe_bench.pipeline import Pipeline, checkpoint
+
+mse_loss = nn.functional.mse_loss
+MICROBATCHES = 4  # of all replicas together
+
+
+def build() -> nn.Sequential:
+    """Four layers, each with dropout and normalization."""
+    return nn.Sequential(*(
+        nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 6))
+        for _ in range(4)
+    ))  # fmt: skip
+
+
+def rmsprop(pipeline: Pipeline) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(pipeline.parameters(), lr=1e-2, momentum=0.9)
+
+
+def advance(pipeline: Pipeline, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Training steps, whose batches depend on their numbers alone; each replica takes its share."""
+    for step in steps:
+        batch, target = mlp_batch(12, dtype=torch.float32, seed=step)
+        if pipeline.grid is not None:
+            replicas = pipeline.grid.replicas
+            parts = list(zip(batch.chunk(replicas), target.chunk(replicas), strict=True))
+            batch, target = own_part(pipeline, parts)
+        pipeline.step(batch, target, mse_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def alone(seed: int = 0) -> Pipeline:
+    layers = seeded(build, torch.float32, seed)
+    return Pipeline(layers, num_stages=1, num_microbatches=MICROBATCHES, reduction="tree")
+
+
+def on(dp: int, pp: int, seed: int = 0) -> Pipeline:
+    layers = seeded(build, torch.float32, seed)
+    return on_grid(dp, pp, layers, MICROBATCHES // dp, schedule="1f1b", reduction="tree")
+
+
+def training_goes_on_from_grid_to_grid_as_if_it_had_never_stopped() -> None:
+    """Bit for bit: weights, the optimizer's state, dropout; each grid begins with other weights."""
+    folder, plain = shared_folder(), alone()
+    plain_optimizer = rmsprop(plain)
+    for number, (dp, pp) in enumerate(((2, 2), (4, 1), (1, 4), (1, 2), (2, 1))):
+        pipeline = on(dp, pp, seed=number)
+        optimizer = rmsprop(pipeline)
+        if number:
+            checkpoint.load(folder / str(number - 1), pipeline, optimizer)
+        steps = range(2 * number, 2 * number + 2)
+        assert pipeline.num_steps == steps.start
+        advance(pipeline, optimizer, steps)
+        advance(plain, plain_optimizer, steps)
+        wanted = plain.state_dict()
+        for name, parameter in pipeline.named_parameters():
+            assert torch.equal(parameter, wanted[name]), (dp, pp, name)
+        if dist.get_rank() < dp * pp:  # where there are two of this grid, the first
+            checkpoint.save(folder / str(number), pipeline, optimizer)
+        dist.barrier()
+        pipeline.close()
+    last = alone(seed=9)
+    last_optimizer = rmsprop(last)
+    checkpoint.load(folder / str(number), last, last_optimizer)
+    for pipeline, optimizer in ((last, last_optimizer), (plain, plain_optimizer)):
+        advance(pipeline, optimizer, range(10, 11))
+    for name, value in last.named_parameters():
+        assert torch.equal(value, dict(plain.named_parameters())[name]), name
+
+
+def every_process_writes_some_and_nothing_is_written_twice() -> None:
+    """With the plain model's names. What is written is found in the index, which has each piece once."""
+    folder, pipeline = shared_folder(), on(2, 2)
+    optimizer = rmsprop(pipeline)
+    advance(pipeline, optimizer, range(1))
+    checkpoint.save(folder, pipeline, optimizer)
+    found = FileSystemReader(folder).read_metadata()
+    names = {name.removeprefix("model.") for name in found.state_dict_metadata if name.startswith("model.")}
+    assert names == set(build().state_dict())
+    files = {info.relative_path for info in found.storage_data.values()}
+    assert sorted(path.name for path in folder.glob("*.distcp")) == sorted(files)
+    assert len({name.split("_")[2] for name in files}) == 4
+    written = sum((folder / name).stat().st_size for name in files)
+    assert written == sum(info.length for info in found.storage_data.values())
+    pipeline.close()
+
+
+def a_rank_of_a_grid_that_cannot_write() -> None:
+    """Every rank of both pipelines says which one and why, and goes on."""
+    folder, pipeline = shared_folder(), on(2, 2)
+    optimizer = rmsprop(pipeline)
+    full = OSError(28, "No space left on device")
+    patch = mock.patch.object(FileSystemWriter, "write_data", side_effect=full)
+    with (
+        patch if dist.get_rank() == 2 else nullcontext(),
+        raises(RuntimeError, "can't be written, says rank 2 (dp=1 pp=0): OSError: [Errno 28] No space left"),
+    ):
+        checkpoint.save(folder, pipeline, optimizer)
+    assert not (folder / ".metadata").exists()
+    checkpoint.save(folder, pipeline, optimizer)
+    checkpoint.load(folder, pipeline, optimizer)
+    with raises(ValueError, "can't be loaded, says rank 0 (dp=0 pp=0): "):
+        checkpoint.load(Path("/nowhere"), pipeline, optimizer)
+    pipeline.close()
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case
+    for case in (
+        training_goes_on_from_grid_to_grid_as_if_it_had_never_stopped,
+        every_process_writes_some_and_nothing_is_written_twice,
+        a_rank_of_a_grid_that_cannot_write,
+    )
+}
+
+
+def run_all(names: list[str]) -> dict[str, tuple[str | None, float]]:
+    """Runs cases one after the other; gives each one's traceback, or None, and its seconds."""
+    outcomes: dict[str, tuple[str | None, float]] = {}
+    for name in names:
+        start = time.monotonic()
+        try:
+            CASES[name]()
+            trace = None
+        except Exception:
+            trace = traceback.format_exc()
+        outcomes[name] = (trace, time.monotonic() - start)
+        dist.barrier()
+    return outcomes

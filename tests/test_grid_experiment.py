@@ -1,4 +1,4 @@
-"""The experiment on grids: what is sent, how a replay is made of what ran, every grid of some accelerators."""
+"""The experiment on grids: what is sent, how a replay is made of what ran, every grid of accelerators."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import torch
 from fault_table import NUM_MICROBATCHES, REDUCING, Fault, GridFault
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule

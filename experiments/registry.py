@@ -29,6 +29,7 @@ EXPERIMENTS: dict[str, str] = {
     "predictions": "gpipe_bench.experiments.predictions.experiment",
     "peers": "gpipe_bench.experiments.side_by_side.peers",
     "schedules": "gpipe_bench.experiments.schedules.experiment",
+    "grid": "gpipe_bench.experiments.grid.experiment",
     "plan": "gpipe_bench.experiments.plan.experiment",
 }
 

@@ -5,11 +5,11 @@ one split and load with another. Beside model and optimizer a run depends on the
 keys the random streams.
 
 On a grid all processes of the mesh write one checkpoint: of what several of them have, each writes some, and
-of a parameter that is divided each its part. Which part is where is in the index, so that any other grid finds
-its own.
+of a parameter that is divided each its part. Which part is where is in the index, so that any other grid
+finds its own.
 
-The ranks agree through connections of the pipeline's own and not through the collectives of that package, which
-wait for as long as the user's process group says and cannot tell which rank is missing.
+The ranks agree through connections of the pipeline's own and not through the collectives of that package,
+which wait for as long as the user's process group says and cannot tell which rank is missing.
 """
 
 from __future__ import annotations

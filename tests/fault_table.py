@@ -106,9 +106,9 @@ def beginnings_and_ends() -> tuple[Fault, ...]:
 
 
 def on_grids(seed: int) -> tuple[GridFault, ...]:
-    """More of them: in each rank of two pipelines of two ranks, in an action of the first step or a later one,
-    where ranks wait for each other in a sum over replicas, and while the grid is built; and in one of four
-    pipelines of one rank, where all that ranks wait for is such a sum.
+    """More of them: in each rank of two pipelines of two ranks, in an action of the first step or a later
+    one, where ranks wait for each other in a sum over replicas, and while the grid is built; and in one of
+    four pipelines of one rank, where all that ranks wait for is such a sum.
     """
     draw = random.Random(seed)
     found = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from gpipe_bench.pipeline.plan.adaptive import adaptive
@@ -21,6 +22,9 @@ from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.plan.validate import validate
+
+EXAMPLES = int(os.environ.get("ADAPTIVE_EXAMPLES", "80"))
+UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # a smaller seed is no smaller case
 
 # Workers, micro-batches and stages: few enough to try every choice.
 SMALL = [
@@ -95,7 +99,7 @@ class Case:
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None, phases=UNSHRUNK)
 @given(st.integers(0, 2**32))
 def test_small_cases_are_solved_as_by_trying_every_choice(seed: int) -> None:
     case = Case(random.Random(seed))
@@ -112,7 +116,7 @@ def test_small_cases_are_solved_as_by_trying_every_choice(seed: int) -> None:
     assert found.is_best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES // 2, deadline=None, phases=UNSHRUNK)
 @given(st.integers(0, 2**32))
 def test_a_search_that_is_cut_short_gives_true_bounds(seed: int) -> None:
     case = Case(random.Random(seed))
@@ -126,7 +130,7 @@ def test_a_search_that_is_cut_short_gives_true_bounds(seed: int) -> None:
         assert found.bound_s <= min(steps) <= found.step_s
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES // 2, deadline=None, phases=UNSHRUNK)
 @given(st.integers(0, 2**32))
 def test_the_sums_of_a_choice_are_those_of_its_rows(seed: int) -> None:
     generator = random.Random(seed)

@@ -13,6 +13,7 @@ from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks import store as store_module
 from gpipe_bench.pipeline.ranks.failures import failure
+from gpipe_bench.pipeline.ranks.failures.collective import let_down
 from gpipe_bench.pipeline.ranks.failures.failure import Blackboard
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 
@@ -106,6 +107,78 @@ def test_ranks_that_others_may_keep_waiting_hear_them_out(monkeypatch: pytest.Mo
     board.on_get = speak_late
     monkeypatch.setattr(failure, "EXPLANATION_S", 600.0)
     assert Blackboard(board, 0, range(2), alone=False).explain(waits_for(1)).cause == "told"
+
+
+def of_grid(board: Board, rank: int, size: int = 4) -> Blackboard:
+    return Blackboard(board, rank, range(size), alive=True, coordinates=lambda r: f"dp={r // 2} pp={r % 2}")
+
+
+def in_a_sum() -> PeerError:
+    return PeerError(None, None, "a collective failed: timed out", timed_out=True)
+
+
+def test_of_those_who_may_be_meant_the_silent_one_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits in a sum, and does not know for whom; 1 and 2 have not waited long enough to say so, but
+    live. Rank 3 does not.
+    """
+    monkeypatch.setattr(failure, "EXPLANATION_S", 0.3)
+    board, looks = Board(), []
+
+    def live() -> None:
+        looks.append(0)
+        for rank in range(3):
+            board._values[f"alive {rank}"] = str(len(looks)).encode()
+
+    board._values["alive 3"] = b"7"
+    board.on_get = live
+    found = of_grid(board, 0).explain(in_a_sum())
+    assert found.rank == 3
+    assert str(found).startswith("dp=1 pp=1, a step on rank 3 failed: rank 3 gave no answer: a collective")
+
+
+def test_who_waits_in_a_sum_believes_a_neighbour_of_the_one_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failure, "EXPLANATION_S", 0.3)
+    board = Board()
+    with ThreadPoolExecutor(2) as pool:
+        gone = PeerError(Action.parse("0B1"), 2, "disappeared: closed", timed_out=False)
+        closed = PeerError(None, None, "a collective failed: closed", timed_out=False)
+        found = list(
+            pool.map(lambda pair: of_grid(board, pair[0]).explain(pair[1]), [(1, closed), (3, gone)])
+        )
+    assert [str(error) for error in found] == [
+        "dp=1 pp=0, action 0B1 on rank 2 failed: rank 2 disappeared: closed"
+    ] * 2
+
+
+def test_the_rank_that_holds_the_store_stays_until_the_others_know() -> None:
+    """But for the one that failed. The others need not stay."""
+    board, known = Board(), ActionError(None, "told", 2)
+    to_come = [1, 3]
+
+    def others_come(_: float) -> None:
+        Blackboard(board, to_come.pop(), range(4), sleep=others_come).stay(known)
+
+    Blackboard(board, 0, range(4), now=lambda: 0.0, sleep=others_come).stay(known)
+    assert to_come == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically so",
+        "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+    ],
+)
+def test_what_torchs_collectives_say_is_no_failure_of_the_action(text: str) -> None:
+    found = let_down(RuntimeError(text))
+    assert found is not None
+    assert found.peer is None
+    assert found.timed_out == ("closed by peer" not in text)
+    assert let_down(RuntimeError("the fuse has blown")) is None
+    assert let_down(ValueError(text)) is None
 
 
 @pytest.mark.parametrize(("silent", "what"), [(True, "did not answer"), (False, "disappeared")])

@@ -163,6 +163,16 @@ def test_a_silent_rank_is_missed_by_the_one_before_it(first_s: int) -> None:
     }
 
 
+def test_nobody_is_missed_for_a_time_in_which_all_were_stopped() -> None:
+    life = Life(3)
+    assert life.pass_time(5, {0, 1, 2}) == {}
+    assert life.pass_time(1, {0}) == {}  # it has heard the latest of rank 1
+    life.now_s += 1000.0
+    assert life.pass_time(1, {0}) == {}  # and has time to look again before rank 1 has to beat
+    assert life.pass_time(5, {0, 1, 2}) == {}
+    assert {rank: error.rank for rank, error in life.pass_time(12, {0, 2}).items()} == {0: 1}
+
+
 def test_who_took_leave_is_not_missed_and_whoever_it_watched_is() -> None:
     life = Life(3)
     assert life.pass_time(5, {0, 1, 2}) == {}

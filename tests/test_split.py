@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline, split
 from gpipe_bench.pipeline.stage.microbatch import split as microbatches
+from gpipe_bench.pipeline.stage.portals import Carried, declarations
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -116,12 +117,16 @@ def test_balanced_layers_are_balanced() -> None:
 def test_only_what_is_used_behind_a_cut_crosses_it() -> None:
     model = CASES["u-net"].model()
     value = CASES["u-net"].data()[0]
-    shapes = []
-    for part in split(model, CASES["u-net"].at):
-        value = part(value)
+    layers = split(model, CASES["u-net"].at)
+    carried, shapes = Carried(declarations(layers)), []
+    for index, part in enumerate(layers):
+        value = carried.through(index, part, value)
         shapes.append([tuple(t.shape[1:]) for t in (value if isinstance(value, tuple) else (value,))])
-    first, second = (3, 8, 8), (6, 4, 4)
-    assert shapes == [[first, (3, 4, 4)], [first, second, (6, 2, 2)], [(6, 8, 8)], [(1, 8, 8)]]
+    second, name = (6, 4, 4), "value 0 of layer 0 for layer 2"
+    assert shapes == [[(3, 4, 4)], [second, (6, 2, 2)], [(6, 8, 8)], [(1, 8, 8)]]
+    assert [(part.stashes, part.pops) for part in layers] == [
+        ((name,), ()), ((), ()), ((), (name,)), ((), ()),
+    ]  # fmt: skip
 
 
 def test_sizes_are_those_of_the_micro_batch_at_hand() -> None:

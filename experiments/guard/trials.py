@@ -5,9 +5,9 @@
     python -m gpipe_bench.experiments.guard.trials --summary       # what the records say
     python -m gpipe_bench.experiments.guard.trials --write-docs    # the same, into docs/guard.md
 
-A trial is a guard run on one benchmark; the benchmarks take turns. In trials of this project both arms are the
-same commit: in those of kind "same" they are identical, in those of kind "slower" the head's engine stays busy
-for another tenth of every step. In trials of another repository (`scene`) its owner has committed since:
+A trial is a guard run on one benchmark; the benchmarks take turns. In trials of this project both arms are
+the same commit: in those of kind "same" they are identical, in those of kind "slower" the head's engine stays
+busy for another tenth of every step. In trials of another repository (`scene`) its owner has committed since:
 nothing, or an engine that takes a tenth longer. One line of JSON per finished trial; those on record are not
 run again.
 """

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from gpipe_bench.experiments.planning.costs import Costs
@@ -139,7 +141,7 @@ def plan(
     if costs is None:
         sizes = sizes_of(request, space, num_layers)
         progress("layers", 0, len(sizes))
-        costs = costs_for(model, request, [size for size in sizes if _may_fit(model, request, size)])
+        costs = costs_for(model, request, list(takewhile(partial(_may_fit, model, request), sizes)))
     search = Search(costs, request, space, model.ties, lambda done, total: progress("ways", done, total))
     found = search.run(max(KEPT, shown))
     if not found:
@@ -234,7 +236,9 @@ def _way(found: Found, request: Request) -> Way:
 
 def _may_fit(model: Model, request: Request, size: int) -> bool:
     """Whether no single layer needs more than there is for a micro-batch of that size."""
-    profile = model.profile_of(size, request.precision, compiled=request.compiled)
+    profile = model.profile_of(
+        size, request.precision, compiled=request.compiled, split_backward=not request.compiled
+    )
     return all(
         layer.inputs.num_bytes + layer.free.forward_peak <= request.memory_bytes for layer in profile.layers
     )

@@ -90,7 +90,7 @@ class SizeCosts:
         plain = kind.removesuffix(FIRST)
         known = kind if kind in self._sums else plain
         if known not in self._sums:
-            raise ValueError(f"no seconds of {kind}; time the layers with {plain}")
+            raise ValueError(f"no seconds of {plain}; there are those of {', '.join(sorted(self._sums))}")
         sums = self._sums[known]
         return sums[span.stop] - sums[span.start] + self.action_s.get(plain, 0.0)
 

@@ -33,10 +33,9 @@ from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import LossLayer, fake_copy
 from gpipe_bench.pipeline.memory.signature import signature
 
-SHARES = {"low": (0.35, 0.6), "middle": (0.5, 0.75), "high": (0.7, 0.9)}
-"""Of the peak and of the bandwidth: what kernels of large products and long vectors are reported to reach."""
-KERNEL_S = 4e-6
-"""From one kernel to the next, where each has little to do."""
+SHARES = {"low": (0.35, 0.6, 8e-6), "middle": (0.5, 0.75, 4e-6), "high": (0.7, 0.9, 2.5e-6)}
+"""Of the peak and of the bandwidth, and seconds from one kernel to the next where each has little to do: what
+kernels of large products and long vectors are reported to reach."""
 _PASSES = {"sgd": 3, "rmsprop": 9, "adam": 11}
 """How often an optimizer that takes one tensor at a time reads or writes as many bytes as the parameters."""
 
@@ -57,7 +56,9 @@ def by_roofline(model: Model, request: Request, sizes: Sequence[int]) -> Costs:
         for share in SHARES:
             seconds[share] = _kinds(layers, device, share)
             spread[share] += sum(map(sum, (seconds[share]["F"], seconds[share]["B"])))
-        profile = model.profile_of(size, request.precision, compiled=request.compiled)
+        profile = model.profile_of(
+            size, request.precision, compiled=request.compiled, split_backward=not request.compiled
+        )
         found[size] = SizeCosts(
             layers_s=seconds["middle"],
             activation_bytes=[layer.outputs.num_bytes for layer in profile.layers[:-1]],
@@ -78,15 +79,17 @@ def by_roofline(model: Model, request: Request, sizes: Sequence[int]) -> Costs:
             + (f", {request.between.name} between hosts" if request.between else ""),
             "memory": "modelled from profiles of the layers",
         },
-        profiles=lambda size, split: model.profile_of(
-            size, request.precision, compiled=request.compiled, split_backward=split
+        profiles=lambda size, _: model.profile_of(
+            size, request.precision, compiled=request.compiled, split_backward=not request.compiled
         ),
     )
 
 
 def _layers(model: Model, request: Request, size: int) -> list[tuple[_Ops, _Ops]]:
     """Operations of each layer's forward and backward, the loss with the last."""
-    profile = model.profile_of(size, request.precision, compiled=request.compiled)
+    profile = model.profile_of(
+        size, request.precision, compiled=request.compiled, split_backward=not request.compiled
+    )
     known: dict[object, tuple[_Ops, _Ops]] = {}
     found = []
     loss = LossLayer(model.loss_fn, profile.layers[-1].outputs.is_tuple)
@@ -152,7 +155,7 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _kinds(layers: Sequence[tuple[_Ops, _Ops]], device: Accelerator, share: str) -> dict[str, list[float]]:
     """Seconds of each layer by kind."""
 
-    arithmetic, memory = SHARES[share]
+    arithmetic, memory, kernel_s = SHARES[share]
 
     def seconds(operations: _Ops) -> float:
         total = 0.0
@@ -161,7 +164,7 @@ def _kinds(layers: Sequence[tuple[_Ops, _Ops]], device: Accelerator, share: str)
             total += max(
                 abs(flops) / (rate * arithmetic),
                 moved / (device.bytes_per_s * memory),
-                KERNEL_S,
+                kernel_s,
             )
         return total
 

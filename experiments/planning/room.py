@@ -28,7 +28,7 @@ from gpipe_bench.pipeline.memory.stages.peaks import (
     optimizer_state,
     rule_of,
 )
-from gpipe_bench.pipeline.memory.stages.workers import worker_memory
+from gpipe_bench.pipeline.memory.stages.workers import WorkerMoment, worker_memory, worker_moments
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 
@@ -38,15 +38,20 @@ class Footprints:
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self._known: dict[tuple[object, ...], HeldStage] = {}
+        self._keys: dict[range, int] = {}
+        self._contents: dict[tuple[object, ...], int] = {}
 
-    def key(self, stage: range) -> tuple[object, ...]:
+    def key(self, stage: range) -> int:
         """Equal for stages that hold the same."""
-        layers = self.profile.layers
-        return (*map(id, layers[stage.start : stage.stop]), stage.stop == len(layers))
+        if stage not in self._keys:
+            layers = self.profile.layers
+            content = (*map(id, layers[stage.start : stage.stop]), stage.stop == len(layers))
+            self._keys[stage] = self._contents.setdefault(content, len(self._contents))
+        return self._keys[stage]
 
     def of(self, stage: range, sharing: Sharing) -> HeldStage:
         """What each process holds of a stage."""
-        key = (sharing, *self.key(stage))
+        key = (sharing, self.key(stage))
         if key not in self._known:
             layers = self.profile.layers
             loss = self.profile.loss if stage.stop == len(layers) else None
@@ -72,6 +77,7 @@ class Room:
         grid = rules.grid
         self._sharing = Sharing(grid.dp, grid.fsdp, grid.fsdp_level or 2)
         self._demands: dict[tuple[int, str], tuple[Demand, ...]] = {}
+        self._moments: dict[tuple[int | str, ...], tuple[WorkerMoment, ...]] = {}
         self._known: dict[tuple[object, ...], StageMemory] = {}
 
     def memory(self, worker: int, stages: tuple[range, ...], remat: Sequence[str]) -> StageMemory:
@@ -101,11 +107,17 @@ class Room:
         return fullest
 
     def _together(self, worker: int, held: Sequence[HeldStage], remat: Sequence[str]) -> StageMemory:
-        row = _with_recomputation(self._schedule, worker, remat)
-        rows = tuple(row if index == worker else each for index, each in enumerate(self._schedule.actions))
-        steps = dict(zip(self._schedule.stages_of(worker), [each.step for each in held], strict=True))
+        key = (worker, *remat)
+        if key not in self._moments:
+            row = _with_recomputation(self._schedule, worker, remat)
+            self._moments[key] = worker_moments(self._schedule, worker, row, self._ahead)
+        mine = self._schedule.stages_of(worker)
         found = worker_memory(
-            worker, steps, replace(self._schedule, actions=rows), self._rules.optimizer, self._ahead
+            self._moments[key],
+            dict(zip(mine, [each.step for each in held], strict=True)),
+            dict(zip(mine, [each.rest for each in held], strict=True)),
+            self._schedule.num_microbatches,
+            self._rules.optimizer,
         )
         more = max(max((*each.first, *each.last)) for each in held)
         return replace(found, transients=found.transients + more)

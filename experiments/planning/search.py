@@ -31,7 +31,7 @@ from gpipe_bench.pipeline.plan.schedules.known import named
 
 KEPT = 8
 """Ways that are kept; those that are printed are fewer."""
-FIRST_EFFORT = 150_000
+FIRST_EFFORT = 30_000
 """Actions to lay out for a cut before it is known whether its way is among the best."""
 
 
@@ -87,12 +87,15 @@ class Search:
         for done, (bound_s, index) in enumerate(bounds):
             self.progress(done, len(bounds))
             if bound_s >= limit_s:
-                self.skipped = len(bounds) - done
+                self.skipped += len(bounds) - done
                 break
             way = all_ways[index]
+            key = (way.grid, way.schedule, way.stages_per_worker)
+            if key in best and bound_s >= best[key][0].step_s:
+                self.skipped += 1
+                continue
             found = self.best_of(way, FIRST_EFFORT)
             self.tried += 1
-            key = (way.grid, way.schedule, way.stages_per_worker)
             if found is not None and (key not in best or found.step_s < best[key][0].step_s):
                 best[key] = (found, way)
                 steps_s = sorted(each.step_s for each, _ in best.values())

@@ -61,7 +61,9 @@ def smallest(model: Model, request: Request, space: Space, enough: int = 0) -> S
             continue
         size = share // max(counts)
         if size not in known:
-            profile = model.profile_of(size, request.precision, compiled=request.compiled)
+            profile = model.profile_of(
+                size, request.precision, compiled=request.compiled, split_backward=not request.compiled
+            )
             known[size] = Footprints(profile)
         for schedule in ("gpipe", "1f1b")[grid.pp == 1 :]:
             each = _least(known[size], grid, schedule, max(counts), model, request, space)

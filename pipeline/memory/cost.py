@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.profile import fake_copy
 from gpipe_bench.pipeline.stage.microbatch import Tree, change, tensors_of
+from gpipe_bench.pipeline.stage.portals import Carried, declarations
 
 # A CPU core and a GPU alike do about ten floating-point operations in the time in which they move a byte.
 FLOPS_PER_BYTE = 10
@@ -27,15 +28,16 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
     `example` is a micro-batch; only its shapes and dtypes count, so it may be on the meta device.
     """
     costs = []
+    carried = Carried(declarations(layers))
     with QuickFakeTensors(), torch.no_grad():
         value: Tree = change(
             example, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), "the example"
         )
-        for layer in layers:
+        for index, layer in enumerate(layers):
             fake = fake_copy(layer)
             moved = sum(_bytes(t) for t in (*fake.parameters(), *tensors_of(value)))
             with FlopCounterMode(display=False) as counter:
-                value = fake(value)
+                value = carried.through(index, fake, value)
             moved += sum(_bytes(t) for t in tensors_of(value, f"the output of {type(layer).__name__}"))
             costs.append(float(counter.get_total_flops() + FLOPS_PER_BYTE * moved))
     return tuple(costs)

@@ -15,11 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.passing import passing
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.memory.stages.workers import memories
-from gpipe_bench.pipeline.plan.portals import Declared, Line, arriving, leaving, lines_of
+from gpipe_bench.pipeline.plan.portals import Line, arriving, leaving, lines_of
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.portals import declarations
 
@@ -61,56 +62,6 @@ class Waits:
         return [num_bytes for end, num_bytes in zip(ends, sizes, strict=True) if end == stage]
 
 
-class _Passing(nn.Module):
-    """A layer, with the portals that are carried past it as part of what it takes and gives.
-
-    `held` are carried in, those at `pops` given to the layer; it stashes `stashed`, and those at the places
-    `kept`, of both, are carried on.
-    """
-
-    def __init__(
-        self, layer: nn.Module, held: int, pops: tuple[int, ...], stashed: int, kept: tuple[int, ...]
-    ) -> None:
-        super().__init__()
-        self.layer, self.held, self.pops, self.stashed, self.kept = layer, held, pops, stashed, kept
-
-    def forward(self, given: Any) -> Any:
-        parts = (given,) if isinstance(given, Tensor) else tuple(given)
-        count = len(parts) - self.held
-        value: Any = parts[0] if count == 1 else parts[:count]
-        carried = list(parts[count:])
-        if self.pops:
-            value = (value, *[carried[place] for place in self.pops])
-        value = self.layer(value)
-        if self.stashed:
-            value, *stashed = value
-            carried += stashed
-        if not self.kept:
-            return value
-        parts = (value,) if isinstance(value, Tensor) else tuple(value)
-        return (*parts, *[carried[place] for place in self.kept])
-
-
-def _passing(
-    layers: Sequence[nn.Module], declared: Sequence[Declared], comes: Sequence[str], goes: Sequence[str]
-) -> list[nn.Module]:
-    """The layers of a stage, which portals come to and go from."""
-    held, found = list(comes), []
-    for index, (layer, (stashes, pops)) in enumerate(zip(layers, declared, strict=True)):
-        later = {name for each in declared[index + 1 :] for name in each.pops} | set(goes)
-        known = [*held, *stashes]
-        last = index == len(layers) - 1
-        kept = list(goes) if last else [name for name in dict.fromkeys(known) if name in later]
-        if not known:
-            found.append(layer)
-            continue
-        places = tuple([held.index(name) for name in pops])
-        onwards = tuple([known.index(name) for name in kept])
-        found.append(_Passing(layer, len(held), places, len(stashes), onwards))
-        held = kept
-    return found
-
-
 def portal_memory(
     layers: Sequence[nn.Module],
     loss_fn: Callable[[Any, Tensor], Tensor],
@@ -148,7 +99,7 @@ def portal_memory(
         arrived = tuple([specs[name] for name in comes])
         if arrived:
             inputs = inputs.join(Boundary(arrived, tuple(range(len(arrived))), True))
-        mine = _passing([modules[i] for i in span], [declared[i] for i in span], comes, goes)
+        mine = passing([modules[i] for i in span], [declared[i] for i in span], comes, goes)
         profiles, loss = profiler.chain(mine, inputs), None
         if stage == len(stages) - 1:
             loss = profiler.loss(loss_fn, profiles[-1].outputs, target)

@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.one_run import OneRun
+from gpipe_bench.pipeline.memory.passing import passed_on
 from gpipe_bench.pipeline.memory.signature import signature
 from gpipe_bench.pipeline.memory.split_profile import Halved
 from gpipe_bench.pipeline.memory.story import LayerProfile, SplitStory, Story
@@ -115,8 +116,10 @@ class Profiler:
         inputs: Boundary,
         target: Boundary,
     ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
-        """Profiles of all layers of a model and of its loss, which may leave outputs unused."""
-        modules = list(layers)
+        """Profiles of all layers of a model and of its loss, which may leave outputs unused. Portals count as
+        passed on from layer to layer.
+        """
+        modules = passed_on(list(layers))
         profiles = self.chain(modules, inputs)
         loss = self.loss(loss_fn, profiles[-1].outputs, target)
         if loss.first.without_gradient:

@@ -13,12 +13,14 @@ from typing import Any
 from torch import nn
 
 from gpipe_bench.pipeline.model.part import Part, all_tensors
+from gpipe_bench.pipeline.stage.portals import Carried, declarations
 
 _TREE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
 
 class OwnLayers(nn.Module):
-    """What `layers_of` and `split` return: layers to give to a `Pipeline`, or to run one after the other.
+    """What `layers_of` and `split` return: layers to give to a `Pipeline`, or to run one after the other
+    by calling this; by hand somebody has to carry what goes past layers, their portals.
 
     `state_dict`, `parameters` and so on are the model's, which shares its modules with the layers. `len`,
     iteration and indexing are over the layers.
@@ -57,8 +59,10 @@ class OwnLayers(nn.Module):
 
     def forward(self, value: Any) -> Any:
         """The layers one after the other."""
-        for part in self:
-            value = part(value)
+        parts = tuple(self)
+        carried = Carried(declarations(parts))
+        for index, part in enumerate(parts):
+            value = carried.through(index, part, value)
         return value
 
     def train(self, mode: bool = True) -> OwnLayers:

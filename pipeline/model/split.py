@@ -26,7 +26,8 @@ def split(
     inputs: Sequence[str] | None = None,
     example: Tree | None = None,
 ) -> OwnLayers:
-    """A model as the layers that a `Pipeline` takes, with what is alive at a cut passed from one to the next.
+    """A model as the layers that a `Pipeline` takes, with what is alive at a cut passed from one to the next,
+    or as a portal to the one that uses it.
 
     Args:
         model: any module whose forward takes tensors. It is not changed, and shares its modules with the
@@ -58,9 +59,11 @@ def split(
     return _layers(model, traces, places)
 
 
-def _layers(model: nn.Module, traces: Mapping[bool, Trace], places: Sequence[Place]) -> OwnLayers:
+def _layers(
+    model: nn.Module, traces: Mapping[bool, Trace], places: Sequence[Place], *, portals: bool = True
+) -> OwnLayers:
     starts = {mode: [found.calls[place] for place in places] for mode, found in traces.items()}
-    parts = parts_between(model, traces, starts)
+    parts = parts_between(model, traces, starts, portals=portals)
     titles = [name if call == 0 else f"{name}, call {call + 1}" for name, call in places]
     first = f"what comes before {titles[0]}" if titles else "the model"
     return OwnLayers(model, dict(zip([first, *titles], parts, strict=True)))
@@ -110,7 +113,7 @@ def _balanced(
             f"num_layers is {num_layers}, but this model can be cut into 1 to {len(places) + 1} layers; what "
             "is not looked into stays in one piece"
         )
-    pieces = list(_layers(model, traces, places))
+    pieces = list(_layers(model, traces, places, portals=False))
     if example is None:
         costs = [1.0 + sum(parameter.numel() for parameter in piece.parameters()) for piece in pieces]
     else:

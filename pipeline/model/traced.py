@@ -51,6 +51,7 @@ class Traced(Part):
         modules: names of the modules that are called.
         tensors: names of the parameters and buffers that are used by themselves.
         constants: tensors that the forward makes out of nothing, by what the programs call them.
+        stashes, pops: portals that it gives behind its other outputs, and takes behind its other inputs.
     """
 
     def __init__(
@@ -60,6 +61,9 @@ class Traced(Part):
         modules: Mapping[str, str],
         tensors: Iterable[str],
         constants: Mapping[str, Tensor],
+        *,
+        stashes: tuple[str, ...] = (),
+        pops: tuple[str, ...] = (),
     ) -> None:
         super().__init__(model, modules)
         for name in tensors:
@@ -68,6 +72,7 @@ class Traced(Part):
             self._buffers[name] = tensor
             self._non_persistent_buffers_set.add(name)
         self._programs = dict(programs)
+        self.stashes, self.pops = stashes, pops
         self._constants = tuple(constants)
 
     def held(self) -> Iterable[str]:
@@ -75,7 +80,12 @@ class Traced(Part):
 
     def forward(self, value: Any) -> Any:
         program = self._programs[self.training]
+        popped: list[Any] = []
+        if self.pops:
+            value, *popped = value
         values = [value] if isinstance(value, Tensor) else list(value)
+        values += popped
+        del popped
         if len(values) != program.num_inputs:
             raise ValueError(
                 f"{len(values)} tensors came where {program.num_inputs} were expected; the first layer takes "

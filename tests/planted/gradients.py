@@ -114,8 +114,8 @@ GRADIENTS = (
     Mutant(
         name="gradients summed instead of averaged",
         file="pipeline/steps.py",
-        old="shares=tuple(size / plan.examples for",
-        new="shares=tuple(size * num_microbatches / plan.examples for",
+        old="tuple([length / plan.examples for",
+        new="tuple([length * num_microbatches / plan.examples for",
         why="the step is M times too long; an optimizer that normalizes would hide it",
         tests=TRANSPARENT,
     ),

@@ -41,4 +41,28 @@ GRIDS = (
         why="ZeRO would look as if it saved nothing where the optimizer decides",
         tests=("tests/test_grid_memory.py::test_modelled_peaks_are_those_of_real_steps",),
     ),
+    Mutant(
+        name="who waits in a sum blames the first that does not",
+        file="pipeline/ranks/failures/failure.py",
+        old="        if not self._alive:\n            return self._missing",
+        new="        if True:\n            return self._missing",
+        why="replicas that are only slower would be blamed for one that has stopped",
+        tests=("tests/test_failure.py::test_of_those_who_may_be_meant_the_silent_one_is_blamed",),
+    ),
+    Mutant(
+        name="the store goes at once",
+        file="pipeline/ranks/failures/failure.py",
+        old="            while self._rank == self._store.host and to_know",
+        new="            while False and to_know",
+        why="a rank that looks late would be told nothing but that the store has gone",
+        tests=("tests/test_failure.py::test_the_rank_that_holds_the_store_stays_until_the_others_know",),
+    ),
+    Mutant(
+        name="time counts in which the whole job was stopped",
+        file="pipeline/ranks/failures/heartbeats.py",
+        old="self._silent_s += min(now_s - self._looked_s, _LOOK_S)",
+        new="self._silent_s += now_s - self._looked_s",
+        why="a job that is suspended for longer than the limit would end when it goes on",
+        tests=("tests/test_nccl_ends.py::test_nobody_is_missed_for_a_time_in_which_all_were_stopped",),
+    ),
 )

@@ -12,7 +12,7 @@ RANDOMNESS = (
     Mutant(
         name="one random stream for all micro-batches",
         file="pipeline/stage/running/layers.py",
-        old="                    generators.seed(mix(key ^ m))\n",
+        old="                    generators.seed(mix(key ^ (self._first_microbatch + m)))\n",
         new="                    generators.seed(mix(key))\n",
         why="all micro-batches would drop the same units",
         tests=MASKS,
@@ -20,16 +20,18 @@ RANDOMNESS = (
     Mutant(
         name="recomputation not seeded",
         file="pipeline/stage/running/layers.py",
-        old="                    generators.seed(mix(key ^ m))\n",
-        new="                    if recording:\n                        generators.seed(mix(key ^ m))\n",
+        old="                    generators.seed(mix(key ^ (self._first_microbatch + m)))\n",
+        new="                    if recording:\n"
+        "                        generators.seed(mix(key ^ (self._first_microbatch + m)))\n",
         why="the recomputation draws what the generator happens to hold",
         tests=MASKS,
     ),
     Mutant(
         name="recomputation with another stream",
         file="pipeline/stage/running/layers.py",
-        old="                    generators.seed(mix(key ^ m))\n",
-        new="                    generators.seed(mix(key ^ (m if recording else m + 1)))\n",
+        old="                    generators.seed(mix(key ^ (self._first_microbatch + m)))\n",
+        new="                    again = m if recording else m + 1\n"
+        "                    generators.seed(mix(key ^ (self._first_microbatch + again)))\n",
         why="the recomputation draws what another micro-batch drew",
         tests=TRANSPARENT,
     ),
@@ -44,7 +46,7 @@ RANDOMNESS = (
     Mutant(
         name="the loss has one stream for all micro-batches",
         file="pipeline/stage/running/layers.py",
-        old="self._generators.seed(mix(self._loss_key ^ m))",
+        old="self._generators.seed(mix(self._loss_key ^ (self._first_microbatch + m)))",
         new="self._generators.seed(mix(self._loss_key))",
         why="a loss may draw too",
         tests=("tests/test_rng.py::test_a_loss_may_draw_too",),

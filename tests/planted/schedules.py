@@ -114,8 +114,8 @@ SCHEDULES = (
     Mutant(
         name="a worker's messages to itself on the link",
         file="pipeline/plan/simulation.py",
-        old="        if self.link is FREE or target.worker is stage.worker:\n",
-        new="        if self.link is FREE:\n",
+        old="        if self.link is FREE or target.worker is stage.worker:\n            arrivals_s",
+        new="        if self.link is FREE:\n            arrivals_s",
         why="what stays on a device takes no time",
         tests=("tests/test_workers.py::test_what_a_worker_sends_to_itself_takes_no_time_and_no_link",),
     ),

@@ -16,9 +16,9 @@ posted a number of receives ahead, as over processes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gpipe_bench.pipeline.memory.signature import Same
 from gpipe_bench.pipeline.memory.stages.demands import Demand, Walk
@@ -211,7 +211,7 @@ class _Worker:
         self,
         schedule: Schedule,
         number: int,
-        footprints: Sequence[Footprint] | Mapping[int, Footprint],
+        footprints: Sequence[Footprint],
         rule: Optimizer,
         receive_ahead: int | None,
     ) -> None:
@@ -255,24 +255,48 @@ class _Worker:
 
     def _rest(self, index: int) -> StageMemory:
         """What a stage holds while another one of its worker works."""
-        stage, walk = self._stages[index], self._walks[index]
-        received, kept = (0, 0) if index == 0 else (stage.input_bytes, stage.kept_input_bytes)
-        user_bytes = self._num_microbatches * (stage.target_bytes + (stage.input_bytes if index == 0 else 0))
-        halves = stage.halves
-        done = walk.after_first_inputs if halves is not None and halves.whole else walk.after_first_backward
-        waits = 0 if halves is None or index == 0 else halves.kept_input_bytes
-        return StageMemory(
-            parameters=stage.parameter_bytes,
-            buffers=stage.buffer_bytes,
-            gradients=stage.gradient_bytes if done else 0,
-            optimizer_state=self._states[index],
-            boundary=user_bytes + walk.whole * received + walk.graphs * kept + walk.halves * waits,
-            activations=walk.graphs * stage.saved_bytes
-            + (walk.halves * halves.saved_bytes if halves is not None else 0),
-            transients=walk.inputs_ahead * received
-            + (walk.gradients_ahead * stage.output_gradient_bytes if walk.after_first_inputs else 0),
-            when="",
+        return _at_rest(
+            self._stages[index], self._walks[index], self._states[index], self._num_microbatches, index
         )
+
+
+class _Counts(Protocol):
+    """How many micro-batches a stage holds (`demands.Walk`)."""
+
+    @property
+    def whole(self) -> int: ...
+    @property
+    def graphs(self) -> int: ...
+    @property
+    def halves(self) -> int: ...
+    @property
+    def inputs_ahead(self) -> int: ...
+    @property
+    def gradients_ahead(self) -> int: ...
+    @property
+    def after_first_backward(self) -> bool: ...
+    @property
+    def after_first_inputs(self) -> bool: ...
+
+
+def _at_rest(stage: Footprint, walk: _Counts, state: int, num_microbatches: int, index: int) -> StageMemory:
+    received, kept = (0, 0) if index == 0 else (stage.input_bytes, stage.kept_input_bytes)
+    user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if index == 0 else 0))
+    halves = stage.halves
+    done = walk.after_first_inputs if halves is not None and halves.whole else walk.after_first_backward
+    waits = 0 if halves is None or index == 0 else halves.kept_input_bytes
+    return StageMemory(
+        parameters=stage.parameter_bytes,
+        buffers=stage.buffer_bytes,
+        gradients=stage.gradient_bytes if done else 0,
+        optimizer_state=state,
+        boundary=user_bytes + walk.whole * received + walk.graphs * kept + walk.halves * waits,
+        activations=walk.graphs * stage.saved_bytes
+        + (walk.halves * halves.saved_bytes if halves is not None else 0),
+        transients=walk.inputs_ahead * received
+        + (walk.gradients_ahead * stage.output_gradient_bytes if walk.after_first_inputs else 0),
+        when="",
+    )
 
 
 def _sum(parts: Sequence[StageMemory], transients: int = 0, *, shared: bool = False) -> StageMemory:
@@ -290,30 +314,111 @@ def _sum(parts: Sequence[StageMemory], transients: int = 0, *, shared: bool = Fa
     return StageMemory(**sums, when=parts[0].when)
 
 
-def worker_memory(
-    number: int,
-    held: Mapping[int, Footprint],
-    schedule: Schedule,
-    optimizer: str,
-    receive_ahead: int,
-) -> StageMemory:
-    """The fullest moment of one worker, whatever the others hold; ``held`` has its stages by their numbers.
+class _Held(NamedTuple):
+    """`_Counts` of one moment."""
 
-    A search asks this of a worker whose other workers are not cut yet. Receives are posted ahead, so that
-    nothing depends on them; other arguments and errors are those of `peak_bytes`.
+    whole: int
+    graphs: int
+    halves: int
+    inputs_ahead: int
+    gradients_ahead: int
+    after_first_backward: bool
+    after_first_inputs: bool
+
+
+class WorkerMoment(NamedTuple):
+    """An action of a worker with several stages, without sizes: what it finds, what the other stages hold,
+    and which messages from one of them to another wait.
     """
-    worker = _Worker(schedule, number, held, rule_of(optimizer), receive_ahead)
-    last = schedule.num_stages - 1
-    for action in schedule.actions[number]:
+
+    stage: int
+    demand: Demand
+    others: tuple[tuple[int, _Held], ...]
+    waiting: tuple[tuple[int, Kind], ...]
+
+
+def worker_moments(
+    schedule: Schedule, number: int, row: Sequence[Action], receive_ahead: int
+) -> tuple[WorkerMoment, ...]:
+    """The different moments of one worker, whose receives are posted ahead, when it takes `row`.
+
+    A long row repeats itself: hundreds of actions find the same numbers of micro-batches as ones before.
+    """
+    mine = schedule.stages_of(number)
+    walks = {stage: Walk([a for a in row if a.stage == stage], receive_ahead) for stage in mine}
+    waiting: list[tuple[int, Kind]] = []
+    found: dict[tuple[object, ...], WorkerMoment] = {}
+    for action in row:
         stage, kind = action.stage, action.kind
         forward = kind is Kind.F
-        if forward or kind is Kind.B or kind is Kind.I:
-            source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-            if 0 <= source <= last and schedule.worker(source) == number:
-                worker.waiting -= worker.message_bytes(stage, kind)
-            worker.take(action)
-            if 0 <= target <= last and schedule.worker(target) == number:
-                worker.waiting += worker.message_bytes(target, kind)
-        else:
-            worker.take(action)
-    return worker.fullest
+        moves = forward or kind is Kind.B or kind is Kind.I
+        way = Kind.F if forward else Kind.B
+        if moves and (stage, way) in waiting:
+            waiting.remove((stage, way))
+        others = tuple([(other, _counts(walk)) for other, walk in walks.items() if other != stage])
+        demand = walks[stage].take(action)
+        key = (stage, replace(demand, when=""), others, tuple(sorted(waiting)))
+        if key not in found:
+            found[key] = WorkerMoment(stage, demand, others, tuple(waiting))
+        target = stage + 1 if forward else stage - 1
+        if moves and target in walks:
+            waiting.append((target, way))
+    return tuple(found.values())
+
+
+def _counts(walk: Walk) -> _Held:
+    return _Held(
+        walk.whole, walk.graphs, walk.halves, walk.inputs_ahead, walk.gradients_ahead,
+        walk.after_first_backward, walk.after_first_inputs,
+    )  # fmt: skip
+
+
+def worker_memory(
+    moments: Sequence[WorkerMoment],
+    held: Mapping[int, Footprint],
+    rests: Mapping[int, Footprint],
+    num_microbatches: int,
+    optimizer: str,
+) -> StageMemory:
+    """The fullest moment of one worker, whatever the others hold.
+
+    A search asks this of a worker whose other workers are not cut yet, for hundreds of cuts.
+
+    Args:
+        moments: of the worker, as `worker_moments` finds them.
+        held: its stages by their numbers, in the actions of a step.
+        rests: the same in the optimizer's step.
+        num_microbatches: M.
+        optimizer: "sgd", "rmsprop" or "adam".
+    """
+    rule = rule_of(optimizer)
+    states = {stage: optimizer_state(each, rule) for stage, each in rests.items()}
+    fullest = _sum(
+        [
+            memory_at(each, None, rule, states[stage], num_microbatches, is_first=stage == 0)
+            for stage, each in rests.items()
+        ],
+        shared=True,
+    )
+    most = fullest.peak
+    known: dict[tuple[int, _Held], StageMemory] = {}
+    for moment in moments:
+        stage = moment.stage
+        now = memory_at(
+            held[stage], moment.demand, rule, states[stage], num_microbatches, is_first=stage == 0
+        )
+        others = []
+        for other, counts in moment.others:
+            if (other, counts) not in known:
+                known[other, counts] = _at_rest(held[other], counts, states[other], num_microbatches, other)
+            others.append(known[other, counts])
+        waiting = sum(
+            [
+                held[target].input_bytes if kind is Kind.F else held[target].output_gradient_bytes
+                for target, kind in moment.waiting
+            ]
+        )
+        peak = now.peak + waiting + sum([each.peak for each in others])
+        if peak > most:
+            fullest, most = _sum([now, *others], transients=waiting), peak
+    return fullest

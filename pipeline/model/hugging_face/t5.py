@@ -1,8 +1,13 @@
 """T5: `T5ForConditionalGeneration` gives logits (N, T, V).
 
-In the encoder (x, [bias], y, masks) is passed on: the activations, the position bias that the first block
-makes for all of them, and the embedded target; in the decoder (y, [bias], memory, masks), where the memory is
-the encoder's result. Source and target are embedded by the first layer, so that one table serves both.
+In the encoder (x, [bias], [mask]) is passed on: the activations, the position bias that the first block makes
+for all of them, and the source's mask; in the decoder (y, [bias], memory, masks), where the memory is the
+encoder's result. Source and target are embedded by the first layer, so that one table serves both; the
+embedded target and its mask go to the decoder as portals, past the encoder.
+
+The memory is passed from block to block of the decoder. As a portal from the encoder's end it would be sent
+as often, once to each stage of the decoder, and so would its gradient, which the blocks then no longer add up
+in one order.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpipe_bench.pipeline.model.hugging_face.passing import named
+from gpipe_bench.pipeline.model.hugging_face.passing import Value, named, parted
 from gpipe_bench.pipeline.model.part import Part
 
 REQUIRED = ("input_ids", "decoder_input_ids")
@@ -25,8 +30,8 @@ def parts(model: Any, base: str, inputs: Sequence[str]) -> dict[str, Part]:
     masks = tuple(name for name in OPTIONAL if name in inputs)
     layers: dict[str, Part] = {"shared": Embedding(model, inputs)}
     for i in range(len(model.encoder.block)):
-        layers[f"encoder.block.{i}"] = EncoderBlock(model, i, masks)
-    layers["encoder.final_layer_norm"] = Turn(model)
+        layers[f"encoder.block.{i}"] = EncoderBlock(model, i)
+    layers["encoder.final_layer_norm"] = Turn(model, masks)
     for i in range(len(model.decoder.block)):
         layers[f"decoder.block.{i}"] = DecoderBlock(model, i, masks)
     layers["decoder.final_layer_norm"] = Head(model)
@@ -34,50 +39,59 @@ def parts(model: Any, base: str, inputs: Sequence[str]) -> dict[str, Part]:
 
 
 class Embedding(Part):
-    """Source (N, S) and target (N, T) tokens -> (x, y, masks)."""
+    """Source (N, S) and target (N, T) tokens -> (x, [mask]), and y and its mask as portals."""
 
     def __init__(self, model: Any, inputs: Sequence[str]) -> None:
         stacks = ("encoder", "decoder")
         names = ("embed_tokens", "dropout")
         super().__init__(model, {f"{s}_{name}": f"{s}.{name}" for s in stacks for name in names})
         self.inputs = tuple(inputs)
+        self.stashes = _portals(self.inputs)
 
-    def forward(self, batch: Tensors) -> Tensors:
+    def forward(self, batch: Tensors) -> Any:
         given = named(batch, self.inputs)
         x = self.encoder_dropout(self.encoder_embed_tokens(given["input_ids"]))
         y = self.decoder_dropout(self.decoder_embed_tokens(given["decoder_input_ids"]))
-        return (x, y, *(given[name] for name in OPTIONAL if name in given))
+        source = (x, given["attention_mask"]) if "attention_mask" in given else x
+        return (source, y, *[given[name] for name in self.stashes[1:]])
+
+
+def _portals(inputs: Sequence[str]) -> tuple[str, ...]:
+    """What goes past the encoder."""
+    masks = [name for name in ("decoder_attention_mask",) if name in inputs]
+    return ("decoder_inputs", *masks)
 
 
 class EncoderBlock(Part):
-    """Number 0 takes (x, y, masks), the others (x, bias, y, masks); all give the latter."""
+    """Number 0 takes (x, [mask]), the others (x, bias, [mask]); all give the latter."""
 
-    def __init__(self, model: Any, index: int, masks: tuple[str, ...]) -> None:
+    def __init__(self, model: Any, index: int) -> None:
         from transformers.masking_utils import create_bidirectional_mask
 
         super().__init__(model, {"block": f"encoder.block.{index}"})
-        self.index, self.masks = index, masks
+        self.index = index
         self.config, self.mask = model.encoder.config, create_bidirectional_mask
 
-    def forward(self, value: Tensors) -> Tensors:
-        x, *rest = value
+    def forward(self, value: Value) -> Tensors:
+        x, given = parted(value)
+        rest = list(given)
         bias = None if self.index == 0 else rest.pop(0)
-        given = dict(zip(self.masks, rest[1:], strict=True))
-        mask = self.mask(self.config, x, given.get("attention_mask"))
+        mask = self.mask(self.config, x, rest[0] if rest else None)
         x, bias, _ = self.block(x, mask, bias)
         return (x, bias, *rest)
 
 
 class Turn(Part):
-    """The end of the encoder: (x, bias, y, masks) -> (y, memory, masks)."""
+    """The end of the encoder: (x, bias, [mask]), and what went past it -> (y, memory, masks)."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, masks: tuple[str, ...]) -> None:
         names = ("final_layer_norm", "dropout")
         super().__init__(model, {name: f"encoder.{name}" for name in names})
+        self.pops = _portals(masks)
 
-    def forward(self, value: Tensors) -> Tensors:
-        x, _, y, *masks = value
-        return (y, self.dropout(self.final_layer_norm(x)), *masks)
+    def forward(self, value: tuple[Any, ...]) -> Tensors:
+        (x, _, *mask), y, *mask_of_target = value
+        return (y, self.dropout(self.final_layer_norm(x)), *mask, *mask_of_target)
 
 
 class DecoderBlock(Part):

@@ -3,7 +3,9 @@
 A killed process writes nothing on the blackboard, and a GPU that waits for it over NVLink or shared memory
 waits for ever. So every rank counts on in the store, and each watches the one behind it, the last the first:
 one that leaves takes its leave, and who watched it watches the next. What is watched is whether the count
-changes within `limit_s` of the own clock; no clocks are compared.
+changes within `limit_s` of the own clock; no clocks are compared. Nor does time count in which this process
+itself did not run, because somebody has stopped all of them or they are short of processor time: the others
+then had no time to beat either.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.ranks.store import Store
 
 _LEFT = "left"
+# The most that counts between two looks.
+_LOOK_S = 1.0
 
 
 class Heartbeats:
@@ -27,7 +31,8 @@ class Heartbeats:
         self._count = 0
         self._watched = self._behind(rank)
         self._heard: bytes | None = None
-        self._heard_s = now()
+        self._looked_s = now()
+        self._silent_s = 0.0
 
     def beat(self) -> ActionError | None:
         """Gives a sign of life and looks for the other's; what has happened if it is missing for too long.
@@ -39,13 +44,15 @@ class Heartbeats:
         self._store.set(_key(self._rank), str(self._count), self._limit_s)
         if self._watched == self._rank:
             return None
-        now_s, heard = self._now(), self._store.get(_key(self._watched), self._limit_s)
+        heard, now_s = self._store.get(_key(self._watched), self._limit_s), self._now()
+        self._silent_s += min(now_s - self._looked_s, _LOOK_S)
+        self._looked_s = now_s
         if heard == _LEFT.encode():
             self._watched = self._behind(self._watched)
-            self._heard, self._heard_s = None, now_s
+            self._heard, self._silent_s = None, 0.0
         elif heard != self._heard:
-            self._heard, self._heard_s = heard, now_s
-        elif now_s - self._heard_s > self._limit_s:
+            self._heard, self._silent_s = heard, 0.0
+        elif self._silent_s > self._limit_s:
             cause = f"rank {self._watched} disappeared: no sign of life for {self._limit_s:g} s"
             return ActionError(None, cause, self._watched)
         return None

@@ -1,0 +1,184 @@
+"""`plan` on the command line: what it prints, what it refuses, and that what it prints runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import NO_TORCH, ROOT
+
+from gpipe_bench.experiments.commands.cli import main
+from gpipe_bench.experiments.planning import answer
+from gpipe_bench.experiments.planning.script import command, script
+
+OWN = "plan planning_models:tied --memory-gib 1 --batch-size 8 --optimizer sgd --device-type a10 --link pcie"
+ASKED = OWN.split()
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main([*ASKED, *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, str]:
+    """A plan for two workers: as JSON, the folder with what was written, and as text."""
+    folder = tmp_path_factory.mktemp("plan")
+    options = [
+        "--accelerators", "2", "--pp", "2", "--schedule", "1f1b", "--schedule", "zb-v",
+        "--num-microbatches", "4",
+        "--script", str(folder / "train.py"), "--frontier", str(folder / "frontier.png"),
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[bytes] = []
+        patch.setattr("gpipe_bench.experiments.commands.plan.print_line", printed.append)
+        patch.setattr("builtins.print", lambda text: printed.append(text.encode()))
+        assert main([*ASKED, *options, "--json"]) == 0
+        patch.setattr("builtins.print", lambda text: printed.append(text.encode()))
+        assert main([*ASKED, *options]) == 0
+    return json.loads(printed[0]), folder, printed[1].decode()
+
+
+def test_every_number_has_its_range_and_where_it_comes_from(two: tuple[dict[str, Any], Path, str]) -> None:
+    found = two[0]
+    best, *others = found["plans"]
+    assert [each["step_s"] for each in found["plans"]] == sorted(each["step_s"] for each in found["plans"])
+    for each in found["plans"]:
+        assert each["low_s"] < each["step_s"] < each["high_s"]
+        assert 0 < max(each["peak_bytes"]) <= 2**30
+        assert sum(each["parts_s"].values()) == pytest.approx(each["step_s"])
+        assert "a roofline of A10 at 35% to 70% of its peak" in each["provenance"]["layers"]
+        assert each["examples_per_s"] == pytest.approx(8 / each["step_s"])
+        assert sum(each["cut"]) == 8
+    assert best["slower"] == 0
+    assert {each["schedule"] for each in found["plans"]} == {"1f1b", "zb-v"}
+    assert others[0]["slower"] == pytest.approx(others[0]["step_s"] / best["step_s"] - 1)
+    assert found["num_parameters"] == 40 * 16 + 6 * (16 * 16 + 16), "the tied matrix counts once"
+
+
+def test_the_frontier_gets_slower_with_less_memory(two: tuple[dict[str, Any], Path, str]) -> None:
+    frontier, folder = two[0]["frontier"], two[1]
+    peaks = [point["peak_bytes"] for point in frontier]
+    steps = [point["step_s"] for point in frontier]
+    assert peaks == sorted(peaks)
+    assert steps == sorted(steps, reverse=True)
+    assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_text_has_the_best_the_cut_the_schedule_and_the_script(
+    two: tuple[dict[str, Any], Path, str],
+) -> None:
+    found, folder, text = two
+    assert "planning_models:tied: 2,272 parameters on 2 x 1 GiB" in text
+    assert re.search(r"^pp 2, (1f1b|zb-v x 2) +4 +never ", text, re.MULTILINE)
+    assert re.search(r"^0 +0( 3)? +0-\d", text, re.MULTILINE)
+    assert "its schedule in slots" in text
+    assert re.search(r"^(stage|worker) 1 \| \. ", text, re.MULTILINE)
+    assert found["script"] in text
+    assert text.rstrip().endswith("torchrun --nproc-per-node 2 train.py")
+    assert (folder / "train.py").read_text() == found["script"]
+
+
+@pytest.mark.alone
+def test_the_printed_command_runs(two: tuple[dict[str, Any], Path, str]) -> None:
+    folder, line = two[1], two[0]["command"].split()
+    assert line[0] == "torchrun"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "STEPS": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *line[1:]],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=540,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert re.findall(r"^step \d: loss [\d.]+$", ran.stdout, re.MULTILINE) != []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--accelerators 0", "--accelerators 0: give 1 or more"),
+        ("--accelerators 2 --device-type h1000", "unknown accelerator 'h1000'; known: p100-12, p100, v100"),
+        ("--accelerators 2 --link nvlik", "--link nvlik: unknown link 'nvlik'; known: nvlink, pcie"),
+        ("--accelerators 4 --hosts 2", "--hosts 2 needs --between LINK, such as infiniband"),
+        ("--accelerators 4 --hosts 3 --between infiniband", "cannot be spread evenly over 3 hosts"),
+        ("--accelerators 2 --precision fp4", "--precision fp4: choose one of float32, fp32, bfloat16, bf16"),
+        ("--accelerators 2 --schedule 2f2b", "unknown schedule '2f2b'; known: naive, gpipe, 1f1b"),
+        ("--accelerators 16 --pp 16", "cannot cut 8 layers into 16 stages: use at most 8 workers"),
+        ("--accelerators 2 --num-microbatches 3", "3 micro-batches do not divide a mini-batch of 8"),
+        (
+            "--accelerators 3 --pp 1",
+            "a mini-batch of 8 does not divide into 3 replicas: give a multiple of 3",
+        ),
+    ],
+)
+def test_refusals_are_one_line_with_the_remedy(
+    capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
+    status, out, err = plan(capsys, *options.split())
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert message in err
+
+
+def test_what_does_not_fit_says_the_smallest_peak_and_what_would_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--accelerators", 2, "--pp", 2, "--optimizer", "adam")
+    status, out, err = plan(capsys, *options, "--memory-gib", "2e-5")
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert "planning_models:tied does not fit: the smallest peak is 0.00 GiB, on stage " in err
+    assert "with pp 2, 8 micro-batches and everything recomputed" in err
+    assert "What would do: " in err
+    assert "--optimizer sgd" in err or "--accelerators" in err or "--memory-gib" in err
+
+
+def test_an_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(answer, "plan", interrupted)
+    assert plan(capsys, "--accelerators", 2)[0] == 130
+
+
+def test_a_typing_error_needs_no_torch() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *ASKED, "--accelerators", "2", "--device-type", "h1000"],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert "unknown accelerator 'h1000'" in ran.stderr
+
+
+def test_several_hosts_meet_somewhere() -> None:
+    from planning_models import planned
+    from test_planning_search import FAR, NEAR
+
+    from gpipe_bench.experiments.planning.candidate import Candidate
+    from gpipe_bench.experiments.planning.request import Request
+
+    request = Request(
+        accelerators=8, memory_bytes=1, batch_size=16, link=NEAR, between=FAR, hosts=2, precision="bfloat16"
+    )
+    assert command(request, "x.py") == (
+        "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 x.py"
+    )
+    candidate = Candidate(
+        cut=(range(3), range(3, 6)), schedule="1f1b", num_microbatches=2, remat=("always", "never"),
+        num_workers=2, fsdp=4, fsdp_level=3,
+    )  # fmt: skip
+    text = script(planned("plain"), candidate, request)
+    compile(text, "train.py", "exec")
+    assert "init_device_mesh(device.type, (2, 4), mesh_dim_names=('pp', 'fsdp'))" in text
+    assert "zero=3" in text
+    assert "remat=('always', 'never')" in text
+    assert "torch.autocast(device.type, dtype=torch.bfloat16" in text

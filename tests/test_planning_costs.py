@@ -1,0 +1,130 @@
+"""Costs of layers: what adds up to stages, files, and what follows from what processes have found."""
+
+from __future__ import annotations
+
+import json
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from gpipe_bench.experiments.planning.costs import FORMAT, Costs, SizeCosts, kinds_of
+from gpipe_bench.experiments.planning.costs_measured import measured
+from gpipe_bench.experiments.planning.costs_probes import Probed, ProbeRun, Taken
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.schedule import Action, gpipe
+from gpipe_bench.pipeline.plan.schedules.known import named
+
+
+def some() -> Costs:
+    size = SizeCosts(
+        layers_s={"G": (1.0, 2.0, 4.0), "B": (2.0, 4.0, 8.0), "B first": (1.5, 3.0, 6.0)},
+        action_s={"G": 0.25, "B": 0.5},
+        activation_bytes=(10.0, 20.0),
+        gradient_bytes=(10.0, 20.0),
+    )
+    return Costs(
+        sizes={4: size},
+        update_s=(0.1, 0.2, 0.3),
+        parameter_bytes=((4, 8), (), (12,)),
+        gap_s=0.01,
+        step_s=0.5,
+        link=Link("between processes", 1e-4, inf, source="measured"),
+        jitter=(((1.0, 1.1), (0.9,)),),
+        low=0.9,
+        high=1.2,
+        provenance={"layers": "measured"},
+    )
+
+
+def test_a_stage_takes_its_layers_and_an_action_once() -> None:
+    at = some().at(4)
+    assert at.seconds("G", range(0, 2)) == 3.25
+    assert at.seconds("B", range(1, 3)) == 12.5
+    assert at.seconds("B first", range(1, 3)) == 9.5
+    with pytest.raises(ValueError, match="no seconds of W; there are those of B, B first, G"):
+        at.seconds("W first", range(0, 1))
+
+
+def test_a_file_gives_the_same_costs_back(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    some().save(path)
+    assert Costs.load(path) == some()
+    assert [each.name for each in tmp_path.iterdir()] == ["costs.json"]
+
+
+def test_a_file_that_holds_no_costs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    with pytest.raises(ValueError, match="holds no costs"):
+        Costs.load(path)
+    path.write_text(json.dumps({**some().to_data(), "format": FORMAT + 1}))
+    with pytest.raises(ValueError, match=f"format {FORMAT + 1}; this version reads {FORMAT}"):
+        Costs.load(path)
+
+
+def test_what_cannot_be_costs_is_refused() -> None:
+    with pytest.raises(ValueError, match="no costs of micro-batches of 8; there are those of 4"):
+        some().at(8)
+    with pytest.raises(ValueError, match=r"G\[1\] is -1"):
+        SizeCosts(layers_s={"G": (1.0, -1.0)})
+    with pytest.raises(ValueError, match="kind is 'X'"):
+        SizeCosts(layers_s={"X": (1.0,)})
+    with pytest.raises(ValueError, match=r"seconds of \[1, 2\] layers"):
+        SizeCosts(layers_s={"F": (1.0,), "B": (1.0, 2.0)})
+    with pytest.raises(ValueError, match="activation_bytes has 3 entries for 2 layers"):
+        SizeCosts(layers_s={"F": (1.0, 2.0)}, activation_bytes=(1, 2, 3))
+
+
+def test_kinds_tell_graphs_and_first_gradients_apart() -> None:
+    kinds = kinds_of(gpipe(2, 3, "except_last"))
+    assert {str(a): k for a, k in kinds.items() if a.stage == 1 and a.kind.value != "R"} == {
+        "1F0": "F", "1F1": "F", "1F2": "G", "1B2": "B first", "1B1": "B", "1B0": "B",
+    }  # fmt: skip
+    halves = kinds_of(named("zb-h1", 2, 2))
+    assert halves[Action.parse("0W0")] == "W first"
+    assert halves[Action.parse("0W1")] == "W"
+    assert halves[Action.parse("0I0")] == "I"
+
+
+def probed(process: int, *, action_s: float = 0.5, slower: float = 1.0) -> Probed:
+    """Four layers of 1, 2, 3, 4 s forward, and an action of `action_s`; two stages of (1, 2) and (3, 4)."""
+
+    def run(number: int, stages: list[list[float]], mine: list[int], *, fine: bool) -> ProbeRun:
+        taken = tuple(
+            Taken(stage, "G", m, slower * (sum(stages[stage]) + action_s)) for m in range(2) for stage in mine
+        )
+        return ProbeRun(number, 2, fine, taken, (0.125,) * (not fine), ((8.0, 0.375),) * (not fine), 0.75)
+
+    fine = run(0, [[1.0], [2.0], [3.0], [4.0]], [0, 1, 2, 3], fine=True)
+    coarse = run(1, [[1.0, 2.0], [3.0, 4.0]], [process], fine=False)
+    return Probed(
+        (fine, coarse), ((0.1, 0.3), (0.2,), (), (0.4,)), ((4,),) * 4, {2: (8.0,) * 3}, {2: (8.0,) * 3}, 1
+    )
+
+
+def test_layers_and_what_an_action_costs_once_are_told_apart() -> None:
+    costs = measured([probed(0), probed(1)], "a machine")
+    at = costs.at(2)
+    assert at.action_s["G"] == pytest.approx(0.5)
+    assert at.layers_s["G"] == pytest.approx((1.0, 2.0, 3.0, 4.0))
+    assert at.seconds("G", range(0, 3)) == pytest.approx(6.5)
+    assert costs.update_s == pytest.approx((0.2, 0.2, 0.0, 0.4))
+    assert costs.gap_s == 0.125
+    assert costs.step_s == 0.75
+    assert costs.link is not None
+    assert costs.link.latency_s == pytest.approx(0.25)  # the sender's part is in the gap
+    assert "2 processes at once" in costs.provenance["layers"]
+
+
+def test_stages_that_are_slower_than_their_layers_make_the_layers_longer() -> None:
+    costs = measured([probed(0, action_s=0.0), probed(1, action_s=0.0)])
+    slow = measured([probed(0, action_s=-0.25), probed(1, action_s=-0.25)])
+    assert costs.at(2).action_s["G"] == 0
+    at = slow.at(2)
+    assert at.action_s["G"] == 0
+    assert sum(at.layers_s["G"]) == pytest.approx(10 - 0.5)  # two stages, each a quarter less
+
+
+def test_jitter_is_what_an_action_took_over_its_median() -> None:
+    costs = measured([probed(0), probed(1)])
+    assert costs.jitter == (((1.0, 1.0), (1.0, 1.0)),)

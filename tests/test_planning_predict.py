@@ -1,0 +1,154 @@
+"""Predictions: exact where all times are known, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpipe_bench.experiments.plan import elsewhere, waiting
+from gpipe_bench.experiments.plan.choosing import candidates, planned, title
+from gpipe_bench.experiments.planning.candidate import Candidate
+from gpipe_bench.experiments.planning.costs import Costs, SizeCosts
+from gpipe_bench.experiments.planning.predict import Layout, pipeline_link, predict, replica_link
+from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.pipeline.plan.collectives import all_reduce_s
+from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.partition import partition
+
+NEAR, FAR = Link("near", 1e-3, 1e9), Link("far", 1e-2, 1e8)
+
+
+def costs(layers: int = 4, **more: object) -> Costs:
+    """Layers of 1 s forward and 2 s backward, of which I is one and W the other."""
+    one = (1.0,) * layers
+    seconds = {"F": one, "G": one, "R": one, "B": (2.0,) * layers, "I": one, "W": one}
+    size = SizeCosts(layers_s=seconds, activation_bytes=(0,) * (layers - 1))
+    return Costs(sizes=dict.fromkeys((1, 2, 4), size), **more)  # type: ignore[arg-type]
+
+
+def candidate(
+    schedule: str = "gpipe", workers: int = 2, number: int = 4, remat: str = "never", **more: int
+) -> Candidate:
+    stages = workers * more.get("stages_per_worker", 1)
+    return Candidate(
+        cut=partition([1.0] * 4, stages), schedule=schedule, num_microbatches=number, num_workers=workers,
+        remat=(remat,) * stages, **more,
+    )  # fmt: skip
+
+
+def request(link: Link = FREE, accelerators: int = 2, batch_size: int = 4, **more: object) -> Request:
+    return Request(accelerators=accelerators, memory_bytes=2**40, batch_size=batch_size, link=link, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("workers", "number"), [(1, 1), (1, 4), (2, 1), (2, 4), (4, 2), (4, 4)])
+def test_equal_stages_take_the_formula_of_the_paper(workers: int, number: int) -> None:
+    each_s = 3 * 4 / workers
+    for name in ("gpipe", "1f1b"):
+        step = predict(candidate(name, workers, number), costs(), request(batch_size=4))
+        assert step.step_s == pytest.approx((number + workers - 1) * each_s)
+        assert step.low_s == step.step_s == step.high_s
+        assert sum(step.parts_s.values()) == pytest.approx(step.step_s)
+
+
+def test_every_price_of_a_step_stands_in_its_place() -> None:
+    plain_s = predict(candidate(number=1), costs(), request()).step_s
+    parts = {
+        "gap_s": (0.5, 4 * 0.5),  # F and B on each of two workers
+        "step_s": (0.25, 0.25),
+        "update_s": ((0.125,) * 4, 0.25),
+    }
+    for name, (value, longer_s) in parts.items():
+        step = predict(candidate(number=1), costs(**{name: value}), request())
+        assert step.step_s == pytest.approx(plain_s + longer_s), name
+    slow = predict(candidate(number=1), costs(), request(Link("slow", 0.5)))
+    assert slow.step_s == pytest.approx(plain_s + 2 * 0.5)
+    assert slow.parts_s["communication"] == pytest.approx(1.0)
+
+
+def test_recomputation_is_as_the_stages_have_it() -> None:
+    never = predict(candidate(), costs(), request()).step_s
+    always = predict(candidate(remat="always"), costs(), request()).step_s
+    first = replace(candidate(), remat=("always", "never"))
+    assert never < predict(first, costs(), request()).step_s <= always
+
+
+def test_replicas_wait_for_the_sum_of_their_gradients() -> None:
+    given = costs(parameter_bytes=((1000,),) * 4)
+    one = predict(candidate(number=2), given, request(NEAR, 4, 4)).step_s
+    two = predict(candidate(number=2, dp=2), given, request(NEAR, 4, 8)).step_s
+    assert two == pytest.approx(one + all_reduce_s(2000, 2, NEAR))
+
+
+def test_jitter_makes_a_pipeline_wait_and_one_worker_not() -> None:
+    late = (((1.0, 1.0, 1.0, 2.0),), ((1.0, 1.0, 1.0, 0.0),))
+    step = predict(candidate(number=4), costs(jitter=late), request())
+    plain = predict(candidate(number=4), costs(), request())
+    assert step.low_s < step.step_s < step.high_s
+    assert step.step_s > plain.step_s
+    assert step.parts_s["jitter"] == pytest.approx(step.step_s - plain.step_s)
+    assert predict(candidate(), costs(jitter=late), request(), draws=0).step_s == plain.step_s
+    again = predict(candidate(number=4), costs(jitter=late), request())
+    assert again == step  # the draws are the same every time
+
+
+def test_what_costs_do_not_know_widens_the_range() -> None:
+    step = predict(candidate(), costs(low=0.5, high=2.0), request())
+    assert (step.low_s, step.high_s) == (step.step_s / 2, step.step_s * 2)
+
+
+def test_a_slow_worker_makes_the_step_longer_by_what_the_others_wait() -> None:
+    layout = Layout(candidate(number=4), costs(), request())
+    plain_s = layout.timeline().makespan_s
+    assert layout.timeline([2.0, 2.0]).makespan_s == pytest.approx(2 * plain_s)
+    assert plain_s < layout.timeline([1.0, 2.0]).makespan_s < 2 * plain_s
+
+
+def test_hosts_put_the_slow_link_where_the_grid_crosses_them() -> None:
+    two = request(NEAR, 4, hosts=2, between=FAR)
+    assert pipeline_link(candidate(), two) is NEAR  # two accelerators, on one host
+    assert pipeline_link(candidate(workers=4), two) is FAR
+    assert replica_link(candidate(dp=2), two) is NEAR
+    assert replica_link(candidate(workers=1, dp=4), two) is FAR
+
+
+def test_what_costs_do_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="tp is 2"):
+        predict(candidate(tp=2), costs(), request(accelerators=4))
+    with pytest.raises(ValueError, match="no costs of micro-batches of 3"):
+        predict(candidate(number=1), costs(), request(batch_size=3))
+    with pytest.raises(ValueError, match="the cut holds 4 layers, the costs 5"):
+        predict(candidate(), costs(5), request())
+
+
+def test_stages_that_wait_are_predicted_exactly() -> None:
+    steps = {
+        (each.schedule, each.num_microbatches, each.remat[0]): waiting.predicted(each, 0.5).step_s
+        for each in waiting.ways()
+    }
+    assert steps["gpipe", 4, "never"] == pytest.approx(0.5 * 3 * (4 + 1))
+    assert steps["gpipe", 4, "always"] == pytest.approx(0.5 * (4 + 1 + 4 * 3 + 2))
+    assert steps["zb-h1", 4, "never"] == pytest.approx(0.5 * (3 * 4 + 1))
+    assert steps["zb-v", 4, "never"] < steps["interleaved", 4, "never"]
+
+
+def test_a_plan_has_each_way_once_and_the_fastest_first() -> None:
+    found = planned(costs(8), request(), (1, 2, 4))
+    assert [each.step_s for each in found] == sorted(each.step_s for each in found)
+    names = [title(each.candidate) for each in found]
+    assert len(names) == len(set(names))
+    assert {each.candidate.num_microbatches for each in found} == {1, 2, 4}
+    alone = [title(each) for each in candidates(costs(8), request(), (1,))]
+    assert "1f1b, M = 1" not in alone  # its rows are GPipe's
+    assert "gpipe, M = 1" in alone
+
+
+def test_published_orders_are_found_again() -> None:
+    large, small = elsewhere.torchtitan()
+    assert large.correlation == small.correlation == 1
+    assert large.regret == small.regret == 0
+    (primus,) = elsewhere.primus()
+    assert primus.correlation >= 0.9
+    ones = elsewhere.zero_bubble()
+    assert len(ones) == 6
+    assert all(each.predicted[0] == min(each.predicted) for each in ones)  # 1F1B is the slowest

@@ -12,7 +12,7 @@ REPLICAS = (
         file="pipeline/ranks/mesh/shares.py",
         old="            examples = int(self._examples)\n",
         new="            examples = sum(self._lengths)\n",
-        why="a sum over replicas of means is no mean; equal replicas are wrong by their number, uneven ones more",
+        why="a sum over replicas of means is no mean: too large by their number, or by more",
         tests=STEPS,
     ),
     Mutant(

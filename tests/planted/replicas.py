@@ -61,7 +61,7 @@ REPLICAS = (
         old="            low, high = (start, (start + end) // 2), ((start + end) // 2, end)\n",
         new="            low, high = (start, start + 1), (start + 1, end)\n",
         why="sums would be grouped by who holds the micro-batches, so bits would depend on the grid",
-        tests=("tests/test_halving.py",),
+        tests=("tests/test_halving.py::test_a_replica_has_a_subtree",),
     ),
     Mutant(
         name="the loss of one replica",

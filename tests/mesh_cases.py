@@ -154,7 +154,7 @@ class Picky(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.always(x)
-        return y + self.sometimes(x) if float(x.mean()) > 5 else y
+        return y + self.sometimes(x) if float(x.detach().mean()) > 5 else y
 
 
 def parameters_without_a_gradient() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from math import inf, prod
+from math import comb, inf, prod
 
 from gpipe_bench.pipeline.plan.cutting.alone import AloneBound
 from gpipe_bench.pipeline.plan.cutting.choices import Choices, Fits
@@ -115,7 +115,8 @@ class _Search:
         self._move_layers()
         if self.step_s * _CLOSE <= bound_s:
             return self._found(bound_s)
-        if exact or self.bounds is None:
+        few = comb(layers - 1, stages - 1) * self.quick.num_actions <= self.left
+        if exact or (self.bounds is None and few):
             self._all_better(floors)
             if self.left > 0 and self.is_exact:
                 bound_s = self.step_s
@@ -153,6 +154,7 @@ class _Search:
         if key in self.known:
             return False
         self.known.add(key)
+        self.left -= self.quick.num_actions // 2  # whether it fits is to be found out, too
         options = [self.choices.of(w, tuple(cut[s] for s in mine)) for w, mine in enumerate(self.homes)]
         if not all(options):
             return False

@@ -32,6 +32,8 @@ EFFORT = 3_000_000
 """Actions that are laid out before the search settles for what it has: a few seconds."""
 _MOST_CHOICES = 64
 """Of all workers together, that are tried each with each; beyond, one worker at a time."""
+_ASKING = 1000
+"""Actions that could be laid out while it is found out whether several stages of a worker fit."""
 _CLOSE = 1 - 1e-12
 """Sums in another order differ by rounding."""
 
@@ -154,8 +156,9 @@ class _Search:
         if key in self.known:
             return False
         self.known.add(key)
-        self.left -= self.quick.num_actions // 2  # whether it fits is to be found out, too
+        before = self.choices.asked
         options = [self.choices.of(w, tuple(cut[s] for s in mine)) for w, mine in enumerate(self.homes)]
+        self.left -= (50 if self.bounds is not None else _ASKING) * (self.choices.asked - before)
         if not all(options):
             return False
         takes = [self.times.stage(stage.start, stage.stop) for stage in cut]

@@ -9,7 +9,25 @@ FOOTPRINT = ("tests/test_footprint.py::test_a_storage_is_freed_by_the_earliest_l
 MEMORY = ("tests/test_memory.py::test_what_is_charged_at_the_fullest_moment",)
 SPLIT_MEMORY = "tests/test_split_memory.py::"
 
+CUTTING = "tests/test_cutting.py::"
+
 MODELLED = (
+    Mutant(
+        name="a stage alone waits for no round trip",
+        file="pipeline/plan/cutting/alone.py",
+        old="                    arrival = done[microbatch] + round_s\n",
+        new="                    arrival = done[microbatch] + 2 * round_s\n",
+        why="bounds above real steps leave out the best cuts",
+        tests=(CUTTING + "test_a_stage_alone_bounds_every_step_that_has_it",),
+    ),
+    Mutant(
+        name="the search takes what recomputes most",
+        file="pipeline/plan/cutting/choices.py",
+        old="        self._fits, self._remats = fits, sorted(remats, key=order.__getitem__)\n",
+        new="        self._fits, self._remats = fits, sorted(remats, key=order.__getitem__, reverse=True)\n",
+        why="everything is recomputed, whatever fits",
+        tests=(CUTTING + "test_only_what_must_is_recomputed",),
+    ),
     Mutant(
         name="partition's bisection skips a cap",
         file="pipeline/plan/partition.py",

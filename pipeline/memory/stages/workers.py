@@ -404,6 +404,7 @@ def worker_memory(
         shared=True,
     )
     most = fullest.peak
+    at: tuple[StageMemory, list[StageMemory], int] | None = None
     known: dict[tuple[int, _Held], StageMemory] = {}
     for moment in moments:
         stage = moment.stage
@@ -423,5 +424,8 @@ def worker_memory(
         )
         peak = now.peak + waiting + sum([each.peak for each in others])
         if peak > most:
-            fullest, most = _sum([now, *others], transients=waiting), peak
+            most, at = peak, (now, others, waiting)
+    if at is not None:
+        now, others, waiting = at
+        return _sum([now, *others], transients=waiting)
     return fullest

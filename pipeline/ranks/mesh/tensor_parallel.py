@@ -212,6 +212,11 @@ class _Parts:
             self._parts = {p: _Part.of(p) if isinstance(p, DTensor) else p for p in found}
         return tuple([self._parts[parameter] for parameter in found])
 
+    @property
+    def receiving(self) -> tuple[Tensor, ...]:
+        """As of a stage without weights that other layers use, too: those cannot be divided."""
+        return self.trainable
+
 
 class _Part(Tensor):
     """This process's part of a divided parameter, whose gradient is its part of the parameter's."""

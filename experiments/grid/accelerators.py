@@ -7,13 +7,14 @@ share of the peak and the link's bandwidth, is a range; the point is the middle 
 
 Tensor parallelism divides a Transformer's layers with sequence parallelism throughout, as evenly as could be:
 operations, parameters, activations and messages by tp, and four sums in a layer's forward and backward. The
-AmoebaNets have no such plan. All dimensions use links of one kind, which they don't share.
+AmoebaNets have no such plan. Replicas have all parameters each (dp), or divide them (ZeRO-2, ZeRO-3). All
+dimensions use links of one kind, which they don't share.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from gpipe_bench.experiments.published.accelerator_steps.accelerators import Accelerator
     from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
     from gpipe_bench.pipeline.memory.story import LayerProfile
+    from gpipe_bench.pipeline.plan.schedule import Action
 
 PART = "accelerators"
 COUNTS = {"smoke": (8,), "short": (8, 64, 512), "full": (8, 64, 512)}
@@ -80,27 +82,22 @@ def run(key: Mapping[str, Scalar], *, quick: bool) -> Outcome:
     """Every grid of a number of accelerators."""
     name, count = str(key["model"]), int(str(key["accelerators"]))
     subject = Laid(name, count, quick=quick)
-    quantities, ranges = list[Quantity](), list[dict[str, float]]()
+    quantities, ranges = list[Quantity](), list[dict[str, Scalar]]()
     for place in places(count, MODELS[name], subject.num_layers):
-        where: dict[str, Scalar] = {"dp": place.dp, "pp": place.pp, "tp": place.tp}
-        steps_s = [subject.step_s(place, setting) for setting in settings()]
-        quantities.append(
-            Quantity(
-                name="step", key=where, value=steps_s[0], unit="s", provenance="modelled",
-                higher_is_better=False, note="a roofline's operations, laid out by the replay",
-            )
-        )  # fmt: skip
-        ranges.append(
-            {**place._asdict(), "low": min(steps_s), "high": max(steps_s), "M": subject.number(place)}
-        )
         for level in LEVELS if place.dp > 1 else LEVELS[:1]:
-            quantities.append(
+            where: dict[str, Scalar] = {"dp": place.dp, "pp": place.pp, "tp": place.tp, "level": level}
+            steps_s = [subject.step_s(place, level, setting) for setting in settings()]
+            quantities += [
                 Quantity(
-                    name="peak memory", key={**where, "level": level},
-                    value=subject.peak_bytes(place, level) / GIB, unit="GiB", provenance="modelled",
-                    higher_is_better=False, note="of the fullest accelerator",
-                )
-            )  # fmt: skip
+                    name="step", key=where, value=steps_s[0], unit="s", provenance="modelled",
+                    higher_is_better=False, note="a roofline's operations, laid out by the replay",
+                ),
+                Quantity(
+                    name="peak memory", key=where, value=subject.peak_bytes(place, level) / GIB, unit="GiB",
+                    provenance="modelled", higher_is_better=False, note="of the fullest accelerator",
+                ),
+            ]  # fmt: skip
+            ranges.append({**where, "low": min(steps_s), "high": max(steps_s), "M": subject.number(place)})
     facts = {
         "title": MODELS[name].title, "batch_size": subject.batch_size,
         "accelerator": subject.accelerator.name,
@@ -183,10 +180,18 @@ class Laid:
         usual, _ = Counter(parameters).most_common(1)[0]
         return frozenset(index for index, each in enumerate(parameters) if each == usual)
 
-    def step_s(self, place: Place, setting: Setting) -> float:
+    def step_s(self, place: Place, level: str, setting: Setting) -> float:
+        """Seconds of a step whose replicas have all parameters, or have divided them."""
         from gpipe_bench.experiments.published.accelerator_steps.full_size import UPDATE_BYTES
         from gpipe_bench.pipeline.plan.links import Link
-        from gpipe_bench.pipeline.plan.reductions import data_parallel, tensor_parallel_s
+        from gpipe_bench.pipeline.plan.reductions import (
+            data_parallel,
+            every_pass_s,
+            fetched,
+            pass_s,
+            sharded,
+            tensor_parallel_s,
+        )
         from gpipe_bench.pipeline.plan.replay import replay
         from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
 
@@ -204,25 +209,47 @@ class Laid:
             times[stage, Kind.F] = times[stage, Kind.R] = sum(forward_s[layer] for layer in span)
             times[stage, Kind.B] = sum(backward_s[layer] for layer in span)
         ends = [span.stop - 1 for span in cut[:-1]]
+        schedule = gpipe(place.pp, self.number(place), "always")
+        waits: list[Callable[[Action], float]] = []
+        if place.tp > 1:
+            waits.append(tensor_parallel_s(sums, place.tp, link))
+        parts = [[gradients[layer] for layer in span] for span in cut]
+        held = [[sum(layer) for layer in span] for span in parts]
+        ahead = [[forward_s[layer] for layer in span] for span in cut]
+        behind = [[backward_s[layer] for layer in span] for span in cut]
+        if level == "ZeRO-3":
+            passes = [
+                pass_s(sizes, seconds, place.dp, link, ahead=True)
+                for sizes, seconds in zip(held, ahead, strict=True)
+            ]
+            passes_back = [
+                pass_s(sizes[::-1], seconds[::-1], place.dp, link, ahead=True, scattered=True)
+                for sizes, seconds in zip(held, behind, strict=True)
+            ]
+            waits.append(every_pass_s(schedule, passes, passes_back))
+        divided = 1 if level == "dp" else place.dp
+        pairs = list(zip(parts, behind, strict=True))
+        buckets = {
+            "dp": [data_parallel(sizes, place.dp, link, backward_s=seconds) for sizes, seconds in pairs],
+            "ZeRO-2": [sharded(sizes, place.dp, link, backward_s=seconds) for sizes, seconds in pairs],
+        }
         timeline = replay(
-            gpipe(place.pp, self.number(place), "always"),
+            schedule,
             times,
             link,
             activation_bytes=[sent[end] / place.tp for end in ends],
             gradient_bytes=[back[end] / place.tp for end in ends],
             update_s=[
                 sum(work.parameters[layer] for layer in span)
-                * UPDATE_BYTES[OPTIMIZER] / place.tp / self.accelerator.bytes_per_s
+                * UPDATE_BYTES[OPTIMIZER] / place.tp / divided / self.accelerator.bytes_per_s
                 for span in cut
             ],
-            reductions=[
-                data_parallel(
-                    [gradients[layer] for layer in span], place.dp, link,
-                    backward_s=[backward_s[layer] for layer in span],
-                )
-                for span in cut
-            ],
-            collective_s=tensor_parallel_s(sums, place.tp, link) if place.tp > 1 else None,
+            gathers=[
+                fetched(sizes, place.dp, link, forward_s=seconds)
+                for sizes, seconds in zip(held, ahead, strict=True)
+            ] if level == "ZeRO-2" else (),
+            reductions=buckets.get(level, ()),
+            collective_s=(lambda action: sum(each(action) for each in waits)) if waits else None,
         )  # fmt: skip
         return float(timeline.makespan_s)
 

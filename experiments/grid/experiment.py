@@ -47,6 +47,7 @@ def cells(records: Sequence[Record]) -> list[Entry]:
             table=TABLE,
             row="bytes sent by a pipeline over data parallelism",
             column=str(record.details["column"]),
+            source="others",
             question="as published" if part == traffic.MODELLED else "here",
             quantity=record.quantity("pipeline over data parallelism"),
             record=record,
@@ -70,13 +71,13 @@ def _scaling(one: Record, many: Record, title: str) -> Entry:
     """Examples per second of eight replicas of a pipeline over those of one, over what is not stated."""
 
     def rates(record: Record, dp: int) -> tuple[float, float, float]:
-        step = record.quantity("step", dp=dp, pp=STAGES, tp=1)
+        step = record.quantity("step", dp=dp, pp=STAGES, tp=1, level="dp")
         assert step is not None
         assert step.value is not None
         span = next(
             each
             for each in record.details["ranges"]
-            if (each["dp"], each["pp"], each["tp"]) == (dp, STAGES, 1)
+            if (each["dp"], each["pp"], each["tp"], each["level"]) == (dp, STAGES, 1, "dp")
         )
         examples = float(record.details["batch_size"])
         return examples / step.value, examples / span["high"], examples / span["low"]
@@ -88,6 +89,7 @@ def _scaling(one: Record, many: Record, title: str) -> Entry:
         table=TABLE,
         row="throughput of 8 replicas of a pipeline over one",
         column=f"{title}, K={STAGES}",
+        source="others",
         question="as published",
         quantity=Quantity(name="throughput", value=middles / middle, unit="ratio", provenance="modelled"),
         spread=Spread(low=ends[0], high=ends[-1], parts=(part,)),

@@ -72,13 +72,14 @@ def _panel(axes: Axes, record: Record) -> None:
         if step.name != "step":
             continue
         color, marker = COLORS[int(str(step.key["pp"]))], MARKERS[int(str(step.key["tp"]))]
-        for level, filled in (("ZeRO-2", False), ("dp", True)):
-            peak = value(record, "peak memory", **step.key, level=level)
-            if peak is not None:
-                axes.plot(
-                    peak, step.value or 0.0, marker=marker, color=color, linestyle="none", markersize=5.5,
-                    markerfacecolor=color if filled else "none", markeredgewidth=1.0,
-                )  # fmt: skip
+        if step.key["level"] == "ZeRO-3":
+            continue  # left of its neighbours by little and above them by much: in the table
+        peak = value(record, "peak memory", **step.key)
+        filled = step.key["level"] == "dp"
+        axes.plot(
+            [peak or 0.0], [step.value or 0.0], marker=marker, color=color, linestyle="none", markersize=5.5,
+            markerfacecolor=color if filled else "none", markeredgewidth=1.0, zorder=3 if filled else 2,
+        )  # fmt: skip
     axes.axvline(CAP_GIB, color="black", linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gpipe_bench.experiments.grid import accelerators, machine, traffic
 from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar, of_case
+from gpipe_bench.harness.records.record import Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
 
@@ -77,44 +77,33 @@ def _accelerators(records: Sequence[Record]) -> Iterator[str]:
         steps = sorted(
             (each for each in record.quantities if each.name == "step"), key=lambda each: each.value or 0.0
         )
-        fitting = [
-            each for each in steps if (least(record, each) or 0.0) <= accelerators.MEMORY_BYTES / 2**30
-        ]
-        ranges = {(r["dp"], r["pp"], r["tp"]): r for r in record.details["ranges"]}
-        lines = []
-        for step in fitting[:SHOWN]:
-            place = (step.key["dp"], step.key["pp"], step.key["tp"])
-            span = ranges[place]
-            peaks = [value(record, "peak memory", **step.key, level=level) for level in accelerators.LEVELS]
+        spans = {place(each): each for each in record.details["ranges"]}
+        lines: list[list[str]] = []
+        for step in steps:
+            memory = value(record, "peak memory", **step.key)
+            if memory is None or memory > accelerators.MEMORY_BYTES / 2**30 or len(lines) == SHOWN:
+                continue
+            span = spans[place(step.key)]
             lines.append(
                 [
-                    *map(str, place),
+                    *place(step.key),
                     str(span["M"]),
                     f"{step.value:.3f}",
                     f"{span['low']:.2f} to {span['high']:.2f}",
-                    *("-" if each is None else f"{each:.2f}" for each in peaks),
+                    f"{memory:.2f}",
                 ]
             )
-        headers = [
-            "dp",
-            "pp",
-            "tp",
-            "M",
-            "step (s)",
-            "range",
-            *(f"GiB, {level}" for level in accelerators.LEVELS),
-        ]
+        headers = ["dp", "pp", "tp", "parameters", "M", "step (s)", "range", "GiB"]
         title = (
             f"{record.details['title']} on {record.case['accelerators']} accelerators "
             f"({record.details['accelerator']}), {record.details['batch_size']} examples: the fastest of "
-            f"{len(steps)} grids that fit 16 GiB\n"
-            "  (modelled: a roofline's operations laid out by the replay; the range is over the\n"
-            "  share of the peak and the link's; memory with replicas, or with the parameters of dp divided)"
+            f"{len(steps)} ways that fit 16 GiB\n"
+            "  (modelled: a roofline's operations laid out by the replay; the range is over the share of\n"
+            "  the peak and the bandwidth of the link; dp: all replicas have all parameters)"
         )
         yield Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
 
-def least(record: Record, step: Quantity) -> float | None:
-    """The memory of the grid of a step at the level that needs least."""
-    found = [value(record, "peak memory", **step.key, level=level) for level in accelerators.LEVELS]
-    return min((each for each in found if each is not None), default=None)
+def place(key: Mapping[str, Scalar]) -> tuple[str, ...]:
+    """Of a number or a range, as words."""
+    return tuple(str(key[name]) for name in ("dp", "pp", "tp", "level"))

@@ -75,5 +75,6 @@ EXPERIMENT = Experiment(
     cells=cells,
     tables=tables,
     figures=figures,
+    docs="docs/plan.md",
     options=("device", "seed"),
 )

@@ -129,4 +129,12 @@ HALVES_MODELLED = (
         why="what has come and is not needed yet takes memory",
         tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[awkward-3]",),
     ),
+    Mutant(
+        name="the optimizer's state of a shared weight counted twice",
+        file="pipeline/memory/stages/ties.py",
+        old="    if weight.trained:\n        sizes.remove(weight.num_bytes)\n",
+        new="",
+        why="there is one parameter, and one state of it",
+        tests=("tests/test_tied_memory.py::test_a_tie_within_a_stage[gpipe-always-adam]",),
+    ),
 )

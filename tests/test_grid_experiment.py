@@ -1,0 +1,77 @@
+"""The experiment on grids: what is sent, how a replay is made of what ran, every grid of some accelerators."""
+
+from __future__ import annotations
+
+import pytest
+from records import record
+
+from gpipe_bench.experiments.grid import accelerators, machine, traffic
+from gpipe_bench.experiments.grid.experiment import EXPERIMENT
+from gpipe_bench.experiments.grid.figures import figures
+from gpipe_bench.harness.experiment import Case, RunOptions
+from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.pipeline.plan.collectives import all_reduce_s
+
+PLACES = {(cell.table, cell.row, cell.column) for cell in load_paper() if cell.source == "others"}
+
+
+def ran(key, profile="short"):
+    found = EXPERIMENT.run(Case(key), RunOptions(profile=profile))
+    return record(
+        experiment="grid", profile=profile, case=key, quantities=found.quantities, details=found.details
+    )
+
+
+def test_a_small_amoebanet_sends_more_as_a_pipeline() -> None:
+    """Images of 67 x 67 pixels, ten classes and no second head, on four ranks."""
+    found = ran({"part": traffic.MODELLED, "model": "AmoebaNet-D (3, 32)"})
+    assert found.quantity("pipeline over data parallelism").value > 1
+    (entry,) = EXPERIMENT.cells([found])
+    assert entry.place in PLACES
+    assert entry.question == "as published"
+    assert "4 accelerators" in EXPERIMENT.tables([found], [])
+
+
+def test_every_column_of_the_sentences_is_answered() -> None:
+    columns = {subject.column for subject in (*traffic.SUBJECTS.values(), *traffic.SMALL.values())}
+    columns |= {f"{model.title}, K=8" for model in accelerators.MODELS.values()}
+    assert {place[2] for place in PLACES if place[0] == "grid"} == columns
+
+
+def test_a_link_is_that_of_which_two_sums_took_as_long() -> None:
+    link = machine.link_of((1e-3, 9e-3))
+    assert [all_reduce_s(size, 2, link) for size in machine.SUM_BYTES] == pytest.approx([1e-3, 9e-3])
+
+
+def test_the_replay_of_what_ran_has_the_sums_behind_what_they_cannot_hide_in() -> None:
+    """Four forwards of 1 s and backwards of 2 s; the second bucket's sum is behind the last backward."""
+    job = machine.Job(2, 1, {}, 8, 1, 0)
+    half = machine.BUCKET_BYTES
+    actions_s = {(0, "F"): 1.0, (0, "B"): 2.0}
+    found = machine.Ran([12.0], actions_s, [[[half], [half]]], 0, (0.0, 0.0))
+    link = machine.link_of((machine.SUM_BYTES[0] * 1e-7, machine.SUM_BYTES[1] * 1e-7))
+    sum_s = half * 1e-7
+    assert sum_s < 1
+    assert machine.laid_out_s(job, found, link) == pytest.approx(4 * 3 + sum_s)
+
+
+def test_grids_are_all_powers_of_two_and_only_transformers_are_divided() -> None:
+    found = list(accelerators.places(8, accelerators.MODELS["transformer"], 26))
+    assert len(found) == len(set(found)) == 10
+    assert all(place.dp * place.pp * place.tp == 8 for place in found)
+    assert {place.tp for place in accelerators.places(64, accelerators.MODELS["amoebanet"], 24)} == {1}
+
+
+def test_a_tiny_transformer_on_eight_accelerators() -> None:
+    found = ran({"part": accelerators.PART, "model": "transformer", "accelerators": 8}, "smoke")
+
+    def peak(level: str) -> float:
+        return found.quantity("peak memory", dp=8, pp=1, tp=1, level=level).value
+
+    assert peak("dp") > peak("ZeRO-2") > peak("ZeRO-3") > 0
+    for span in found.details["ranges"]:
+        where = {name: span[name] for name in ("dp", "pp", "tp", "level")}
+        assert span["low"] <= found.quantity("step", **where).value <= span["high"]
+    assert {quantity.provenance for quantity in found.quantities} == {"modelled"}
+    assert "fastest of" in EXPERIMENT.tables([found], [])
+    assert [plot.name for plot in figures([found])] == ["grid-accelerators"]

@@ -156,11 +156,14 @@ class Layouts:
         self._replicas = sums(_Parts(stage))
         found = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
         self._parameters = [parameter for parameter in found if isinstance(parameter, DTensor)]
-        for parameter in self._parameters:
-            if any(placement.is_shard() for placement in parameter.placements):
-                parameter.register_hook(_Cut(parameter))
+        self._cut: set[DTensor] = set()
 
     def begin(self, *, sync: bool) -> None:
+        for parameter in self._parameters:  # only those that are trained can have a hook
+            if parameter.requires_grad and parameter not in self._cut:
+                self._cut.add(parameter)
+                if any(placement.is_shard() for placement in parameter.placements):
+                    parameter.register_hook(_Cut(parameter))
         if self._replicas is not None:
             self._replicas.begin(sync=sync)
 

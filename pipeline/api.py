@@ -29,7 +29,6 @@ from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
 from gpipe_bench.pipeline.plan.portals import Line, lines_of
-from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
@@ -101,7 +100,8 @@ class Pipeline(nn.Module):
         reduction: how gradients are summed over replicas: in "buckets" that leave within a stage's last
             backward, or by a "tree" over all micro-batches, which takes more memory and gives the same bits
             on every grid of as many micro-batches whose replicas are a power of two.
-        bucket_bytes: gradients that leave together on their way to the other replicas.
+        bucket_bytes: gradients that leave together on their way to the other replicas. Default: 25 MiB, or a
+            quarter of a stage's, if that is less, but 1 MiB.
         group: instead of a mesh, the process group of a pipeline alone, whose rank k runs the stages of
             worker k; without either, all stages live in this process.
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
@@ -125,7 +125,7 @@ class Pipeline(nn.Module):
         mesh: DeviceMesh | None = None,
         zero: int | None = None,
         reduction: str = "buckets",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         schedule: str | Schedule = "gpipe",
         num_workers: int | None = None,
         action_s: ActionTimes | None = None,

@@ -75,7 +75,7 @@ class World:
         self.fault, self._timeout_s = fault, timeout_s
         # A TemporaryDirectory would be removed by the first rank that ends, too.
         self._folder = Path(tempfile.mkdtemp(prefix="fault-"))
-        self._begin = time.monotonic()
+        self._looked, self._waited_s = time.monotonic(), 0.0
         port = _free_port()
         self._running = {self._fork(rank, port): rank for rank in range(fault.num_ranks)}
         self._ended: dict[int, tuple[float, int]] = {}  # when and with which status, by rank
@@ -111,7 +111,10 @@ class World:
                 self._ended[rank] = (time.monotonic(), os.waitstatus_to_exitcode(status))
                 del self._running[process]
         others = [rank for rank in range(self.fault.num_ranks) if rank != self.fault.rank]
-        hangs = time.monotonic() - self._begin > self._timeout_s + HANGING_S
+        # Time in which this process was stopped does not count: the ranks may have been stopped, too.
+        now = time.monotonic()
+        self._waited_s, self._looked = self._waited_s + min(now - self._looked, 1.0), now
+        hangs = self._waited_s > self._timeout_s + HANGING_S
         if not hangs and not all(rank in self._ended for rank in others):
             return None
         self.end()

@@ -15,11 +15,16 @@ import torch
 from distributed_cases import shared_folder
 from mesh_grids import on_grid, own_part
 from ranks import raises
+from sharding_cases import grid, words
+from sharding_cases import on as on_mesh
 from tiny_models import mlp_batch, seeded
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from gpipe_bench.models.parallel import tensor_parallel
+from gpipe_bench.models.tasks import token_loss
+from gpipe_bench.models.transformer.lm import transformer_lm
 from gpipe_bench.pipeline import Pipeline, checkpoint
 
 mse_loss = nn.functional.mse_loss
@@ -126,12 +131,101 @@ def a_rank_of_a_grid_that_cannot_write() -> None:
     pipeline.close()
 
 
+GRIDS: tuple[tuple[dict[str, int], int | None], ...] = (
+    ({"dp": 2, "pp": 2}, None), ({"pp": 2, "tp": 2}, None), ({"fsdp": 2, "pp": 2}, 2),
+    ({"dp": 4, "pp": 1}, None), ({"fsdp": 2, "pp": 2}, 3), ({"dp": 2, "pp": 1, "tp": 2}, None),
+    ({"dp": 2, "fsdp": 2, "pp": 1}, 2),
+)  # fmt: skip
+
+
+def transformer(seed: int) -> nn.Sequential:
+    """With a vocabulary that two processes cannot divide evenly."""
+    torch.manual_seed(seed)
+    return transformer_lm(
+        num_layers=2, d_model=8, ffn_dim=16, num_heads=4, vocab_size=11, seq_len=6, dropout=0.1
+    )
+
+
+def adam(pipeline: Pipeline) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+
+
+def divided(sizes: dict[str, int], zero: int | None, seed: int) -> Pipeline:
+    mesh, model = grid(**sizes), transformer(seed)
+    if "tp" in sizes:
+        tensor_parallel(model, mesh["tp"])
+    replicas = sizes.get("dp", 1) * sizes.get("fsdp", 1)
+    return on_mesh(mesh, model, MICROBATCHES // replicas, zero=zero)
+
+
+def train_on_words(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+    """One step."""
+    assert pipeline.grid is not None
+    parts = [words(2, seed=10 * pipeline.num_steps + replica) for replica in range(MICROBATCHES)]
+    replicas = pipeline.grid.replicas
+    some = [torch.cat(part).chunk(replicas) for part in zip(*parts, strict=True)]
+    pipeline.step(*own_part(pipeline, list(zip(*some, strict=True))), token_loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_one_process(folder: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds, by name."""
+    pipeline = Pipeline(transformer(99), num_stages=1, num_microbatches=MICROBATCHES)
+    optimizer = adam(pipeline)
+    checkpoint.load(folder, pipeline, optimizer)
+    found = {**pipeline.state_dict(), "steps": torch.tensor(pipeline.num_steps)}
+    for name, parameter in pipeline.named_parameters():
+        found |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
+    assert len(found) == 1 + 4 * len(list(pipeline.parameters()))
+    return found
+
+
+def divided_parameters_are_whole_between_grids() -> None:
+    """Each grid reads what the one before wrote, writes it again as it is, and goes on from there."""
+    folder, last = shared_folder(), None
+    for number, (sizes, zero) in enumerate(GRIDS):
+        pipeline = divided(sizes, zero, seed=number)
+        optimizer = adam(pipeline)
+        if last is not None:
+            checkpoint.load(folder / f"{number - 1} trained", pipeline, optimizer)
+            checkpoint.save(folder / f"{number} read", pipeline, optimizer)
+            read = in_one_process(folder / f"{number} read")
+            assert read.keys() == last.keys()
+            for name, value in last.items():
+                assert torch.equal(read[name], value), (sizes, zero, name)
+        train_on_words(pipeline, optimizer)
+        checkpoint.save(folder / f"{number} trained", pipeline, optimizer)
+        last = in_one_process(folder / f"{number} trained")
+        assert last["steps"] == number + 1
+        pipeline.close()
+
+
+def a_run_with_divided_parameters_goes_on_to_the_bit() -> None:
+    for sizes, zero in (GRIDS[1], GRIDS[2], GRIDS[4]):
+        folder, whole = shared_folder(), divided(sizes, zero, seed=0)
+        optimizer = adam(whole)
+        train_on_words(whole, optimizer)
+        checkpoint.save(folder, whole, optimizer)
+        again = divided(sizes, zero, seed=1)
+        others = adam(again)
+        checkpoint.load(folder, again, others)
+        for pipeline, of_it in ((whole, optimizer), (again, others)):
+            train_on_words(pipeline, of_it)
+        for (name, a), b in zip(whole.named_parameters(), again.parameters(), strict=True):
+            assert torch.equal(a.to_local(), b.to_local()), (sizes, zero, name)  # type: ignore[attr-defined]
+        whole.close()
+        again.close()
+
+
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
         training_goes_on_from_grid_to_grid_as_if_it_had_never_stopped,
         every_process_writes_some_and_nothing_is_written_twice,
         a_rank_of_a_grid_that_cannot_write,
+        divided_parameters_are_whole_between_grids,
+        a_run_with_divided_parameters_goes_on_to_the_bit,
     )
 }
 

@@ -26,6 +26,7 @@ from planted.mutant import Mutant
 from planted.planned import PLANNED
 from planted.portals import PORTALS
 from planted.randomness import RANDOMNESS
+from planted.replicas import REPLICAS
 from planted.schedules import SCHEDULES
 from planted.statistics import STATISTICS
 from planted.trees import TREES
@@ -33,5 +34,5 @@ from planted.trees import TREES
 MUTANTS: tuple[Mutant, ...] = (
     *GRADIENTS, *RANDOMNESS, *STATISTICS, *BOUNDARIES, *LIFETIMES, *SCHEDULES, *MODELLED, *MODELS,
     *CONSISTENCY, *COMPUTED, *COMPILED, *TESTED_REASONS, *DEVICES, *ON_DEVICES, *TREES, *ACCELERATED,
-    *HALVES_MODELLED, *PLANNED, *OWN_MODELS, *EXCHANGED, *PORTALS, *GRIDS, *DIVIDED,
+    *HALVES_MODELLED, *PLANNED, *OWN_MODELS, *EXCHANGED, *PORTALS, *GRIDS, *DIVIDED, *REPLICAS,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from gpipe_bench.pipeline.arguments import schedule_of
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+from gpipe_bench.pipeline.memory.stages.ties import shared_weights
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
@@ -71,7 +72,12 @@ def count(
         transport=transport,
     )
     stages = pipeline.stages
-    parameters = [[p for layer in stage.layers for p in layer.parameters()] for stage in stages]
+    seen: set[nn.Parameter] = set()
+    parameters = []
+    for stage in stages:
+        own = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
+        parameters.append([p for p in own if p not in seen])
+        seen.update(own)
     optimizers = [OPTIMIZERS[step.optimizer](own) if own else None for own in parameters]
     num_workers = schedule.num_workers
     counted = Counted([0] * num_workers)
@@ -118,7 +124,7 @@ def profiles(
     model: nn.Sequential, batch: Tree, target: Tensor, loss_fn: Loss, step: Step
 ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
     """Of the layers and the loss, at the (larger) micro-batch size."""
-    profiler = Profiler(step.autocast)
+    profiler = Profiler(step.autocast, ties_apart=True)
     inputs = split(batch, step.num_microbatches)[0]
     part = split(target, step.num_microbatches)[0]
     return profiler.model(model, loss_fn, Boundary.of(inputs), Boundary.of(part))
@@ -131,6 +137,12 @@ def compare(
     counted, pipeline = count(model, batch, target, loss_fn, step)
     layers, loss = profiles(model, batch, target, loss_fn, step)
     modelled = pipeline_memory(
-        layers, loss, pipeline.partition, pipeline.schedule, step.optimizer, receive_ahead=None
+        layers,
+        loss,
+        pipeline.partition,
+        pipeline.schedule,
+        step.optimizer,
+        receive_ahead=None,
+        ties=shared_weights(list(model)),
     )
     return counted, modelled

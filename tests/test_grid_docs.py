@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from command_line import free_port
 
-pytest.importorskip("gpipe_bench.models.parallel")
 pytestmark = pytest.mark.alone  # four processes at a time
 PAGE = (Path(__file__).parents[1] / "docs" / "grid.md").read_text(encoding="utf-8")
 (SCRIPT,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from gpipe_bench.pipeline.plan.partition import (
     Partition,
     can_partition_by,
     cumulative_shares,
+    leanest,
     partition,
     partition_by,
 )
@@ -153,3 +155,25 @@ def test_the_work_grows_with_layers_times_stages_and_no_faster(rule: str) -> Non
 def test_bad_input_is_named(costs: list[float], num_stages: int, rule: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         partition(costs, num_stages, rule)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_leanest_equals_brute_force_whatever_stages_cost(layers: int, stages: int, random: Random) -> None:
+    if stages > layers:
+        with pytest.raises(ValueError, match=f"use at most {layers}"):
+            leanest(lambda *_: 0, layers, stages)
+        return
+    cost = {
+        (stage, start, stop): random.randrange(20)
+        for stage in range(stages)
+        for start in range(layers)
+        for stop in range(start + 1, layers + 1)
+    }
+
+    def largest(split: Partition) -> int:
+        return max(cost[stage, each.start, each.stop] for stage, each in enumerate(split))
+
+    found = leanest(lambda *where: cost[where], layers, stages)
+    assert_covers(found, layers, stages)
+    assert largest(found) == min(map(largest, all_splits(layers, stages)))

@@ -62,6 +62,7 @@ def test_the_picture_of_a_choice_per_stage() -> None:
     ]
 
 
+@settings(deadline=None)
 @given(remats())
 def test_equal_choices_are_equal_schedules(of: tuple[Remat, int, int]) -> None:
     """As names, as micro-batches and as text."""
@@ -76,6 +77,7 @@ def test_equal_choices_are_equal_schedules(of: tuple[Remat, int, int]) -> None:
     assert one_f_one_b(num_stages, num_microbatches, remat=from_text(to_text(schedule.remat))) == schedule
 
 
+@settings(deadline=None)
 @given(remats())
 def test_what_a_schedule_recomputes_are_the_actions_in_its_rows(of: tuple[Remat, int, int]) -> None:
     remat, num_stages, num_microbatches = of
@@ -99,6 +101,7 @@ def test_the_same_choice_for_each_stage_is_that_choice_for_all(name: str, remat:
     assert one.remat == remat
 
 
+@settings(deadline=None)
 @given(remats())
 def test_a_file_says_what_is_recomputed(of: tuple[Remat, int, int]) -> None:
     remat, num_stages, num_microbatches = of

@@ -126,6 +126,24 @@ def test_a_shape_under_another_schedule(capsys: pytest.CaptureFixture[str]) -> N
     assert "on its fullest accelerator, worker " in err
 
 
+def test_1f1b_is_cut_for_what_each_stage_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under 1F1B the first stages keep more, so an even cut needs more than the best one."""
+    asked = ("gpt2", "--num-stages", 3, "--num-layers", 9, "--batch-size", 6, "--num-microbatches", 6)
+    asked = (*asked, "--schedule", "1f1b", "--json")
+
+    def fullest(cap_gib: float) -> tuple[int, list[int]]:
+        status, out, err = size(capsys, *asked, "--cap-gib", cap_gib)
+        assert status == 0, err
+        found = json.loads(out)
+        return max(worker["peak"] for worker in found["workers"]), found["layers_per_stage"]
+
+    even, cut = fullest(99)
+    lean, other = fullest((even - 1) / 2**30)
+    assert lean < even
+    assert other != cut
+    assert sum(other) == sum(cut)
+
+
 OWN = """
 import torch
 from torch import nn

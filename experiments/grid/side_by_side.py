@@ -28,7 +28,6 @@ from gpipe_bench.harness.judging.stats import median_interval
 from gpipe_bench.harness.timing.rounds import against_itself, ratios, slowest
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
 
 OURS, TORCHS = "pipeline", "DistributedDataParallel"
 MODEL = "transformer-lm"
@@ -48,7 +47,7 @@ class Job(NamedTuple):
     num_microbatches: int = 1
     num_rounds: int = 20
     seed: int = 0
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int | None = None
     sizes: dict[str, Any] = SIZES
 
 
@@ -112,7 +111,7 @@ def _ours(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Call
 
 
 def _torchs(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Callable[[], object]:
-    parallel = DistributedDataParallel(model, bucket_cap_mb=job.bucket_bytes / 2**20)
+    parallel = DistributedDataParallel(model)
     loss: Callable[..., Tensor] = loss_fn(MODEL, **job.sizes)
     parts = list(zip(batch.chunk(job.num_microbatches), target.chunk(job.num_microbatches), strict=True))
 
@@ -120,7 +119,7 @@ def _torchs(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Ca
         parallel.zero_grad()
         for m, (inputs, wanted) in enumerate(parts):
             with nullcontext() if m == len(parts) - 1 else parallel.no_sync():
-                (loss(parallel(inputs), wanted) / len(parts)).backward()
+                torch.autograd.backward(loss(parallel(inputs), wanted) / len(parts))
 
     return step
 
@@ -160,7 +159,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=8, help="of each replica")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--bucket-mib", type=float, default=BUCKET_BYTES / 2**20)
+    parser.add_argument("--bucket-mib", type=float, help="of ours; torch's have its default")
     options = parser.parse_args()
     for num_microbatches in options.microbatches:
         job = Job(
@@ -168,7 +167,7 @@ def main() -> None:
             options.examples,
             num_microbatches,
             options.rounds,
-            bucket_bytes=int(options.bucket_mib * 2**20),
+            bucket_bytes=None if options.bucket_mib is None else int(options.bucket_mib * 2**20),
         )
         print("\n".join(lines(job, compare(job))), flush=True)
 

@@ -69,7 +69,9 @@ def layer_times(costs: Costs, size: int, *, split: bool) -> LayerTimes:
     at = costs.at(size)
     return LayerTimes(
         forward_s=at.layers_s["G"],
-        backward_s=at.layers_s["I" if split else "B"],
+        again_s=at.layers_s["R"],
+        backward_s=at.layers_s["B"],
+        inputs_s=at.layers_s["I"] if split else (),
         weights_s=at.layers_s["W"] if split else (),
         activation_bytes=at.activation_bytes,
         gradient_bytes=at.gradient_bytes,

@@ -21,8 +21,8 @@ from gpipe_bench.harness.records.record import Record
 
 SECONDS = {
     steps.PART: {"smoke": 12.0, "short": 150.0, "full": 420.0},
-    peaks.PART: {"smoke": 6.0, "short": 25.0, "full": 25.0},
-    waiting.PART: {"smoke": 12.0, "short": 35.0, "full": 70.0},
+    peaks.PART: {"smoke": 8.0, "short": 25.0, "full": 25.0},
+    waiting.PART: {"smoke": 24.0, "short": 60.0, "full": 70.0},
 }
 
 
@@ -75,5 +75,6 @@ EXPERIMENT = Experiment(
     cells=cells,
     tables=tables,
     figures=figures,
+    docs="docs/plan.md",
     options=("device", "seed"),
 )

@@ -131,6 +131,10 @@ def _peaks(records: Sequence[Record]) -> str:
         title="Peak bytes, predicted against counted over two processes: the largest error",
         columns=["model", "configurations", "of the fullest worker", "of any worker"],
         lines=lines,
+        notes=[
+            "The model has one receive posted ahead. How many messages wait where is the transport's: small "
+            "ones are all received at once, and memory that processes share is no storage of a tensor."
+        ],
     ).text()
 
 

@@ -57,7 +57,7 @@ def times_on(grid: Grid, costs: Costs, microbatch_size: int, near: Places, *, sp
     size = costs.at(microbatch_size)
     ahead, backs = "G" if "G" in size.layers_s else "F", ("B", "I") if split else ("B",)
     takes_s = {kind: list(size.layers_s.get(kind, size.layers_s[ahead])) for kind in (ahead, "R", *backs)}
-    held = [sum(layer) for layer in costs.parameter_bytes] or [0.0] * costs.num_layers
+    held = [sum(layer) for layer in costs.parameter_bytes] or [0] * costs.num_layers
     gathers_s = [all_gather_s(each, grid.fsdp, near.fsdp) for each in held]
     if grid.fsdp_level == 3:
         takes_s = {kind: list(map(max, seconds, gathers_s)) for kind, seconds in takes_s.items()}

@@ -77,15 +77,14 @@ class Room:
         grid = rules.grid
         self._sharing = Sharing(grid.dp, grid.fsdp, grid.fsdp_level or 2)
         self._demands: dict[tuple[int, str], tuple[Demand, ...]] = {}
-        self._moments: dict[tuple[int | str, ...], tuple[WorkerMoment, ...]] = {}
+        self._moments: dict[tuple[int, tuple[str, ...]], tuple[WorkerMoment, ...]] = {}
         self._known: dict[tuple[object, ...], StageMemory] = {}
 
     def memory(self, worker: int, stages: tuple[range, ...], remat: Sequence[str]) -> StageMemory:
         """A worker with stages of these layers at its fullest."""
-        key = (worker, tuple(remat), tuple(map(self._footprints.key, stages)), stages[0].start == 0)
         ties = self._ties(stages)
-        if ties:
-            key = (*key, ties)
+        contents = tuple(map(self._footprints.key, stages))
+        key = (worker, tuple(remat), contents, stages[0].start == 0, ties)
         if key not in self._known:
             held = [self._footprints.of(stage, self._sharing) for stage in stages]
             found = self._alone(worker, held[0], remat[0]) if len(held) == 1 else None
@@ -107,7 +106,7 @@ class Room:
         return fullest
 
     def _together(self, worker: int, held: Sequence[HeldStage], remat: Sequence[str]) -> StageMemory:
-        key = (worker, *remat)
+        key = (worker, tuple(remat))
         if key not in self._moments:
             row = _with_recomputation(self._schedule, worker, remat)
             self._moments[key] = worker_moments(self._schedule, worker, row, self._ahead)

@@ -122,7 +122,7 @@ def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str
         if splits(name) and (grid.fsdp_level == 3 or request.compiled):
             continue
         fixed = NAMED[name].stages_per_worker
-        yield from ((name, each) for each in ((2, 4) if fixed is None else (fixed,)))
+        yield from ((name, each) for each in ((2,) if fixed is None else (fixed,)))
 
 
 def splits(name: str) -> bool:

@@ -88,7 +88,10 @@ class Profiler:
         return self._known[key]
 
     def chain(
-        self, layers: Iterable[nn.Module], inputs: Boundary, unused: frozenset[int] = frozenset()
+        self,
+        layers: Iterable[nn.Module],
+        inputs: Boundary,
+        unused: frozenset[int] = frozenset(),
     ) -> tuple[LayerProfile, ...]:
         """Profiles of layers in sequence, each fed with what the one before it returns.
 

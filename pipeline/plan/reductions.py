@@ -30,6 +30,16 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 BUCKET_BYTES = 25 * 2**20
 """A bucket leaves as soon as it holds so much: what torch's DistributedDataParallel has as its default."""
 
+_FEWEST_BUCKETS = 4
+_LEAST_BYTES = 2**20
+
+
+def bucket_bytes_of(gradient_bytes: float) -> float:
+    """What a bucket holds if nobody says: `BUCKET_BYTES`, or less for a stage that has not several times as
+    much, so that most of its gradients leave before its last backward is over.
+    """
+    return min(BUCKET_BYTES, max(_LEAST_BYTES, gradient_bytes / _FEWEST_BUCKETS))
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -81,7 +91,7 @@ def data_parallel(
     link: Link,
     *,
     backward_s: Sequence[float] = (),
-    bucket_bytes: float = BUCKET_BYTES,
+    bucket_bytes: float | None = None,
 ) -> tuple[Bucket, ...]:
     """The buckets of one stage whose replicas sum whole gradients by all-reduce.
 
@@ -90,18 +100,19 @@ def data_parallel(
         replicas: ranks that hold the stage.
         link: between neighbours among them.
         backward_s: of each layer, which says when its gradients are there; by their bytes if not given.
-        bucket_bytes: a bucket is closed when it holds as much.
+        bucket_bytes: a bucket is closed when it holds as much; `bucket_bytes_of` the stage if not given.
 
     Raises:
         ValueError: other numbers of layers, or what a collective or a `Bucket` refuses.
     """
     if replicas == 1:
         return ()
+    enough_bytes = bucket_bytes_of(sum(map(sum, gradient_bytes))) if bucket_bytes is None else bucket_bytes
     found, size = [], 0.0
     for layer, ready in _drained(gradient_bytes, backward_s):
         for tensor_bytes in reversed(layer):
             size += tensor_bytes
-            if size >= bucket_bytes:
+            if size >= enough_bytes:
                 found.append(Bucket(ready, all_reduce_s(size, replicas, link)))
                 size = 0
     if size:

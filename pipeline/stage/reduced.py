@@ -47,7 +47,7 @@ class Reduction(Protocol):
         """Drops what it holds of the step, after an error."""
 
     def refresh(self) -> None:
-        """Other parameters may be trained from now on."""
+        """Other parameters may be trained from now on, or come in in another order."""
 
 
 class ReducedStage(Stage):
@@ -66,6 +66,7 @@ class ReducedStage(Stage):
     def follow(self, schedule: Schedule) -> None:
         """The steps take this schedule from now on."""
         self._last = last_gradients(schedule, self.index)
+        self.reduction.refresh()  # a W makes gradients in another order than a B
 
     def refresh(self) -> None:
         super().refresh()

@@ -9,7 +9,25 @@ FOOTPRINT = ("tests/test_footprint.py::test_a_storage_is_freed_by_the_earliest_l
 MEMORY = ("tests/test_memory.py::test_what_is_charged_at_the_fullest_moment",)
 SPLIT_MEMORY = "tests/test_split_memory.py::"
 
+CUTTING = "tests/test_cutting.py::"
+
 MODELLED = (
+    Mutant(
+        name="a stage alone waits for no round trip",
+        file="pipeline/plan/cutting/alone.py",
+        old="                    arrival = done[microbatch] + round_s\n",
+        new="                    arrival = done[microbatch] + 2 * round_s\n",
+        why="bounds above real steps leave out the best cuts",
+        tests=(CUTTING + "test_a_stage_alone_bounds_every_step_that_has_it",),
+    ),
+    Mutant(
+        name="the search takes what recomputes most",
+        file="pipeline/plan/cutting/choices.py",
+        old="        self._fits, self._remats = fits, sorted(remats, key=order.__getitem__)\n",
+        new="        self._fits, self._remats = fits, sorted(remats, key=order.__getitem__, reverse=True)\n",
+        why="everything is recomputed, whatever fits",
+        tests=(CUTTING + "test_only_what_must_is_recomputed",),
+    ),
     Mutant(
         name="partition's bisection skips a cap",
         file="pipeline/plan/partition.py",
@@ -128,5 +146,13 @@ HALVES_MODELLED = (
         new="            home[target].waiting += 0\n",
         why="what has come and is not needed yet takes memory",
         tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[awkward-3]",),
+    ),
+    Mutant(
+        name="the optimizer's state of a shared weight counted twice",
+        file="pipeline/memory/stages/ties.py",
+        old="    if weight.trained:\n        sizes.remove(weight.num_bytes)\n",
+        new="",
+        why="there is one parameter, and one state of it",
+        tests=("tests/test_tied_memory.py::test_a_tie_within_a_stage[gpipe-always-adam]",),
     ),
 )

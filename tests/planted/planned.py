@@ -53,4 +53,30 @@ PLANNED = (
         why="what goes from the last rank to the first would take the network on one host",
         tests=("tests/test_ways.py::test_peers",),
     ),
+    Mutant(
+        name="an action costs as often as it has layers",
+        file="experiments/planning/costs_measured.py",
+        old="    own = [max(0.0, each - action) for each in seconds]\n",
+        new="    own = [max(0.0, each) for each in seconds]\n",
+        why="a stage of many layers would be predicted too long, and small stages too short",
+        tests=("tests/test_planning_costs.py::test_layers_and_what_an_action_costs_once_are_told_apart",),
+    ),
+    Mutant(
+        name="jitter is drawn from one action",
+        file="experiments/planning/predict.py",
+        old="generator.choice(run[self.schedule.worker(action.stage) % len(run)])",
+        new="run[self.schedule.worker(action.stage) % len(run)][0]",
+        why="all actions of a step would be late together, and nobody would wait for anybody",
+        tests=("tests/test_planning_predict.py::test_jitter_makes_a_pipeline_wait",),
+    ),
+    Mutant(
+        name="regret by what was predicted",
+        file="experiments/plan/measures.py",
+        old="best = min(configurations, key=lambda each: each.measured_s)",
+        new="best = min(configurations, key=lambda each: each.predicted_s)",
+        why="a plan would be compared with itself and never regret anything",
+        tests=(
+            "tests/test_plan_measures.py::test_regret_is_what_the_first_choice_took_over_the_fastest_that_ran",
+        ),
+    ),
 )

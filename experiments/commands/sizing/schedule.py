@@ -1,7 +1,8 @@
 """`size --schedule`: what each worker holds of a given model under any schedule, and what fills it.
 
 The search of `size` itself cuts by peaks, which is exact where all stages hold alike, as under gpipe. Here
-the layers are cut by what they hold, evenly, and each worker's peak follows from the schedule's rows.
+the layers are cut by what they hold, evenly, and each worker's peak follows from the schedule's rows. Where
+that does not fit and each worker has one stage, the cut is searched whose fullest worker is smallest.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from gpipe_bench.experiments.table1.model_costs import ModelProfile
     from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
     from gpipe_bench.pipeline.plan.partition import Partition
+    from gpipe_bench.pipeline.plan.schedule import Schedule
+
+MOST_LAYERS = 64
+"""Of a model whose cuts are searched for a schedule under which every stage holds something else."""
 
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 
@@ -70,6 +75,13 @@ def describe_model(arguments: argparse.Namespace, profile: ModelProfile, optimiz
         profile.layers, profile.loss, cut, schedule, optimizer,
         receive_ahead=1 if arguments.num_stages > 1 else 0,
     )  # fmt: skip
+    cap = arguments.cap_gib * GIB
+    if max(each.peak for each in found) > cap and not schedule.placement and len(costs) <= MOST_LAYERS:
+        cut = _leanest(profile, schedule, optimizer)
+        found = pipeline_memory(
+            profile.layers, profile.loss, cut, schedule, optimizer,
+            receive_ahead=1 if arguments.num_stages > 1 else 0,
+        )  # fmt: skip
     worst = max(range(len(found)), key=lambda worker: found[worker].peak)
     peak = found[worst].peak
     if peak > arguments.cap_gib * GIB:
@@ -91,6 +103,28 @@ def describe_model(arguments: argparse.Namespace, profile: ModelProfile, optimiz
             for worker, memory in enumerate(found)
         ],
     }
+
+
+def _leanest(profile: ModelProfile, schedule: Schedule, optimizer: str) -> Partition:
+    """The cut whose fullest worker is smallest, where each has one stage and holds something else."""
+    from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
+    from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
+    from gpipe_bench.pipeline.plan.partition import leanest
+
+    known: dict[tuple[object, ...], Footprint] = {}
+
+    def peak(stage: int, start: int, stop: int) -> int:
+        parts = profile.layers[start:stop]
+        is_last = stop == len(profile.layers)
+        key = (*map(id, parts), is_last)
+        if key not in known:
+            known[key] = footprint(parts, profile.loss if is_last else None)
+        return stage_memory(
+            known[key], schedule.row(stage), optimizer, is_first=stage == 0,
+            receive_ahead=1 if schedule.num_workers > 1 else 0,
+        ).peak  # fmt: skip
+
+    return leanest(peak, len(profile.layers), schedule.num_stages)
 
 
 def text(arguments: argparse.Namespace, facts: dict[str, Any]) -> str:

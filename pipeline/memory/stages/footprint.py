@@ -43,6 +43,9 @@ class Footprint:
     backward_first: Moment  # B that creates the parameter gradients
     backward: Moment  # every later B
     halves: Halves | None = None  # where the layers' profiles have them
+    summed_gradient_bytes: int = (
+        0  # of the gradients, what is added to that of another layer before the update
+    )
 
 
 def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> Footprint:

@@ -32,7 +32,7 @@ from gpipe_bench.pipeline.memory.stages.moments import Moment
 from gpipe_bench.pipeline.memory.stages.peaks import memory_at, optimizer_state, rule_of
 from gpipe_bench.pipeline.memory.stages.workers import action_bytes
 from gpipe_bench.pipeline.memory.story import LayerProfile
-from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
+from gpipe_bench.pipeline.plan.reductions import bucket_bytes_of
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
 
@@ -44,7 +44,7 @@ class Sharing:
         replicas: processes that have all of them, or the same shards; dp
         shards: processes that have a part each; fsdp
         level: of ZeRO: 2 gathers once in a step, 3 in every pass; of no account where there is one shard
-        bucket_bytes: gradients that replicas sum together
+        bucket_bytes: gradients that replicas sum together; as the engine has it if not given
 
     Raises:
         ValueError: no processes, or another level.
@@ -53,7 +53,7 @@ class Sharing:
     replicas: int = 1
     shards: int = 1
     level: int = 2
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.shards < 1:
@@ -164,12 +164,13 @@ def _replicated(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStage:
     )
 
 
-def _buckets(sizes: Sequence[Sequence[int]], bucket_bytes: int) -> list[int]:
+def _buckets(sizes: Sequence[Sequence[int]], bucket_bytes: float | None) -> list[int]:
     """Bytes of the buckets in the order of a backward."""
+    enough_bytes = bucket_bytes_of(sum(map(sum, sizes))) if bucket_bytes is None else bucket_bytes
     found, size = [], 0
     for num_bytes in reversed([each for layer in sizes for each in layer]):
         size += num_bytes
-        if size >= bucket_bytes:
+        if size >= enough_bytes:
             found.append(size)
             size = 0
     return [*found, size] if size else found

@@ -170,6 +170,7 @@ def memory_at(
     gradients, boundary, activations, receives = stage.gradient_bytes, 0, 0, 0
     if demand is None:
         moment = Moment(transients=_update_transients(rule, stage.trained_sizes))
+        gradients -= stage.summed_gradient_bytes
     else:
         moment = _moment(stage, demand, is_first=is_first)
         gradients = stage.gradient_bytes if _has_gradients(stage, demand) else 0

@@ -31,6 +31,7 @@ from gpipe_bench.pipeline.memory.stages.peaks import (
     rule_of,
     stage_memory,
 )
+from gpipe_bench.pipeline.memory.stages.ties import SharedWeight, counted_once
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
@@ -108,16 +109,18 @@ def pipeline_memory(
     optimizer: str = "rmsprop",
     *,
     receive_ahead: int | None = 0,
+    ties: Sequence[SharedWeight] = (),
 ) -> tuple[StageMemory, ...]:
     """The fullest moment of each worker when ``layers`` are cut into ``stages``; arguments and errors as of
     `peak_bytes`.
 
-    ``receive_ahead`` is 1 over torch.distributed and None in one process. There gpipe and naive use every
-    message as it comes, as 0 has it; under 1f1b one may wait, and the peak is between that for 0 and that for
-    1.
+    ``ties`` are weights that several layers use (`stages.ties.shared_weights`); without them each counts as
+    the layer's own. ``receive_ahead`` is 1 over torch.distributed and None in one process. There gpipe and
+    naive use every message as it comes, as 0 has it; under 1f1b one may wait, and the peak is between that
+    for 0 and that for 1.
     """
     _check_number(stages, schedule)
-    footprints = stage_footprints(layers, loss, stages)
+    footprints = counted_once(stage_footprints(layers, loss, stages), stages, schedule, ties)
     if receive_ahead is None or schedule.placement:
         return memories(footprints, schedule, optimizer, receive_ahead)
     return tuple(
@@ -401,6 +404,7 @@ def worker_memory(
         shared=True,
     )
     most = fullest.peak
+    at: tuple[StageMemory, list[StageMemory], int] | None = None
     known: dict[tuple[int, _Held], StageMemory] = {}
     for moment in moments:
         stage = moment.stage
@@ -420,5 +424,8 @@ def worker_memory(
         )
         peak = now.peak + waiting + sum([each.peak for each in others])
         if peak > most:
-            fullest, most = _sum([now, *others], transients=waiting), peak
+            most, at = peak, (now, others, waiting)
+    if at is not None:
+        now, others, waiting = at
+        return _sum([now, *others], transients=waiting)
     return fullest

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from math import inf, prod
+from math import comb, inf, prod
 
 from gpipe_bench.pipeline.plan.cutting.alone import AloneBound
 from gpipe_bench.pipeline.plan.cutting.choices import Choices, Fits
@@ -32,6 +32,8 @@ EFFORT = 3_000_000
 """Actions that are laid out before the search settles for what it has: a few seconds."""
 _MOST_CHOICES = 64
 """Of all workers together, that are tried each with each; beyond, one worker at a time."""
+_ASKING = 1000
+"""Actions that could be laid out while it is found out whether several stages of a worker fit."""
 _CLOSE = 1 - 1e-12
 """Sums in another order differ by rounding."""
 
@@ -115,7 +117,8 @@ class _Search:
         self._move_layers()
         if self.step_s * _CLOSE <= bound_s:
             return self._found(bound_s)
-        if exact or self.bounds is None:
+        few = comb(layers - 1, stages - 1) * self.quick.num_actions <= self.left
+        if exact or (self.bounds is None and few):
             self._all_better(floors)
             if self.left > 0 and self.is_exact:
                 bound_s = self.step_s
@@ -153,7 +156,9 @@ class _Search:
         if key in self.known:
             return False
         self.known.add(key)
+        before = self.choices.asked
         options = [self.choices.of(w, tuple(cut[s] for s in mine)) for w, mine in enumerate(self.homes)]
+        self.left -= (50 if self.bounds is not None else _ASKING) * (self.choices.asked - before)
         if not all(options):
             return False
         takes = [self.times.stage(stage.start, stage.stop) for stage in cut]

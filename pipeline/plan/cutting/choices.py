@@ -24,6 +24,7 @@ class Choices:
         order = {remat: index for index, remat in enumerate(REMATS)}
         self._fits, self._remats = fits, sorted(remats, key=order.__getitem__)
         self._known: dict[tuple[int, tuple[range, ...]], tuple[tuple[str, ...], ...]] = {}
+        self.asked = 0  # how often it was to be found out whether something fits
 
     def of(self, worker: int, stages: tuple[range, ...]) -> tuple[tuple[str, ...], ...]:
         """None of them recomputes as much as another one on every stage; none at all where nothing fits."""
@@ -39,6 +40,7 @@ class Choices:
             if any(all(a <= b for a, b in zip(less, choice, strict=True)) for less in found):
                 continue
             remat = tuple(self._remats[level] for level in choice)
+            self.asked += self._fits is not None
             if self._fits is None or self._fits(worker, stages, remat):
                 found.append(choice)
         return tuple(tuple(self._remats[level] for level in choice) for choice in found)

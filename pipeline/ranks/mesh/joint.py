@@ -20,7 +20,7 @@ from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
 from gpipe_bench.pipeline.ranks.mesh.division import Divided
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
 from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
-from gpipe_bench.pipeline.ranks.mesh.shares import GlobalShares, mean_of_all
+from gpipe_bench.pipeline.ranks.mesh.shares import GlobalShares, MeanOfAll
 from gpipe_bench.pipeline.ranks.mesh.tree import Tree
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.stage.parts import local
@@ -47,7 +47,7 @@ class Joint:
         device: torch.device,
         *,
         by_tree: bool,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         divided: Divided | None = None,
     ) -> None:
         self.replicas, self._by_tree, self._bucket_bytes = replicas, by_tree, bucket_bytes
@@ -107,9 +107,10 @@ class Joint:
 
     def finish(self, loss: Tensor) -> Tensor:
         """All actions of a training step are taken: waits for the gradients; the loss over all replicas."""
+        mean = None if self._collectives is None else MeanOfAll(loss, self._collectives)
         for reduction in self._reductions.values():
             reduction.finish()
-        return loss if self._collectives is None else mean_of_all(loss, self._collectives)
+        return loss if mean is None else mean.wait()
 
     def evaluated(self) -> None:
         """A pass of forwards alone is over."""
@@ -128,7 +129,7 @@ def joint_of(
     device: torch.device,
     timeout_s: float,
     reduction: str,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     divided: Divided | None = None,
 ) -> Joint | None:
     """What is done jointly on a grid, or because of the way to sum gradients; None if nothing is. `job` are
@@ -136,7 +137,7 @@ def joint_of(
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
-    if bucket_bytes < 1:
+    if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
     group = None if grid is None else grid.batch_group
     by_tree = reduction == "tree"

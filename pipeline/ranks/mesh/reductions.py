@@ -5,8 +5,8 @@
                                                 ^            the end of the step waits
 
 Every gradient that comes in within the last backward is announced by a hook of its parameter, which hangs
-there for that time alone. It is copied to its place in its bucket, where it is `.grad` from then on, and when
-the last of a bucket is there the sum of it begins. What never comes (a parameter that the loss does not depend
+there for that time alone. When those of a bucket are there they are copied end to end, what was copied is
+from then on `.grad`, and the sum of it begins. What never comes (a parameter that the loss does not depend
 on) leaves with the end of the backward: as zeros, with a mark, so that a parameter that no replica has a
 gradient for has none afterwards either.
 
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.journal import Journal
-from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.ranks.mesh.buckets import buckets
 from gpipe_bench.pipeline.ranks.mesh.collectives import Collectives
@@ -61,7 +60,7 @@ class Buckets:
         collectives: between its replicas.
         agreement: likewise, for what the host has to know.
         journal: where is written when each sum began and ended.
-        bucket_bytes: gradients that leave together.
+        bucket_bytes: gradients that leave together; as `buckets` has it if not given.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Buckets:
         collectives: Collectives,
         agreement: Order,
         journal: Journal,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         self._stage, self._collectives, self._agreement = stage, collectives, agreement
         self._journal, self._bucket_bytes = journal, bucket_bytes
@@ -78,13 +77,12 @@ class Buckets:
         self._parameters: tuple[nn.Parameter, ...] = ()  # what their gradients come in on
         self._times: list[int] | None = None  # each gets a gradient in the last backward; None: not known yet
         self._buckets: tuple[tuple[int, ...], ...] = ()
-        self._place_of: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and where in it
+        self._bucket_of: dict[int, int] = {}
         self._rooms: list[Room] = []
         self._seen: list[int] = []  # positions, as gradients came in
         self._to_come: list[int] = []  # gradients of each parameter in this backward
         self._open: list[int] = []  # parameters of each bucket that are not there yet
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._flats: dict[int, Flat] = {}  # what is being filled, by bucket
         self._sent: list[_Sent] = []
         self._sync = True
         self._own = False  # what is in .grad is of this replica alone
@@ -149,7 +147,7 @@ class Buckets:
 
     def reset(self) -> None:
         self._unhook()
-        self._sent, self._flats = [], {}
+        self._sent = []
 
     def refresh(self) -> None:
         self._times = None
@@ -164,11 +162,7 @@ class Buckets:
             order,
             self._bucket_bytes,
         )
-        self._place_of = {
-            i: (number, place)
-            for number, bucket in enumerate(self._buckets)
-            for place, i in enumerate(bucket)
-        }
+        self._bucket_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket}
         self._rooms = [Room([self._parameters[i] for i in bucket], len(bucket)) for bucket in self._buckets]
 
     def _learn(self) -> None:
@@ -186,9 +180,8 @@ class Buckets:
             if self._times is None:
                 return
             self._to_come[position] -= 1
-            number, _ = self._place_of[position]
+            number = self._bucket_of[position]
             if self._to_come[position] == 0:
-                self._move(position)
                 self._open[number] -= 1
                 while len(self._sent) < len(self._buckets) and not self._open[len(self._sent)]:
                     self._send()
@@ -207,40 +200,29 @@ class Buckets:
         self._hooks = []
 
     @torch.no_grad()
-    def _move(self, position: int) -> None:
-        """Copies a gradient to its place in its bucket, and from there on it is `.grad`."""
-        number, place = self._place_of[position]
-        flat = self._flats.get(number)
-        if flat is None:
-            flat = self._flats[number] = self._rooms[number].empty()
-        parameter, view = self._parameters[position], flat.views[place]
-        gradient = parameter.grad
-        if gradient is view:
-            return
-        if gradient is None:
-            view.zero_()
-        elif gradient.layout is not torch.strided:
-            raise RuntimeError(
-                f"a gradient of stage {self._stage.index} is sparse and cannot be summed over replicas; use "
-                "sparse=False"
-            )
-        else:
-            view.copy_(gradient)
-        parameter.grad = view
-
-    @torch.no_grad()
     def _send(self) -> None:
         """Begins the sum of the next bucket."""
         number = len(self._sent)
         positions = self._buckets[number]
-        missing = tuple([i for i in positions if self._parameters[i].grad is None])
-        for position in positions:
-            self._move(position)
-        flat = self._flats.pop(number)
+        flat = self._rooms[number].empty()
         flat.rest.fill_(1)
-        for position in missing:
-            flat.rest[self._place_of[position][1]] = 0
+        missing = []
+        for place, (position, view) in enumerate(zip(positions, flat.views, strict=True)):
+            parameter = self._parameters[position]
+            gradient = parameter.grad
+            if gradient is None:
+                missing.append(position)
+                flat.rest[place].zero_()
+                view.zero_()
+            elif gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"a gradient of stage {self._stage.index} is sparse and cannot be summed over replicas; "
+                    "use sparse=False"
+                )
+            else:
+                view.copy_(gradient)
+            parameter.grad = view
         self._journal.begun(self._stage.index, number)
         work = self._collectives.sum(flat.numbers)
         self._journal.watch(work, self._stage.index, number)
-        self._sent.append(_Sent(positions, flat, work, missing))
+        self._sent.append(_Sent(positions, flat, work, tuple(missing)))

@@ -39,8 +39,13 @@ class GlobalShares(Sequence[float]):
         return self._shares[index]
 
 
-def mean_of_all(mine: Tensor, collectives: Collectives) -> Tensor:
-    """The loss over all replicas of one whose micro-batches counted for their shares of all."""
-    loss = mine.clone()
-    collectives.wait(collectives.sum(loss))
-    return loss
+class MeanOfAll:
+    """The loss over all replicas of one, `mine`, whose micro-batches counted for their shares of all."""
+
+    def __init__(self, mine: Tensor, collectives: Collectives) -> None:
+        self._loss, self._collectives = mine.clone(), collectives
+        self._work = collectives.sum(self._loss)
+
+    def wait(self) -> Tensor:
+        self._collectives.wait(self._work)
+        return self._loss

@@ -52,7 +52,7 @@ class Tree:
         num_microbatches: int,
         collectives: Collectives | None,
         journal: Journal,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
     ) -> None:
         self._stage, self._collectives, self._journal = stage, collectives, journal
         self._bucket_bytes = bucket_bytes

@@ -1,0 +1,74 @@
+"""What replicas of a pipeline do together, wrongly: shares, sums, their moment and their order."""
+
+from __future__ import annotations
+
+from planted.mutant import Mutant
+
+STEPS = ("tests/test_mesh.py::test_case[gradients_of_earlier_steps_count_once]",)
+
+REPLICAS = (
+    Mutant(
+        name="shares of a replica's own batch",
+        file="pipeline/ranks/mesh/shares.py",
+        old="            examples = int(self._examples)\n",
+        new="            examples = sum(self._lengths)\n",
+        why="a sum over replicas of means is no mean: too large by their number, or by more",
+        tests=STEPS,
+    ),
+    Mutant(
+        name="gradients of earlier steps counted by every replica",
+        file="pipeline/ranks/mesh/reductions.py",
+        old="        if self._collectives.rank and not self._own:\n",
+        new="        if self._collectives.rank < 0:\n",
+        why="they are sums already, and would be summed again in every step without zero_grad",
+        tests=STEPS,
+    ),
+    Mutant(
+        name="gradients of a replica's own forgotten",
+        file="pipeline/ranks/mesh/reductions.py",
+        old="            self._own = True\n",
+        new="            self._own = False\n",
+        why="steps without a sum would count of the first replica alone",
+        tests=STEPS,
+    ),
+    Mutant(
+        name="buckets leave within the first backward",
+        file="pipeline/stage/reduced.py",
+        old="for action in reversed(schedule.row(stage))",
+        new="for action in schedule.row(stage)",
+        why="what later micro-batches add would not be summed, and nothing else complains",
+        tests=STEPS,
+    ),
+    Mutant(
+        name="replicas draw the same",
+        file="pipeline/stage/running/layers.py",
+        old="generators.seed(mix(key ^ (self._first_microbatch + m)))",
+        new="generators.seed(mix(key ^ m))",
+        why="the dropout masks of replicas would be equal, which no gradient of one replica shows",
+        tests=STEPS,
+    ),
+    Mutant(
+        name="a gradient of another replica dropped",
+        file="pipeline/ranks/mesh/reductions.py",
+        old="                    if not marks[place]:\n",
+        new="                    if marks[place] < self._collectives.size:\n",
+        why="where the loss of one replica alone depends on a parameter, the replicas' weights would part",
+        tests=("tests/test_mesh.py::test_case[parameters_without_a_gradient]",),
+    ),
+    Mutant(
+        name="a tree that is no subtree of another's",
+        file="pipeline/ranks/mesh/halving.py",
+        old="            low, high = (start, (start + end) // 2), ((start + end) // 2, end)\n",
+        new="            low, high = (start, start + 1), (start + 1, end)\n",
+        why="sums would be grouped by who holds the micro-batches, so bits would depend on the grid",
+        tests=("tests/test_halving.py::test_a_replica_has_a_subtree",),
+    ),
+    Mutant(
+        name="the loss of one replica",
+        file="pipeline/ranks/mesh/joint.py",
+        old="        return loss if mean is None else mean.wait()\n",
+        new="        if mean is not None:\n            mean.wait()\n        return loss\n",
+        why="what is shown would be a part of the mean over the batch",
+        tests=STEPS,
+    ),
+)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 import pytest
 from grid_memory_cases import count_all, data, model
 from torch import nn
 
-from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
@@ -35,8 +33,6 @@ CASES = [
     case("dp", "gpipe", "never", 2, bucket_bytes=2**20, optimizer="sgd", examples=2),
     case("dp", "1f1b", "never", 1, optimizer="sgd"),
     case("dp", "zb-h1", "never", 4, optimizer="sgd", examples=2),
-]
-SHARDED = [
     case("fsdp", "gpipe", "always", 4),
     case("fsdp", "gpipe", "never", 2, optimizer="sgd", examples=2),
     case("fsdp", "1f1b", "never", 1, optimizer="sgd", examples=2),
@@ -45,8 +41,6 @@ SHARDED = [
     case("fsdp", "gpipe", "never", 2, level=3, examples=2),
     case("fsdp", "1f1b", "never", 1, level=3, optimizer="sgd", examples=2),
 ]
-if "zero" in signature(Pipeline.__init__).parameters:  # only a pipeline that divides parameters has them
-    CASES += SHARDED
 
 
 def label(given: dict[str, Any]) -> str:

@@ -38,13 +38,13 @@ from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
-from gpipe_bench.pipeline.ranks.mesh.division import divided_over
+from gpipe_bench.pipeline.ranks.mesh.divided.division import divided_over
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid, joined, located
 from gpipe_bench.pipeline.ranks.mesh.jobs import building, job_of, watch_over
 from gpipe_bench.pipeline.ranks.mesh.joint import joint_of
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.scaler import GradScaler, decides_for
-from gpipe_bench.pipeline.stage.keywords import Keywords
+from gpipe_bench.pipeline.stage.arguments.keywords import Keywords
 from gpipe_bench.pipeline.stage.microbatch import Tree, merge
 from gpipe_bench.pipeline.stage.portals import declarations, refuse_graphed_portals, runner_of
 from gpipe_bench.pipeline.stage.reduced import ReducedStage

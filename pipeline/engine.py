@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.validate import validate
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.times.clock import Clock
 from gpipe_bench.pipeline.transport import Transport
 
 __all__ = ["ActionError", "Instruction", "Observer", "on_their_devices", "prepare", "run"]

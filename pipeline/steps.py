@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices, engine
-from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.mesh.joint import Joint
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
-from gpipe_bench.pipeline.stage import shared as shared_arguments
+from gpipe_bench.pipeline.stage.arguments import shared as shared_arguments
 from gpipe_bench.pipeline.stage.microbatch import (
     Message,
     Tree,
@@ -35,6 +34,7 @@ from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Nested
+from gpipe_bench.pipeline.times.clock import Clock
 from gpipe_bench.pipeline.transport import Plan, Transport
 
 

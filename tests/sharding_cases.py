@@ -30,7 +30,7 @@ from gpipe_bench.models.tasks import class_loss, token_loss
 from gpipe_bench.models.transformer.lm import transformer_lm
 from gpipe_bench.models.transformer.seq2seq import transformer_seq2seq
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.ranks.mesh.gathering import Holders
+from gpipe_bench.pipeline.ranks.mesh.divided.gathering import Holders
 from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss

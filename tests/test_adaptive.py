@@ -12,9 +12,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.pipeline.plan.adaptive import adaptive
-from gpipe_bench.pipeline.plan.held import Held, Ledger, simply_held
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
+from gpipe_bench.pipeline.plan.recomputing.held import Held, Ledger, simply_held
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, of_stages
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, gpipe, one_f_one_b

@@ -10,8 +10,8 @@ from torch import nn
 
 from gpipe_bench.experiments.table1.published.traced import Reading, Size, amoebanet_at, transformer_at
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.labels import Label, Relabel, padded, tiled
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.sizes.labels import Label, Relabel, padded, tiled
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.story import LayerProfile
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from gpipe_bench.pipeline.plan.drawing import draw
+from gpipe_bench.pipeline.plan.drawn.drawing import draw
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Kind, Schedule, gpipe, one_f_one_b

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_bench.experiments.planning.costs import FORMAT, Costs, SizeCosts, kinds_of
-from gpipe_bench.experiments.planning.costs_measured import measured
-from gpipe_bench.experiments.planning.costs_probes import Probed, ProbeRun, Taken
+from gpipe_bench.experiments.planning.costs.costs import FORMAT, Costs, SizeCosts, kinds_of
+from gpipe_bench.experiments.planning.costs.measured import measured
+from gpipe_bench.experiments.planning.costs.probes import Probed, ProbeRun, Taken
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named

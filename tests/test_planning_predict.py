@@ -9,7 +9,7 @@ import pytest
 from gpipe_bench.experiments.plan import elsewhere, waiting
 from gpipe_bench.experiments.plan.choosing import candidates, planned, title
 from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.costs import Costs, SizeCosts
+from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
 from gpipe_bench.experiments.planning.predict import Layout, pipeline_link, predict, replica_link
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.pipeline.plan.collectives import all_reduce_s

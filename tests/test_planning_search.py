@@ -8,11 +8,11 @@ from itertools import combinations, pairwise, product
 import pytest
 from planning_models import costs_of, planned
 
-from gpipe_bench.experiments.planning.grids import Grid
 from gpipe_bench.experiments.planning.links import link_named, places
 from gpipe_bench.experiments.planning.request import Request
-from gpipe_bench.experiments.planning.search import Search
-from gpipe_bench.experiments.planning.space import Space, Way, check, ways
+from gpipe_bench.experiments.planning.searching.grids import Grid
+from gpipe_bench.experiments.planning.searching.search import Search
+from gpipe_bench.experiments.planning.searching.space import Space, Way, check, ways
 from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.cutting.best import Cut

@@ -9,9 +9,15 @@ import re
 import pytest
 from random_schedules import HELD_UP, LATE_WEIGHTS, random_placement, random_schedule
 
-from gpipe_bench.pipeline.plan import posting
-from gpipe_bench.pipeline.plan.posting import Posting, postings
-from gpipe_bench.pipeline.plan.ring import SENDS_ON_THE_WAY, RingKey, activation_ring, gradient_ring, turns
+from gpipe_bench.pipeline.plan.receiving import posting
+from gpipe_bench.pipeline.plan.receiving.posting import Posting, postings
+from gpipe_bench.pipeline.plan.receiving.ring import (
+    SENDS_ON_THE_WAY,
+    RingKey,
+    activation_ring,
+    gradient_ring,
+    turns,
+)
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, ends_of, gpipe, one_f_one_b
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 

@@ -21,7 +21,7 @@ from gpipe_bench.experiments.table1.paper_models import HALVES
 from gpipe_bench.models import example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.scaling import Point, fit
+from gpipe_bench.pipeline.memory.sizes.scaling import Point, fit
 from gpipe_bench.pipeline.memory.story import LayerProfile
 
 PLANE = ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))  # quadratic in the width, affine in the micro-batch size

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.pipeline.plan.drawing import draw
+from gpipe_bench.pipeline.plan.drawn.drawing import draw
+from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import (
@@ -25,7 +26,6 @@ from gpipe_bench.pipeline.plan.schedule import (
     one_f_one_b,
     transfers,
 )
-from gpipe_bench.pipeline.plan.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.validate import validate
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from records import record
 
-from gpipe_bench.experiments.schedules import figures, grid, published, side_by_side, zero_bubble
+from gpipe_bench.experiments.schedules import figures, grid, published, zero_bubble
+from gpipe_bench.experiments.schedules.beside import side_by_side
 from gpipe_bench.experiments.schedules.experiment import EXPERIMENT
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.compare import compare
@@ -121,7 +122,7 @@ def test_smoke_is_a_part_of_short() -> None:
 
 def test_gpipe_with_its_weights_put_off_takes_nine_and_seventeen_slots() -> None:
     """Of 11 and 19, with two graphs alive instead of one."""
-    from gpipe_bench.experiments.schedules.side_by_side_work import put_off
+    from gpipe_bench.experiments.schedules.beside.side_by_side_work import put_off
 
     for number, slots in ((2, 9), (4, 17)):
         schedule = put_off(number)

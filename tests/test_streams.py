@@ -20,10 +20,11 @@ from fakes.streams import TYPE, FakeAccelerator, FakeEvent, FakeStream
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline, clock, devices, transfers
+from gpipe_bench.pipeline import Pipeline, devices, transfers
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Action, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.times import clock
 from gpipe_bench.pipeline.transport import InProcess
 
 mse_loss = nn.functional.mse_loss

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_bench.pipeline.plan.ring import turns
+from gpipe_bench.pipeline.plan.receiving.ring import turns
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, Outline, first_tag

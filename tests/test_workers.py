@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from random_schedules import random_placement, random_schedule
 
 from gpipe_bench.pipeline.plan.breakdown import breakdown
-from gpipe_bench.pipeline.plan.drawing import draw
+from gpipe_bench.pipeline.plan.drawn.drawing import draw
+from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.order import execution_order
+from gpipe_bench.pipeline.plan.receiving.ring import turns
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.ring import turns
 from gpipe_bench.pipeline.plan.schedule import (
     Kind,
     Schedule,
@@ -27,7 +28,6 @@ from gpipe_bench.pipeline.plan.schedule import (
     transfers,
 )
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.plan.validate import validate
 

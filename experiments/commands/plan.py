@@ -20,7 +20,7 @@ PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what cannot be planned."""
     request = request_of(arguments)
-    from gpipe_bench.experiments.planning.space import Space
+    from gpipe_bench.experiments.planning.searching.space import Space
 
     space = Space(
         schedules=tuple(arguments.schedule) or Space.schedules,
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from gpipe_bench.experiments.planning.answer import plan
     from gpipe_bench.experiments.planning.models import model_of
-    from gpipe_bench.experiments.planning.text import text
+    from gpipe_bench.experiments.planning.shown.text import text
 
     torch.set_num_threads(1)
     sys.path.insert(0, "")  # one's own model, from the folder in which this was started
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.script is not None:
         _write("--script", arguments.script, found.script())
     if arguments.frontier is not None:
-        from gpipe_bench.experiments.planning.figure import draw_frontier
+        from gpipe_bench.experiments.planning.shown.figure import draw_frontier
 
         draw_frontier(found, arguments.frontier)
     if arguments.json:

@@ -19,13 +19,13 @@ from typing import Any
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.pipeline.plan.drawing import draw
+from gpipe_bench.pipeline.plan.drawn.drawing import draw
+from gpipe_bench.pipeline.plan.drawn.svg import svg
+from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.remat import from_text, to_text
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.svg import svg
-from gpipe_bench.pipeline.plan.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.plan.validate import validate
 

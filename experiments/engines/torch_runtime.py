@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.setup import LossFn
+from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.placement import loop, vee
-from gpipe_bench.pipeline.plan.table import from_csv, to_csv
 
 CLASSES: dict[str, str] = {
     "gpipe": "GPipe",

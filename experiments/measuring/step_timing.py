@@ -31,8 +31,8 @@ from gpipe_bench.harness.timing.rounds import turns
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.pipeline.times.clock import conditions
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers

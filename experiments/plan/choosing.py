@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from gpipe_bench.experiments.plan.rules import CHOSEN, OTHERS
 from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.costs import Costs
+from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.predict import predict
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import Request

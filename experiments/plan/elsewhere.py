@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gpipe_bench.experiments.plan.measures import rank_correlation
 from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.costs import Costs, SizeCosts
+from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
 from gpipe_bench.experiments.planning.predict import predict
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.schedules.zero_bubble import SETTINGS, Setting

@@ -71,8 +71,8 @@ def ways(planned: Planned, number: int) -> list[Candidate]:
 
 def predicted(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[int, ...]]:
     """What `predict` says of each, of every worker; its seconds are of no interest here."""
-    from gpipe_bench.experiments.planning.costs import Costs, SizeCosts
-    from gpipe_bench.experiments.planning.costs_profiles import profiles_of
+    from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
+    from gpipe_bench.experiments.planning.costs.profiles import profiles_of
     from gpipe_bench.experiments.planning.predict import predict
     from gpipe_bench.experiments.planning.request import Request
     from gpipe_bench.pipeline.plan.links import FREE

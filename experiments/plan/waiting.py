@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.costs import Costs, SizeCosts
+from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
 from gpipe_bench.experiments.planning.predict import predict, schedule_of
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import Request

@@ -19,18 +19,18 @@ import torch
 from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.experiments.plan.choosing import planned, title, to_run
 from gpipe_bench.experiments.plan.models import Planned
-from gpipe_bench.experiments.planning.costs import Costs
-from gpipe_bench.experiments.planning.costs_measured import measured
-from gpipe_bench.experiments.planning.costs_probes import Bench, ProbeJob, probe
+from gpipe_bench.experiments.planning.costs.costs import Costs
+from gpipe_bench.experiments.planning.costs.measured import measured
+from gpipe_bench.experiments.planning.costs.probes import Bench, ProbeJob, probe
 from gpipe_bench.experiments.planning.predict import Layout, schedule_of
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.harness.timing.rounds import turns
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.times.clock import conditions
 
 OPTIMIZER = "sgd"
 MEMORY_BYTES = 2**40  # no cap: what is asked is time

@@ -15,17 +15,17 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from gpipe_bench.experiments.planning.costs import Costs
-from gpipe_bench.experiments.planning.grids import Grid, tensor_parallel
+from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.links import places
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.predict import predict
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import MEASURED, Request
 from gpipe_bench.experiments.planning.script import NAME, command, script
-from gpipe_bench.experiments.planning.search import KEPT, Found, Search, sizes_of
-from gpipe_bench.experiments.planning.shortfall import nothing_fits, smallest
-from gpipe_bench.experiments.planning.space import Space, Way, check
+from gpipe_bench.experiments.planning.searching.grids import Grid, tensor_parallel
+from gpipe_bench.experiments.planning.searching.search import KEPT, Found, Search, sizes_of
+from gpipe_bench.experiments.planning.searching.shortfall import nothing_fits, smallest
+from gpipe_bench.experiments.planning.searching.space import Space, Way, check
 
 SHOWN = 5
 """Ways that are printed."""
@@ -160,10 +160,10 @@ def plan(
 def costs_for(model: Model, request: Request, sizes: Sequence[int]) -> Costs:
     """Measured on this machine's device, or by a roofline of the one that is asked for."""
     if request.device_type == MEASURED:
-        from gpipe_bench.experiments.planning.timed import timed
+        from gpipe_bench.experiments.planning.costs.timed import timed
 
         return timed(model, request, sizes)
-    from gpipe_bench.experiments.planning.roofline import by_roofline
+    from gpipe_bench.experiments.planning.costs.roofline import by_roofline
 
     return by_roofline(model, request, sizes)
 

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.costs import Costs, kinds_of
+from gpipe_bench.experiments.planning.costs.costs import Costs, kinds_of
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import MEASURED, Request
 from gpipe_bench.pipeline.plan.breakdown import breakdown

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
-from gpipe_bench.experiments.schedules import at_costs, grid, published, recomputing, side_by_side
+from gpipe_bench.experiments.schedules import at_costs, grid, published, recomputing
+from gpipe_bench.experiments.schedules.beside import side_by_side
 from gpipe_bench.experiments.schedules.figures import figures
 from gpipe_bench.experiments.schedules.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
 from gpipe_bench.experiments.report.drawing import COLORS, legend, paper_style, without_frame
-from gpipe_bench.experiments.schedules import at_costs, side_by_side
+from gpipe_bench.experiments.schedules import at_costs
+from gpipe_bench.experiments.schedules.beside import side_by_side
 from gpipe_bench.experiments.schedules.grid import CHART_WORKERS, GRID, REMATS, WITHOUT_NAIVE
 from gpipe_bench.harness.records.record import Record, Scalar, find, of_case
 from gpipe_bench.harness.shown import Plot

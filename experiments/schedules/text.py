@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
-from gpipe_bench.experiments.schedules import recomputing_text, side_by_side_text
+from gpipe_bench.experiments.schedules import recomputing_text
 from gpipe_bench.experiments.schedules.at_costs import PART
+from gpipe_bench.experiments.schedules.beside import side_by_side_text
 from gpipe_bench.experiments.schedules.grid import GRID, NAMES, REMATS
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.paper import load_paper

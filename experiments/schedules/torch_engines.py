@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.setup import LossFn
+from gpipe_bench.pipeline.plan.drawn.table import from_csv
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.plan.table import from_csv
 
 SCHEDULES = {
     "1f1b": "Schedule1F1B",

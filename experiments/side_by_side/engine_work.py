@@ -30,7 +30,7 @@ from gpipe_bench.experiments.side_by_side.engine_arms import (
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.clock import conditions
+from gpipe_bench.pipeline.times.clock import conditions
 
 WAIT_S = 0.02  # of a waiting stage, per action
 TRANSFORMER: dict[str, Any] = {

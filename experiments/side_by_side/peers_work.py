@@ -22,9 +22,9 @@ from gpipe_bench.experiments.measuring.turns import measure
 from gpipe_bench.experiments.side_by_side.engine_work import mean_actions_s
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.times.clock import conditions
 
 PARTITION_MICROBATCHES = 4  # of the step that times single layers
 

@@ -19,7 +19,7 @@ from gpipe_bench.experiments.table1.paper_models import HALVES
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import LossLayer, Profiler
-from gpipe_bench.pipeline.memory.scaling import Point, ScaledProfile, fit
+from gpipe_bench.pipeline.memory.sizes.scaling import Point, ScaledProfile, fit
 from gpipe_bench.pipeline.memory.story import LayerProfile
 
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}

@@ -24,7 +24,6 @@ from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.harness.running.execution import memory_error
 from gpipe_bench.models import example_batch, loss_fn
 from gpipe_bench.pipeline import devices, engine
-from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.memory.story import LayerProfile
@@ -32,6 +31,7 @@ from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.microbatch import Message, split
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+from gpipe_bench.pipeline.times.clock import Clock
 from gpipe_bench.pipeline.transport import InProcess
 
 NUM_STEPS = 2  # the optimizer's state exists from the second step on

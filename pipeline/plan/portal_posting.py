@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from gpipe_bench.pipeline.plan.portals import Line, PortalTransfer, portal_rings, portal_transfers
-from gpipe_bench.pipeline.plan.posting import (
+from gpipe_bench.pipeline.plan.receiving.posting import (
     FORWARDS_AHEAD,
     Latest,
     Posting,
@@ -22,7 +22,7 @@ from gpipe_bench.pipeline.plan.posting import (
     with_forwards_ahead,
     with_slots,
 )
-from gpipe_bench.pipeline.plan.ring import end_microbatches, ring_of
+from gpipe_bench.pipeline.plan.receiving.ring import end_microbatches, ring_of
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, ends_of
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.ring import (
+from gpipe_bench.pipeline.plan.receiving.ring import (
     Ring,
     Waits,
     circle,

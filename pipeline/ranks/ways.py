@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from gpipe_bench.pipeline.plan.posting import postings
-from gpipe_bench.pipeline.plan.ring import activation_ring, gradient_ring, turns
+from gpipe_bench.pipeline.plan.receiving.posting import postings
+from gpipe_bench.pipeline.plan.receiving.ring import activation_ring, gradient_ring, turns
 from gpipe_bench.pipeline.plan.schedule import Schedule, channels
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_MESSAGES, first_tag
 from gpipe_bench.pipeline.ranks.messages.connection import Connection

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_bench.pipeline.stage.buffers import Saved
 from gpipe_bench.pipeline.stage.halves.split import Split
 from gpipe_bench.pipeline.stage.halves.waiting import Weights
 from gpipe_bench.pipeline.stage.microbatch import Message, Structure, Tree, flatten
+from gpipe_bench.pipeline.stage.state.buffers import Saved
 from gpipe_bench.pipeline.stage.trees import Nested
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.stage.keywords import Keywords
+from gpipe_bench.pipeline.stage.arguments.keywords import Keywords
 from gpipe_bench.pipeline.stage.microbatch import Tree
 
 _MASK = (1 << 64) - 1

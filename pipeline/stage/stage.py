@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
-from gpipe_bench.pipeline.stage.buffers import Buffers
 from gpipe_bench.pipeline.stage.first_gradients import separate
 from gpipe_bench.pipeline.stage.habits import Habits, other_outputs, overwrites_now
 from gpipe_bench.pipeline.stage.halves.waiting import run_engine
@@ -26,6 +24,8 @@ from gpipe_bench.pipeline.stage.kept import Kept
 from gpipe_bench.pipeline.stage.losses import Losses
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
+from gpipe_bench.pipeline.stage.state.batchnorm import Gather, Statistics
+from gpipe_bench.pipeline.stage.state.buffers import Buffers
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.transfers import Transfers
 

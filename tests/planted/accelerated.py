@@ -17,7 +17,7 @@ ACCELERATED = (
     ),
     Mutant(
         name="a send may wait for its own sender",
-        file="pipeline/plan/posting.py",
+        file="pipeline/plan/receiving/posting.py",
         old="            late = _held_up(schedule, schedule.actions, of_ring, latest)\n",
         new="            late = set()\n",
         why="a ring with too few slots makes a wait for the device behind a send endless",

@@ -33,7 +33,7 @@ DEVICES = (
     ),
     Mutant(
         name="the first event happened when it was enqueued",
-        file="pipeline/clock.py",
+        file="pipeline/times/clock.py",
         old="    return (before_ns + after_ns) / 2 - event.elapsed_time(now) * 1e6\n",
         new="    return (before_ns + after_ns) / 2 - event.elapsed_time(now) * 0\n",
         why="devices that are behind the host would be shifted against each other",

@@ -249,7 +249,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="the first forward's buffers not copied",
-        file="pipeline/stage/buffers.py",
+        file="pipeline/stage/state/buffers.py",
         old="        kept = [*self._changing, *self._still] if self._learning else self._changing\n",
         new="        kept = list(self._changing)\n",
         why="that a buffer changes is known only after it has changed",

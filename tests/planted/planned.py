@@ -39,7 +39,7 @@ PLANNED = (
     ),
     Mutant(
         name="no place for the next input",
-        file="pipeline/plan/ring.py",
+        file="pipeline/plan/receiving/ring.py",
         old="max(schedule.in_flight(stage - 1), in_flight + halved)",
         new="max(schedule.in_flight(stage - 1), in_flight)",
         why="an input that comes when a W ends would wait until its sender has computed on",
@@ -55,7 +55,7 @@ PLANNED = (
     ),
     Mutant(
         name="an action costs as often as it has layers",
-        file="experiments/planning/costs_measured.py",
+        file="experiments/planning/costs/measured.py",
         old="    own = [max(0.0, each - action) for each in seconds]\n",
         new="    own = [max(0.0, each) for each in seconds]\n",
         why="a stage of many layers would be predicted too long, and small stages too short",

@@ -9,7 +9,7 @@ AVERAGES = ("tests/test_batchnorm.py::test_averages_move_once_by_the_whole_mini_
 STATISTICS = (
     Mutant(
         name="averages moved by every micro-batch",
-        file="pipeline/stage/batchnorm.py",
+        file="pipeline/stage/state/batchnorm.py",
         old="        if self.recording:\n            self.fold()\n",
         new="        if self.recording:\n            self.fold()\n            self.commit()\n",
         why="GPipe tracks the averages of the mini-batch (section 2.2)",
@@ -33,7 +33,7 @@ STATISTICS = (
     ),
     Mutant(
         name="biased variance",
-        file="pipeline/stage/batchnorm.py",
+        file="pipeline/stage/state/batchnorm.py",
         old="[1.0 / max(m.count - 1, 1) for m in meters]",
         new="[1.0 / max(m.count, 1) for m in meters]",
         why="torch keeps the unbiased variance",
@@ -41,7 +41,7 @@ STATISTICS = (
     ),
     Mutant(
         name="means of micro-batches not merged into the variance",
-        file="pipeline/stage/batchnorm.py",
+        file="pipeline/stage/state/batchnorm.py",
         old="        self.squares.add_(shift)\n",
         new="",
         why="the mean of the micro-batches' variances is not the mini-batch's variance",

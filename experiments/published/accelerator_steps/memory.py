@@ -18,7 +18,7 @@ import torch
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.scaling import ScaledProfile, fit
+from gpipe_bench.pipeline.memory.sizes.scaling import ScaledProfile, fit
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
 from gpipe_bench.pipeline.memory.story import LayerProfile

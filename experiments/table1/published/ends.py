@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.labels import Label, Relabel
+from gpipe_bench.pipeline.memory.sizes.labels import Label, Relabel
 from gpipe_bench.pipeline.memory.story import LayerProfile, Story
 
 

@@ -2,7 +2,7 @@
 
 Tracing a layer as a compiler does takes a second, and a table of hypotheses wants every column under every
 number format, number of micro-batches and layout. So each kind of layer is profiled once, at lengths that
-primes tell apart (gpipe_bench.pipeline.memory.labels), and AmoebaNet's third stack is its second one with
+primes tell apart (pipeline.memory.sizes.labels), and AmoebaNet's third stack is its second one with
 twice the channels on maps of half the side. What is put together is checked: each layer takes exactly what
 the one before it returns. Differentiated operation by operation the result is that of profiling every layer
 at its size, to the byte; compiled, the cut may fall otherwise among the smallest tensors of the auxiliary
@@ -25,8 +25,8 @@ from gpipe_bench.experiments.table1.paper_models import HALVES
 from gpipe_bench.experiments.table1.published.ends import carrier, halved, joined
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.labels import Label, Relabel, tiled
 from gpipe_bench.pipeline.memory.profile import Profiler
+from pipeline.memory.sizes.labels import Label, Relabel, tiled
 from gpipe_bench.pipeline.memory.story import LayerProfile
 
 EXAMPLES = 43

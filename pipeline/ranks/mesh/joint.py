@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.journal import Journal
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
-from gpipe_bench.pipeline.ranks.mesh.division import Divided
+from gpipe_bench.pipeline.ranks.mesh.divided.division import Divided
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
 from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
 from gpipe_bench.pipeline.ranks.mesh.shares import GlobalShares, MeanOfAll
@@ -26,6 +25,7 @@ from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.stage.parts import local
 from gpipe_bench.pipeline.stage.reduced import Reduction
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.times.journal import Journal
 
 REDUCTIONS = ("buckets", "tree")
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.plan.posting import FORWARDS_AHEAD, Posting
-from gpipe_bench.pipeline.plan.ring import Ring
+from gpipe_bench.pipeline.plan.receiving.posting import FORWARDS_AHEAD, Posting
+from gpipe_bench.pipeline.plan.receiving.ring import Ring
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.messages.agreement import SMALL_BYTES, Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Work

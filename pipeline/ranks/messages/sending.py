@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.plan.ring import SENDS_ON_THE_WAY
+from gpipe_bench.pipeline.plan.receiving.ring import SENDS_ON_THE_WAY
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.messages.agreement import SMALL_BYTES, Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Work, flat

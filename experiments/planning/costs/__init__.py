@@ -1,0 +1,1 @@
+"""Seconds and bytes of layers, measured or by a roofline."""

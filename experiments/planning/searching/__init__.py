@@ -1,0 +1,1 @@
+"""Which plans there are, and which is best."""

@@ -1,0 +1,160 @@
+"""Whether stages fit: the bytes of every worker, for the thousands of cuts that a search looks at.
+
+The model is `pipeline.memory`: a worker's row walked with what its stages hold, and what a grid adds to it or
+shares out. Here each stage's footprint, each row and each answer is made once, whichever cut asks; equal
+layers in a row are one content wherever they stand. Two things are only known here:
+
+    tp               all that a layer holds is divided; what passes between layers is whole
+    a tied weight    one, with one gradient and one state, where one worker has all its layers
+
+What a grid adds to the first forward or the last backward alone is counted at every moment of a step: a cut
+that fits here fits, and `grid_peak_bytes` says to the byte how much is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gpipe_bench.experiments.planning.models import Tie
+from gpipe_bench.experiments.planning.searching.grids import Grid
+from gpipe_bench.experiments.table1.model_costs import ModelProfile
+from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
+from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing, held_stage
+from gpipe_bench.pipeline.memory.stages.peaks import (
+    OPTIMIZERS,
+    StageMemory,
+    memory_at,
+    optimizer_state,
+    rule_of,
+)
+from gpipe_bench.pipeline.memory.stages.workers import WorkerMoment, worker_memory, worker_moments
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+
+
+class Footprints:
+    """Of the stages of one model at one micro-batch size; stages of the same layers are one."""
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+        self._known: dict[tuple[object, ...], HeldStage] = {}
+        self._keys: dict[range, int] = {}
+        self._contents: dict[tuple[object, ...], int] = {}
+
+    def key(self, stage: range) -> int:
+        """Equal for stages that hold the same."""
+        if stage not in self._keys:
+            layers = self.profile.layers
+            content = (*map(id, layers[stage.start : stage.stop]), stage.stop == len(layers))
+            self._keys[stage] = self._contents.setdefault(content, len(self._contents))
+        return self._keys[stage]
+
+    def of(self, stage: range, sharing: Sharing) -> HeldStage:
+        """What each process holds of a stage."""
+        key = (sharing, self.key(stage))
+        if key not in self._known:
+            layers = self.profile.layers
+            loss = self.profile.loss if stage.stop == len(layers) else None
+            self._known[key] = held_stage(layers[stage.start : stage.stop], loss, sharing)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What stands around a search for cuts: the optimizer, the grid, the ties of the model."""
+
+    optimizer: str
+    grid: Grid
+    ties: tuple[Tie, ...] = ()
+
+
+class Room:
+    """Bytes of the workers of one schedule, which is without recomputation, on one grid."""
+
+    def __init__(self, footprints: Footprints, schedule: Schedule, rules: Rules) -> None:
+        self._footprints, self._schedule, self._rules = footprints, schedule, rules
+        self._ahead = 1 if schedule.num_workers > 1 else 0
+        grid = rules.grid
+        self._sharing = Sharing(grid.dp, grid.fsdp, grid.fsdp_level or 2)
+        self._demands: dict[tuple[int, str], tuple[Demand, ...]] = {}
+        self._moments: dict[tuple[int, tuple[str, ...]], tuple[WorkerMoment, ...]] = {}
+        self._known: dict[tuple[object, ...], StageMemory] = {}
+
+    def memory(self, worker: int, stages: tuple[range, ...], remat: Sequence[str]) -> StageMemory:
+        """A worker with stages of these layers at its fullest."""
+        ties = self._ties(stages)
+        contents = tuple(map(self._footprints.key, stages))
+        key = (worker, tuple(remat), contents, stages[0].start == 0, ties)
+        if key not in self._known:
+            held = [self._footprints.of(stage, self._sharing) for stage in stages]
+            found = self._alone(worker, held[0], remat[0]) if len(held) == 1 else None
+            self._known[key] = self._less(found or self._together(worker, held, remat), ties)
+        return self._known[key]
+
+    def _alone(self, worker: int, held: HeldStage, remat: str) -> StageMemory:
+        key = (worker, remat)
+        if key not in self._demands:
+            row = _with_recomputation(self._schedule, worker, (remat,))
+            self._demands[key] = demands(row, self._ahead)
+        rule, count = rule_of(self._rules.optimizer), self._schedule.num_microbatches
+        state, more = optimizer_state(held.rest, rule), max((*held.first, *held.last))
+        fullest = memory_at(held.rest, None, rule, state, count, is_first=worker == 0)
+        for demand in self._demands[key]:
+            other = memory_at(held.step, demand, rule, state, count, is_first=worker == 0)
+            if other.peak + more > fullest.peak:
+                fullest = replace(other, transients=other.transients + more)
+        return fullest
+
+    def _together(self, worker: int, held: Sequence[HeldStage], remat: Sequence[str]) -> StageMemory:
+        key = (worker, tuple(remat))
+        if key not in self._moments:
+            row = _with_recomputation(self._schedule, worker, remat)
+            self._moments[key] = worker_moments(self._schedule, worker, row, self._ahead)
+        mine = self._schedule.stages_of(worker)
+        found = worker_memory(
+            self._moments[key],
+            dict(zip(mine, [each.step for each in held], strict=True)),
+            dict(zip(mine, [each.rest for each in held], strict=True)),
+            self._schedule.num_microbatches,
+            self._rules.optimizer,
+        )
+        more = max(max((*each.first, *each.last)) for each in held)
+        return replace(found, transients=found.transients + more)
+
+    def _ties(self, stages: tuple[range, ...]) -> tuple[Tie, ...]:
+        """Those whose layers the worker has more than one of, with that many of them."""
+        found = []
+        for tie in self._rules.ties:
+            mine = tuple(layer for layer in tie.layers if any(layer in stage for stage in stages))
+            if len(mine) > 1:
+                found.append(replace(tie, layers=mine))
+        return tuple(found)
+
+    def _less(self, memory: StageMemory, ties: tuple[Tie, ...]) -> StageMemory:
+        """Without what is counted twice, and what others hold that compute the same layers."""
+        shards = self._rules.grid.fsdp
+        twice = -(-sum(tie.num_bytes * (len(tie.layers) - 1) for tie in ties) // shards)
+        state, tp = OPTIMIZERS[self._rules.optimizer].state * twice, self._rules.grid.tp
+        return replace(
+            memory,
+            parameters=-(-(memory.parameters - twice) // tp),
+            gradients=-(-max(0, memory.gradients - twice) // tp) if memory.gradients else 0,
+            optimizer_state=-(-(memory.optimizer_state - state) // tp),
+            activations=-(-memory.activations // tp),
+            transients=-(-memory.transients // tp),
+        )
+
+
+def _with_recomputation(schedule: Schedule, worker: int, remat: Sequence[str]) -> tuple[Action, ...]:
+    """The worker's row with R before each backward of what its stages recompute."""
+    count = schedule.num_microbatches
+    again = {
+        stage: {"never": 0, "always": count, "except_last": count - 1}[what]
+        for stage, what in zip(schedule.stages_of(worker), remat, strict=True)
+    }
+    row: list[Action] = []
+    for action in schedule.actions[worker]:
+        if action.kind in (Kind.B, Kind.I) and action.microbatch < again[action.stage]:
+            row.append(Action(action.stage, Kind.R, action.microbatch))
+        row.append(action)
+    return tuple(row)

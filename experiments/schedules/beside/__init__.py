@@ -1,0 +1,1 @@
+"""Schedules that take turns with each other and with those of torch."""

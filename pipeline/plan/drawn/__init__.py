@@ -1,0 +1,1 @@
+"""Schedules and timelines to look at."""

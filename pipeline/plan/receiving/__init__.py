@@ -1,0 +1,1 @@
+"""Where messages wait, and behind which action their receives are posted."""

@@ -1,0 +1,1 @@
+"""Parameters that replicas divide among themselves, and layers that ranks share."""

@@ -1,0 +1,1 @@
+"""Keyword arguments of layers."""

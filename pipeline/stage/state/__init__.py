@@ -1,0 +1,1 @@
+"""What layers keep from step to step beside parameters."""

@@ -1,0 +1,1 @@
+"""When what happened in a step."""

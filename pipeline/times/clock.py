@@ -1,0 +1,156 @@
+"""Start and end of every action without disturbing it: the wall clock on CPUs, events on accelerators.
+
+An accelerator runs behind the host, so the host's clock would show when an action was enqueued. Events are
+recorded into the stream instead and read only when somebody asks for the timeline, so a step never waits for
+the device.
+
+What an event tells is the time since another one. When the first of a step happened the host does not know,
+because the device may still have had other work to do when it was enqueued, each device its own. So when
+somebody asks, one more event is recorded and waited for: it happened just now, and the others as long ago as
+the device says.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+
+from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
+from gpipe_bench.pipeline.times.journal import Journal
+
+
+class Clock:
+    """Records start and end of the actions of one program, step after step; keeps the latest step.
+
+    The sums over replicas that leave meanwhile are in a `journal`.
+    """
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        stage_devices: Sequence[torch.device],
+        journal: Journal | None = None,
+    ) -> None:
+        self._journal = journal
+        self._actions = tuple(actions)
+        self._devices = tuple(stage_devices)  # by stage
+        self._start_ns = [0] * len(self._actions)
+        self._end_ns = [0] * len(self._actions)
+        self._accelerators = tuple(filter(devices.is_accelerator, dict.fromkeys(self._devices)))
+        # By position; None where the device is a CPU.
+        self._events: list[tuple[torch.Event, torch.Event] | None] = []
+        self._firsts: dict[torch.device, torch.Event] = {}  # of the step, on each accelerator
+        self._firsts_ns: dict[torch.device, float] = {}  # when that was, once somebody has asked
+        self.complete = False
+
+    def begin(self) -> None:
+        self.complete = False
+        if self._journal is not None:
+            self._journal.begin()
+        if self._accelerators:
+            self._firsts_ns = {}
+            if not self._events:
+                self._events = [self._new_events(self._devices[action.stage]) for action in self._actions]
+                self._firsts = {device: devices.event(device, timing=True) for device in self._accelerators}
+            for device, event in self._firsts.items():
+                event.record(devices.current_stream(device))
+
+    def _new_events(self, device: torch.device) -> tuple[torch.Event, torch.Event] | None:
+        if not devices.is_accelerator(device):
+            return None
+        return devices.event(device, timing=True), devices.event(device, timing=True)
+
+    def start(self, position: int) -> None:
+        """The action at `position` of the program begins."""
+        if self._events and (events := self._events[position]) is not None:
+            events[0].record(devices.current_stream(self._devices[self._actions[position].stage]))
+        else:
+            self._start_ns[position] = time.perf_counter_ns()
+
+    def stop(self, position: int) -> None:
+        """The action at `position` of the program ends."""
+        if self._events and (events := self._events[position]) is not None:
+            events[1].record(devices.current_stream(self._devices[self._actions[position].stage]))
+        else:
+            self._end_ns[position] = time.perf_counter_ns()
+
+    def events(self, offset_ns: int = 0) -> tuple[Event, ...]:
+        """The latest step in seconds of the wall clock, moved by `offset_ns`. Waits for the devices.
+
+        `ValueError` before the first complete step.
+        """
+        self._date_firsts()
+        found = []
+        for position, action in enumerate(self._actions):
+            start_ns, end_ns = float(self._start_ns[position]), float(self._end_ns[position])
+            if self._events and (events := self._events[position]) is not None:
+                device = self._devices[action.stage]
+                start_ns, end_ns = [
+                    self._firsts_ns[device] + self._firsts[device].elapsed_time(event) * 1e6
+                    for event in events
+                ]
+            found.append(Event(action, (start_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9))
+        return tuple(found)
+
+    def collectives(self, offset_ns: int = 0) -> tuple[Span, ...]:
+        """The sums over replicas of the latest step, as `events`."""
+        self._date_firsts()
+        if self._journal is None:
+            return ()
+        device = next(iter(self._firsts), None)
+
+        def happened_ns(event: torch.Event) -> float:
+            assert device is not None
+            return self._firsts_ns[device] + self._firsts[device].elapsed_time(event) * 1e6
+
+        return tuple(
+            Span(f"reduce {number}", stage, (begin_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9)
+            for stage, number, begin_ns, end_ns in self._journal.entries(happened_ns)
+        )
+
+    def _date_firsts(self) -> None:
+        if not self.complete:
+            raise ValueError("no complete step to show; run a step first")
+        for device, first in self._firsts.items():
+            if device not in self._firsts_ns:
+                self._firsts_ns[device] = _happened_ns(first, device)
+
+    def timeline(self, num_stages: int, placement: tuple[int, ...] = ()) -> Timeline:
+        """The latest step. Waits for the device. `ValueError` before the first complete step."""
+        return Timeline.of(
+            self.events(),
+            num_stages,
+            devices=[str(device) for device in self._devices],
+            conditions=conditions(),
+            placement=placement,
+            collectives=self.collectives(),
+        )
+
+
+def conditions() -> dict[str, str]:
+    """What this process is held to: compute threads and the cores it may run on."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    pinned = bool(cores) and len(cores) < (os.cpu_count() or 0)
+    return {
+        "threads": str(torch.get_num_threads()),
+        "pinned_cores": ",".join(map(str, cores)) if pinned else "not pinned",
+    }
+
+
+def _happened_ns(event: torch.Event, device: torch.device) -> float:
+    """When an event of the device happened, by the wall clock. Waits for all that the device has to do.
+
+    It is right within half the time that an idle device takes to answer.
+    """
+    devices.synchronize(device)
+    before_ns = time.perf_counter_ns()
+    now = devices.event(device, timing=True)
+    now.record(devices.current_stream(device))
+    now.synchronize()
+    after_ns = time.perf_counter_ns()
+    return (before_ns + after_ns) / 2 - event.elapsed_time(now) * 1e6

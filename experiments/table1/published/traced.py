@@ -26,7 +26,7 @@ from gpipe_bench.experiments.table1.published.ends import carrier, halved, joine
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from pipeline.memory.sizes.labels import Label, Relabel, tiled
+from gpipe_bench.pipeline.memory.sizes.labels import Label, Relabel, tiled
 from gpipe_bench.pipeline.memory.story import LayerProfile
 
 EXAMPLES = 43

@@ -1,0 +1,1 @@
+"""What is done with all gradients of a step together."""

@@ -186,7 +186,7 @@ class Buckets:
             if self._times is None:
                 return
             self._to_come[position] -= 1
-            number, _ = self._place_of[position]
+            number = self._place_of[position][0]
             if self._to_come[position] == 0:
                 self._move(position)
                 self._open[number] -= 1

@@ -165,7 +165,7 @@ class Layouts:
                 self._cut.add(parameter)
                 if any(placement.is_shard() for placement in parameter.placements):
                     parameter.register_hook(_Cut(parameter))
-        for parameter, placements in self._summed.items():
+        for parameter, placements in self._summed.items():  # type: ignore[assignment]
             if isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements:
                 parameter.grad = _one_part(parameter.grad, placements)
         if self._replicas is not None:

@@ -23,3 +23,10 @@ def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[str | None,
 def test_case(case: str, outcomes: list[dict[str, tuple[str | None, float]]]) -> None:
     traces = [f"rank {rank}: {of_rank[case][0]}" for rank, of_rank in enumerate(outcomes) if of_rank[case][0]]
     assert not traces, "\n".join(traces)
+
+
+@pytest.mark.parametrize("case", sharding_cases.OF_EIGHT)
+def test_case_of_eight(case: str) -> None:
+    found = launch(sharding_cases.run_all, 8, [case], device="cpu")
+    traces = [f"rank {rank}: {of_rank[case][0]}" for rank, of_rank in enumerate(found) if of_rank[case][0]]
+    assert not traces, "\n".join(traces)

@@ -51,7 +51,8 @@ def _parts(parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.ProcessGroup, 
             groups = tuple(
                 mesh.get_group(dimension)
                 for dimension, placement in enumerate(parameter.placements)  # type: ignore[attr-defined]
-                if placement.is_shard() and mesh.size(dimension) > 1
+                # Not `is_shard`: parts of parts, fsdp around tp, are of another class.
+                if not placement.is_replicate() and mesh.size(dimension) > 1
             )
             if groups:
                 found.setdefault(groups, []).append(i)

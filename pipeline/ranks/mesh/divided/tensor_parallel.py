@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
@@ -157,6 +157,7 @@ class Layouts:
         found = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
         self._parameters = [parameter for parameter in found if isinstance(parameter, DTensor)]
         self._cut: set[DTensor] = set()
+        self._summed: dict[DTensor, tuple[Placement, ...]] = {}  # how gradients came that are parts of sums
 
     def begin(self, *, sync: bool) -> None:
         for parameter in self._parameters:  # only those that are trained can have a hook
@@ -164,6 +165,9 @@ class Layouts:
                 self._cut.add(parameter)
                 if any(placement.is_shard() for placement in parameter.placements):
                     parameter.register_hook(_Cut(parameter))
+        for parameter, placements in self._summed.items():  # type: ignore[assignment]
+            if isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements:
+                parameter.grad = _one_part(parameter.grad, placements)
         if self._replicas is not None:
             self._replicas.begin(sync=sync)
 
@@ -182,6 +186,8 @@ class Layouts:
         for parameter in self._parameters:
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+                if any(placement.is_partial() for placement in gradient.placements):
+                    self._summed[parameter] = gradient.placements
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
 
     def evaluated(self) -> None:
@@ -197,6 +203,17 @@ class Layouts:
             self._replicas.refresh()
 
 
+def _one_part(gradient: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """A gradient of earlier steps as a part of a sum, to which parts are added: all of it on the first of the
+    processes along `tp`. Each replica then has a sum of parts, whether it brings earlier gradients or not.
+    """
+    mesh, mine = gradient.device_mesh, gradient.to_local()
+    if mesh.get_local_rank() > 0:
+        mine = torch.zeros_like(mine)
+    shape, stride = gradient.shape, gradient.stride()
+    return DTensor.from_local(mine, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 class _Parts:
     """A stage, as what sums gradients over replicas sees it: with this process's parts of its parameters."""
 
@@ -210,10 +227,17 @@ class _Parts:
 
     @property
     def trainable(self) -> tuple[Tensor, ...]:
-        found = self._stage.trainable
-        if self._parts.keys() != set(found):
-            self._parts = {p: _Part.of(p) if isinstance(p, DTensor) else p for p in found}
-        return tuple([self._parts[parameter] for parameter in found])
+        return self._of(self._stage.trainable)
+
+    @property
+    def receiving(self) -> tuple[Tensor, ...]:
+        return self._of(self._stage.receiving)
+
+    def _of(self, parameters: tuple[nn.Parameter, ...]) -> tuple[Tensor, ...]:
+        for parameter in parameters:
+            if parameter not in self._parts:
+                self._parts[parameter] = _Part.of(parameter) if isinstance(parameter, DTensor) else parameter
+        return tuple([self._parts[parameter] for parameter in parameters])
 
     @property
     def receiving(self) -> tuple[Tensor, ...]:

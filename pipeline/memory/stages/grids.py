@@ -14,8 +14,8 @@ parameters and G of gradients:
                                              copied
     gradients         G                      G until the last B, G / n     G of the layer that runs, G / n
                                              afterwards                    afterwards
-    last B            of a bucket, what is   messages of the layers that   in every B the same
-                      not yet copied to it   are through, until its end
+    last B            a bucket more, while   messages of the layers that   in every B the same
+                      it is copied           are through, until its end
 
 Every layer is gathered and scattered by itself; shards of a tensor are rounded up. Left out: what the backend
 of torch.distributed allocates of its own.
@@ -135,27 +135,15 @@ def grid_peak_bytes(
 
 
 def _replicated(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStage:
-    """Gradients are copied into buckets, one after the other, inside the last backward."""
+    """Buckets are copied while the gradients that they take the place of are there."""
     buckets = _buckets(each.trained_sizes, sharing.bucket_bytes)
 
     def last(found: Pass, moment: Moment) -> int:
-        """A bucket is there from its first gradient on; a gradient that is copied into it is freed."""
-        most = unfilled = 0
-        to_come = iter(buckets)
-        rest = 0
-        for layer in range(len(each.trained_sizes) - 1, -1, -1):
-            most = max(most, found.most[layer] + unfilled)
-            for num_bytes in reversed(each.trained_sizes[layer]):
-                if not rest:
-                    rest = next(to_come)
-                    unfilled += rest
-                most = max(most, found.after[layer] + unfilled)
-                unfilled -= num_bytes
-                rest -= num_bytes
+        most = max((found.after[layer] + size for layer, size in buckets), default=0)
         return max(most - moment.total, 0)
 
     # W gives autograd the gradients of many layers at once, and buckets leave as it takes them in.
-    most = max(buckets, default=0)
+    most = max((size for _, size in buckets), default=0)
     return HeldStage(
         whole,
         whole,
@@ -164,16 +152,17 @@ def _replicated(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStage:
     )
 
 
-def _buckets(sizes: Sequence[Sequence[int]], bucket_bytes: float | None) -> list[int]:
-    """Bytes of the buckets in the order of a backward."""
+def _buckets(sizes: Sequence[Sequence[int]], bucket_bytes: float | None) -> list[tuple[int, int]]:
+    """Layer in whose backward each bucket closes, and its bytes, in the order of a backward."""
     enough_bytes = bucket_bytes_of(sum(map(sum, sizes))) if bucket_bytes is None else bucket_bytes
     found, size = [], 0
-    for num_bytes in reversed([each for layer in sizes for each in layer]):
-        size += num_bytes
-        if size >= enough_bytes:
-            found.append(size)
-            size = 0
-    return [*found, size] if size else found
+    for layer in range(len(sizes) - 1, -1, -1):
+        for num_bytes in reversed(sizes[layer]):
+            size += num_bytes
+            if size >= enough_bytes:
+                found.append((layer, size))
+                size = 0
+    return [*found, (0, size)] if size else found
 
 
 def _gathered_once(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStage:

@@ -69,12 +69,14 @@ def test_the_first_layer_of_a_stage_may_be_in_place(remat: str, schedule: str) -
         for name, parameter in pipeline.named_parameters():
             torch.testing.assert_close(parameter.grad, wanted.gradients[name], rtol=1e-12, atol=1e-14)
     found = [stage.overwrites_input for stage in pipeline.stages]
-    wanted_stages = [isinstance(layer, InPlace | nn.ReLU) for layer in layers]
-    assert found == (
-        wanted_stages
-        if any(map(pipeline.schedule.recomputes, range(num_microbatches)))
-        else [False] * len(found)
-    )
+    again = [
+        any(pipeline.schedule.recomputes(m, stage) for m in range(num_microbatches))
+        for stage in range(len(found))
+    ]
+    assert found == [
+        isinstance(layer, InPlace | nn.ReLU) and recomputes
+        for layer, recomputes in zip(layers, again, strict=True)
+    ]
 
 
 def test_only_what_is_overwritten_is_copied() -> None:

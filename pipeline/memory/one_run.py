@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
+from gpipe_bench.pipeline.memory.changes import Moved
 from gpipe_bench.pipeline.memory.ends import enter, follow
-from gpipe_bench.pipeline.memory.story import Story
+from gpipe_bench.pipeline.memory.story import BufferRole, Story
 from gpipe_bench.pipeline.memory.tracker import EventLog
 
 
@@ -25,6 +26,8 @@ class OneRun:
         self._sent_back: list[int | None] = []
         self._kept: frozenset[int] = frozenset()
         self._hidden: int | None = None
+        self.overwritten: frozenset[int] = frozenset()  # positions of the inputs
+        self.moved: dict[str, BufferRole] = {}  # buffers by their names
 
     def forward(
         self,
@@ -42,8 +45,19 @@ class OneRun:
         values = [values[first] for first in inputs.same_as]
         self._input_storages = _serials(log, values)
         log.events.clear()
+        versions = [value._version for value in values]
+        buffers = Moved(layer)
         with precision():
             result = layer(tuple(values) if inputs.is_tuple else values[0])
+        self.overwritten = frozenset(
+            [
+                position
+                for position, (value, version) in enumerate(zip(values, versions, strict=True))
+                if value._version != version and inputs.same_as[position] == position
+            ]
+        )
+        self.moved = buffers.look()
+        del buffers
         self._forward = tuple(log.events)
         self.ends = Boundary.of(result)
         self._output_storages = _serials(log, as_tuple(result))

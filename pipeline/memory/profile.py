@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.changes import roles
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.one_run import OneRun
 from gpipe_bench.pipeline.memory.passing import passed_on
@@ -142,12 +143,14 @@ class Profiler:
 
     def _run(self, given: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
         layer = fake_copy(given, self.number_format)
-        first, outputs = self._tell(layer, inputs, unused)
+        first, run = self._tell(layer, inputs, unused)
+        outputs = run.ends
         stories = self._compiled(layer, inputs, outputs, unused) if self.compiled else None
         if stories is None:
             with torch.no_grad():
                 free, _ = self._tell(layer, inputs, unused)
-            later, _ = self._tell(layer, inputs, unused)
+            # The run that the buffers are told by: a table may have been made in the first.
+            later, run = self._tell(layer, inputs, unused)
             stories = free, first, later
         free, first, later = stories
         has_gradient = [p.grad is not None for p in layer.parameters()]
@@ -172,6 +175,8 @@ class Profiler:
             first=first,
             later=later,
             halves=halves,
+            overwritten=run.overwritten,
+            buffer_roles=roles(layer, run.moved),
         )
 
     def _compiled(
@@ -191,7 +196,7 @@ class Profiler:
             return None
         return compiled_stories(graphs, inputs, outputs, unused, with_shapes=self.with_shapes)
 
-    def _tell(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> tuple[Story, Boundary]:
+    def _tell(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> tuple[Story, OneRun]:
         """Run forward, and backward where there is a graph, with references as scarce as in a stage."""
         run = OneRun(inputs)
         with EventLog() as log:
@@ -201,7 +206,7 @@ class Profiler:
             del root
             backward = run.events()
             gradients = {log.serial_of(p.grad) for p in layer.parameters() if p.grad is not None}
-        return run.story(backward, gradients, with_shapes=self.with_shapes), run.ends
+        return run.story(backward, gradients, with_shapes=self.with_shapes), run
 
     def _tell_halves(
         self, layer: nn.Module, inputs: Boundary, unused: frozenset[int], first: Story

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
@@ -174,6 +175,16 @@ class SplitStory:
         return self.deferred if self.last is None else (*self.deferred, self.last)
 
 
+class BufferRole(Enum):
+    """What a recomputation copies of a buffer (gpipe_bench.pipeline.stage.buffers)."""
+
+    STATISTICS = "left to batch normalization"
+    CHANGING = "changes in a forward, in place"
+    REPLACED = "is replaced by another tensor in a forward"
+    BESIDE = "does not change, and another buffer of its module does"
+    STILL = "does not change, nor does any buffer of its module"
+
+
 @dataclass(frozen=True, eq=False)
 class LayerProfile:
     """The bytes of one layer at one micro-batch size."""
@@ -192,6 +203,8 @@ class LayerProfile:
     first: Story
     later: Story
     halves: SplitStory | None = None  # I and W, where they were asked for
+    overwritten: frozenset[int] = frozenset()  # positions of inputs that the layer changes in place
+    buffer_roles: tuple[BufferRole, ...] = ()  # of the buffers, which come first in `buffer_sizes`
 
     @cached_property
     def num_parameters(self) -> int:
@@ -207,6 +220,12 @@ class LayerProfile:
     def buffer_bytes(self) -> int:
         """Bytes of the buffers, with what a stage adds for batch normalization."""
         return sum(self.buffer_sizes)
+
+    @cached_property
+    def replaced_bytes(self) -> int:
+        """Bytes of the buffers that a forward replaces by other tensors."""
+        pairs = zip(self.buffer_roles, self.buffer_sizes, strict=False)
+        return sum(size for role, size in pairs if role is BufferRole.REPLACED)
 
     @cached_property
     def gradient_bytes(self) -> int:

@@ -263,13 +263,13 @@ class Stage:
         buffers: AbstractContextManager[None] = (
             _AS_THEY_ARE if state.buffers is None else self._buffers.as_saved(state.buffers)
         )
+        state.buffers = None
         with buffers, torch.enable_grad():
             copied = self._overwritten[state.kind]
             output = self._runner.run(m, unflatten(state.enter(copied), state.structure), recording=False)
             if self.is_last:
                 state.keep_graph((self._runner.loss(m, output),))
                 return
-        state.buffers = None
         tensors, _ = flatten(output, self._runner.describe_output(self.index))
         state.keep_graph(tensors, self._needs_grad[state.kind])
 

@@ -8,6 +8,7 @@ PARTITION = ("tests/test_partition.py::test_bottleneck_equals_brute_force",)
 FOOTPRINT = ("tests/test_footprint.py::test_a_storage_is_freed_by_the_earliest_layer_that_holds_it",)
 MEMORY = ("tests/test_memory.py::test_what_is_charged_at_the_fullest_moment",)
 SPLIT_MEMORY = "tests/test_split_memory.py::"
+COPIES = "tests/test_copies_memory.py::"
 
 CUTTING = "tests/test_cutting.py::"
 
@@ -103,6 +104,30 @@ MODELLED = (
         new="            if name not in links.boundary:\n",
         why="neighbours keep the same tensor, which exists once",
         tests=FOOTPRINT,
+    ),
+    Mutant(
+        name="a forward that runs twice works on what was received",
+        file="pipeline/memory/stages/footprint.py",
+        old="        loose = sum([links.sizes[name] for name in inputs - links.whole])\n",
+        new="        loose = sum([links.sizes[name] for name in inputs - links.boundary])\n",
+        why="an input that the layers overwrite is copied for F and for R",
+        tests=(COPIES + "test_a_copy_is_held_while_a_forward_runs",),
+    ),
+    Mutant(
+        name="the copy of the user's input goes after R",
+        file="pipeline/memory/stages/copies.py",
+        old="        boundary = counts.again_graphs * stage.kept_copied_bytes\n",
+        new="        boundary = 0\n",
+        why="the graph that R makes holds the copy until B",
+        tests=(COPIES + "test_stages_that_overwrite_their_input[1-always-gpipe]",),
+    ),
+    Mutant(
+        name="micro-batches wait without their buffers",
+        file="pipeline/memory/stages/copies.py",
+        old="    buffers = counts.unrecomputed * stage.changing_buffer_bytes\n",
+        new="    buffers = 0\n",
+        why="each recomputation starts from what its own forward saw",
+        tests=(COPIES + "test_buffers_that_change_in_the_forward[always-False-100]",),
     ),
     Mutant(
         name="a result known for other lengths",

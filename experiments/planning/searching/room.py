@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.experiments.table1.model_costs import ModelProfile
+from gpipe_bench.pipeline.memory.stages.copies import with_shadows
 from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
 from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing, held_stage
 from gpipe_bench.pipeline.memory.stages.peaks import (
@@ -98,9 +99,10 @@ class Room:
             self._demands[key] = demands(row, self._ahead)
         rule, count = rule_of(self._rules.optimizer), self._schedule.num_microbatches
         state, more = optimizer_state(held.rest, rule), max((*held.first, *held.last))
-        fullest = memory_at(held.rest, None, rule, state, count, is_first=worker == 0)
+        rest, step = (with_shadows(each, self._demands[key]) for each in (held.rest, held.step))
+        fullest = memory_at(rest, None, rule, state, count, is_first=worker == 0)
         for demand in self._demands[key]:
-            other = memory_at(held.step, demand, rule, state, count, is_first=worker == 0)
+            other = memory_at(step, demand, rule, state, count, is_first=worker == 0)
             if other.peak + more > fullest.peak:
                 fullest = replace(other, transients=other.transients + more)
         return fullest

@@ -94,6 +94,8 @@ def _structure(profile: LayerProfile) -> tuple[object, ...]:
     return (
         profile.name,
         profile.unused,
+        profile.overwritten,
+        profile.buffer_roles,
         *(len(part) for part in _parts(profile)),
         *(story.plot for story in (profile.free, profile.first, profile.later)),
         *(

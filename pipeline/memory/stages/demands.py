@@ -29,7 +29,17 @@ class Demand:
     output_gradients: int  # gradients received or posted, beside the one that a backward works on
     after_first_backward: bool  # a B or W is done
     after_first_inputs: bool  # a B or I is done
+    recomputed: bool  # the micro-batch of the action is one whose forward runs twice
+    unrecomputed: int  # micro-batches that wait for their R, those in F and R too
+    again_graphs: int  # of the graphs, its own in B and I too, those that R has made
+    again_halves: int  # of the other micro-batches between I and W, those whose graph R has made
+    stays: bool  # what was received stays until the end of B, as over processes
     when: str
+
+    @property
+    def is_recomputation(self) -> bool:
+        """Whether the action is R."""
+        return self.recomputed and self.moment == "forward"
 
     @property
     def is_half(self) -> bool:
@@ -50,19 +60,28 @@ class Walk:
         self._to_send_back = sum(action.kind in (Kind.B, Kind.I) for action in actions)
         self._receive_ahead = receive_ahead or 0
         self._waits = receive_ahead is not None  # the gradient of what is recomputed has come
+        self.stays = bool(receive_ahead)
         self.whole = self.graphs = self.halves = 0
+        self.unrecomputed = self.again_graphs = self.again_halves = 0
         self.after_first_backward = self.after_first_inputs = False
 
     def take(self, action: Action) -> Demand:
         """What the next action finds alive."""
         kind = action.kind
         found, gradients = (self.after_first_backward, self.after_first_inputs), 0
+        recomputed = action.microbatch in self._recomputed
+        if recomputed:
+            self.unrecomputed += kind is Kind.F
+            self.again_halves -= kind is Kind.W
+        copies = (recomputed, self.unrecomputed, self.again_graphs, self.again_halves, self.stays)
+        if recomputed:
+            self._leave(kind)
         if kind is Kind.F or kind is Kind.R:
             if kind is Kind.F:
                 self.whole, self._to_receive = self.whole + 1, self._to_receive - 1
             elif self._waits:
                 gradients = 1 + min(self._receive_ahead, self._to_send_back - 1)
-            is_free = kind is Kind.F and action.microbatch in self._recomputed
+            is_free = kind is Kind.F and recomputed
             counts = (self.whole, self.graphs, self.graphs, self.halves)
             moment = "free" if is_free else "forward"
             if not is_free:
@@ -84,7 +103,16 @@ class Walk:
                 moment = "later" if self.after_first_backward else "first"
                 self.after_first_backward = True
             self.after_first_inputs = True
-        return Demand(moment, *counts, self.inputs_ahead, gradients, *found, str(action))
+        return Demand(moment, *counts, self.inputs_ahead, gradients, *found, *copies, str(action))
+
+    def _leave(self, kind: Kind) -> None:
+        """What an action of a micro-batch that is recomputed leaves of copies."""
+        if kind is Kind.R:
+            self.unrecomputed -= 1
+            self.again_graphs += 1
+        elif kind is Kind.B or kind is Kind.I:
+            self.again_graphs -= 1
+            self.again_halves += kind is Kind.I
 
     @property
     def inputs_ahead(self) -> int:
@@ -106,13 +134,13 @@ def demands(actions: tuple[Action, ...], receive_ahead: int = 0) -> tuple[Demand
 
 def _undominated(found: list[Demand]) -> tuple[Demand, ...]:
     """Of equal kinds only those that no other exceeds or equals in every count; the earliest of equals."""
-    by_kind: dict[tuple[str, bool, bool], list[tuple[tuple[int, ...], Demand]]] = {}
+    by_kind: dict[tuple[str, bool, bool, bool], list[tuple[tuple[int, ...], Demand]]] = {}
     for demand in found:
         counts = (
             demand.inputs, demand.graph_inputs, demand.graphs, demand.halves, demand.inputs_ahead,
-            demand.output_gradients,
+            demand.output_gradients, demand.unrecomputed, demand.again_graphs, demand.again_halves,
         )  # fmt: skip
-        kind = (demand.moment, demand.after_first_backward, demand.after_first_inputs)
+        kind = (demand.moment, demand.recomputed, demand.after_first_backward, demand.after_first_inputs)
         rivals = by_kind.setdefault(kind, [])
         if any(all(a >= b for a, b in zip(rival, counts, strict=True)) for rival, _ in rivals):
             continue

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from gpipe_bench.pipeline.memory.stages.copies import buffer_copies
 from gpipe_bench.pipeline.memory.stages.links import Links, link, names_in
 from gpipe_bench.pipeline.memory.stages.moments import Halves, Moment
 from gpipe_bench.pipeline.memory.stages.split_footprint import halves_of
@@ -46,6 +47,11 @@ class Footprint:
     summed_gradient_bytes: int = (
         0  # of the gradients, what is added to that of another layer before the update
     )
+    copied_input_bytes: int = 0  # of the boundary inputs, what a forward that runs twice copies
+    kept_copied_bytes: int = 0  # of these copies, what stays from R to the end of B
+    changing_buffer_bytes: int = 0  # copied for each micro-batch that waits for its R
+    shadow_buffer_bytes: int = 0  # copied once where anything is recomputed
+    again: Moment | None = None  # R, where it holds more than F with a graph
 
 
 def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> Footprint:
@@ -60,6 +66,12 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         for layer, names in zip(walked, links.names, strict=True)
         for storage in layer.first.kept_ends
     }
+    changing, shadows = buffer_copies(walked)
+    lingers = any(layer.replaced_bytes for layer in layers)
+    again = walk_forward(walked, links, again=True)[2] if lingers else None
+    kept_inputs = [
+        index for index in inputs.distinct if inputs.tensors[index].requires_grad or index in saved_names
+    ]
     return Footprint(
         halves=halves_of(walked, links, holder, saved_bytes),
         num_parameters=sum(layer.num_parameters for layer in layers),
@@ -68,11 +80,7 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         buffer_bytes=sum(layer.buffer_bytes for layer in layers),
         gradient_bytes=sum(layer.gradient_bytes for layer in layers),
         input_bytes=inputs.num_bytes,
-        kept_input_bytes=sum(
-            inputs.tensors[index].num_bytes
-            for index in inputs.distinct
-            if inputs.tensors[index].requires_grad or index in saved_names
-        ),
+        kept_input_bytes=sum(inputs.tensors[index].num_bytes for index in kept_inputs),
         target_bytes=target_bytes,
         output_gradient_bytes=0 if loss is not None else layers[-1].output_gradient_bytes,
         saved_bytes=saved_bytes,
@@ -80,26 +88,38 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         forward=forward,
         backward_first=_walk_backward(walked, links, holder, saved_bytes, first=True),
         backward=_walk_backward(walked, links, holder, saved_bytes, first=False),
+        copied_input_bytes=sum(links.sizes[name] for name in links.copied if name < len(inputs.tensors)),
+        kept_copied_bytes=sum(links.sizes[name] for name in links.copied.intersection(kept_inputs)),
+        changing_buffer_bytes=changing,
+        shadow_buffer_bytes=shadows,
+        again=again,
     )
 
 
 def _walk_free(chain: Sequence[LayerProfile], links: Links) -> Moment:
-    peak = 0
+    peak = lingers = 0
     for layer, inputs in zip(chain, links.inputs, strict=True):
-        loose = sum([links.sizes[name] for name in inputs - links.boundary])
-        peak = max(peak, loose + layer.free.forward_peak)
+        loose = sum([links.sizes[name] for name in inputs - links.whole])
+        peak = max(peak, loose + lingers + layer.free.forward_peak)
+        lingers += layer.replaced_bytes  # what was in their place is looked at in the end (`stage.buffers`)
     return Moment(transients=peak)
 
 
-def walk_forward(chain: Sequence[LayerProfile], links: Links) -> tuple[int, dict[int, int], Moment]:
-    """Bytes saved at the end, the earliest layer whose graph holds each storage, and the fullest moment."""
-    saved, holder, fullest, most = 0, dict[int, int](), Moment(), 0
+def walk_forward(
+    chain: Sequence[LayerProfile], links: Links, *, again: bool = False
+) -> tuple[int, dict[int, int], Moment]:
+    """Bytes saved at the end, the earliest layer whose graph holds each storage, and the fullest moment.
+
+    With ``again``, of R: what was in the place of a replaced buffer is looked at when all layers are through.
+    """
+    saved, holder, fullest, most, lingers = 0, dict[int, int](), Moment(), 0, 0
     for index, layer in enumerate(chain):
         story, names = layer.first, links.names[index]
         loose = sum([links.sizes[name] for name in links.inputs[index] - links.boundary - holder.keys()])
-        if saved + loose + story.forward_peak > most:
-            fullest = Moment(activations=saved, transients=loose + story.forward_peak)
+        if saved + loose + lingers + story.forward_peak > most:
+            fullest = Moment(activations=saved, transients=loose + lingers + story.forward_peak)
             most = fullest.total
+        lingers += layer.replaced_bytes * again
         saved += story.kept_inside
         for storage in story.kept_ends:
             name = names[storage]

@@ -234,6 +234,7 @@ def _gathered_always(whole: Footprint, each: Passes, sharing: Sharing) -> HeldSt
             step,
             free=ahead(each.free),
             forward=ahead(each.forward),
+            again=None,
             backward_first=back(first=True),
             backward=back(first=False),
             halves=None,

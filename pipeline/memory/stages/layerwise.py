@@ -89,8 +89,8 @@ def _free(walked: Sequence[LayerProfile], links: Links) -> list[_Triple]:
     found: list[_Triple] = []
     ends = [*links.inputs[1:], None]
     for layer, inputs, following in zip(walked, links.inputs, ends, strict=True):
-        loose = sum([links.sizes[name] for name in inputs - links.boundary])
-        after = 0 if following is None else sum([links.sizes[name] for name in following - links.boundary])
+        loose = sum([links.sizes[name] for name in inputs - links.whole])
+        after = 0 if following is None else sum([links.sizes[name] for name in following - links.whole])
         found.append((loose, loose + layer.free.forward_peak, after))
     return found
 

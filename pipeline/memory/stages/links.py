@@ -16,6 +16,12 @@ class Links:
     names: tuple[dict[int, int], ...]  # of the storages at both ends of each layer, as its `first` knows them
     sizes: dict[int, int]  # bytes of each name
     boundary: frozenset[int]  # names that the stage's boundary holds, and the target
+    copied: frozenset[int]  # of these, what a layer overwrites: a forward that runs twice works on a copy
+
+    @property
+    def whole(self) -> frozenset[int]:
+        """Names that a forward without a graph finds in the stage's boundary."""
+        return self.boundary - self.copied
 
 
 def link(chain: Sequence[LayerProfile]) -> Links:
@@ -24,7 +30,7 @@ def link(chain: Sequence[LayerProfile]) -> Links:
     every: list[dict[int, int]] = []
     names: tuple[int, ...] = tuple(chain[0].inputs.same_as)
     sizes = {name: chain[0].inputs.tensors[name].num_bytes for name in names}
-    boundary = set(names)
+    boundary, copied = set(names), set[int]()
     unused = len(names)
     for index, layer in enumerate(chain):
         story = layer.first
@@ -34,6 +40,7 @@ def link(chain: Sequence[LayerProfile]) -> Links:
             names = (*names, unused)
             unused += 1
         known = dict(zip(story.inputs, names, strict=True))
+        copied.update(names[position] for position in layer.overwritten)
         for storage in story.outputs:
             if storage not in known:
                 known[storage], sizes[unused] = unused, story.sizes[storage]
@@ -41,7 +48,7 @@ def link(chain: Sequence[LayerProfile]) -> Links:
         inputs.append(frozenset(names))
         every.append(known)
         names = tuple([known[storage] for storage in story.outputs])
-    return Links(tuple(inputs), tuple(every), sizes, frozenset(boundary))
+    return Links(tuple(inputs), tuple(every), sizes, frozenset(boundary), frozenset(copied & boundary))
 
 
 def names_in(story: Story, first: Story, names: dict[int, int]) -> dict[int, int]:

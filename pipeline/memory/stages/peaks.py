@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, attrgetter
 
+from gpipe_bench.pipeline.memory.stages.copies import NO_COPIES, in_action, with_shadows
 from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint
 from gpipe_bench.pipeline.memory.stages.moments import Moment
@@ -95,6 +96,7 @@ def fullest_moment(
     """The same from the `demands` of its actions, which stages of one schedule share."""
     rule = rule_of(optimizer)
     state = optimizer_state(stage, rule)
+    stage = with_shadows(stage, demanded)
     fullest = memory_at(stage, None, rule, state, num_microbatches, is_first=is_first)
     for demand in demanded:
         candidate = memory_at(stage, demand, rule, state, num_microbatches, is_first=is_first)
@@ -143,7 +145,11 @@ def _moment(stage: Footprint, demand: Demand, *, is_first: bool) -> Moment:
             return stage.backward if demand.after_first_inputs else stage.backward_first
         if demand.is_half:
             return Moment()
-    moment: Moment = (_OWN_MOMENTS if is_first else _MOMENTS)[demand.moment](stage)
+    if demand.is_recomputation and stage.again is not None:
+        return stage.again
+    # The copy of a user's input that a recomputation works on waits for W as what is received does.
+    own = is_first and not (demand.recomputed and stage.copied_input_bytes)
+    moment: Moment = (_OWN_MOMENTS if own else _MOMENTS)[demand.moment](stage)
     return moment
 
 
@@ -168,6 +174,7 @@ def memory_at(
     """
     received, kept = (0, 0) if is_first else (stage.input_bytes, stage.kept_input_bytes)
     gradients, boundary, activations, receives = stage.gradient_bytes, 0, 0, 0
+    copies = NO_COPIES
     if demand is None:
         moment = Moment(transients=_update_transients(rule, stage.trained_sizes))
         gradients -= stage.summed_gradient_bytes
@@ -180,16 +187,17 @@ def memory_at(
             boundary += 0 if is_first else demand.halves * stage.halves.kept_input_bytes
             activations += demand.halves * stage.halves.saved_bytes
         receives = demand.inputs_ahead * received + demand.output_gradients * stage.output_gradient_bytes
+        copies = in_action(stage, demand, moment.total, is_first=is_first)
     # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
     user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
     return StageMemory(
         parameters=stage.parameter_bytes,
-        buffers=stage.buffer_bytes,
+        buffers=stage.buffer_bytes + copies.buffers,
         gradients=gradients + moment.gradients,
         optimizer_state=state,
-        boundary=user_bytes + boundary,
-        activations=activations + moment.activations,
-        transients=moment.transients + receives,
+        boundary=user_bytes + boundary + copies.boundary,
+        activations=activations + moment.activations + copies.activations,
+        transients=moment.transients + receives + copies.transients,
         when="optimizer" if demand is None else demand.when,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gpipe_bench.pipeline.memory.stages.copies import shadowed
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint
 from gpipe_bench.pipeline.memory.stages.workers import action_bytes, at_rest_bytes
 from gpipe_bench.pipeline.plan.recomputing.held import Held
@@ -23,7 +24,11 @@ def held_by(
     Arguments and errors are those of `workers.peak_bytes`. ``receive_ahead`` is a number here: in one process
     when a message comes depends on what is recomputed.
     """
-    inputs = [0 if stage == 0 else each.input_bytes for stage, each in enumerate(stages)]
+    stages = [shadowed(each) for each in stages]  # as if each recomputed something, which is little
+    inputs = [
+        (0 if stage == 0 else each.input_bytes) + each.changing_buffer_bytes
+        for stage, each in enumerate(stages)
+    ]
     graphs = [
         each.saved_bytes + (0 if stage == 0 else each.kept_input_bytes) for stage, each in enumerate(stages)
     ]

@@ -21,6 +21,8 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from gpipe_bench.pipeline.memory.signature import Same
+from gpipe_bench.pipeline.memory.stages.copies import Counts, shadowed
+from gpipe_bench.pipeline.memory.stages.copies import held as held_copies
 from gpipe_bench.pipeline.memory.stages.demands import Demand, Walk
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import (
@@ -220,7 +222,10 @@ class _Worker:
     ) -> None:
         mine = schedule.stages_of(number)
         self._rule, self._num_microbatches = rule, schedule.num_microbatches
-        self._stages = {stage: footprints[stage] for stage in mine}
+        self._stages = {
+            stage: shadowed(footprints[stage]) if _recomputes(schedule.row(stage)) else footprints[stage]
+            for stage in mine
+        }
         self._states = {stage: optimizer_state(footprints[stage], rule) for stage in mine}
         self._walks = {stage: Walk(schedule.row(stage), receive_ahead) for stage in mine}
         self.waiting = 0  # bytes of messages that wait for its stages
@@ -263,7 +268,11 @@ class _Worker:
         )
 
 
-class _Counts(Protocol):
+def _recomputes(row: Sequence[Action]) -> bool:
+    return any(action.kind is Kind.R for action in row)
+
+
+class _Counts(Counts, Protocol):
     """How many micro-batches a stage holds (`demands.Walk`)."""
 
     @property
@@ -288,13 +297,19 @@ def _at_rest(stage: Footprint, walk: _Counts, state: int, num_microbatches: int,
     halves = stage.halves
     done = walk.after_first_inputs if halves is not None and halves.whole else walk.after_first_backward
     waits = 0 if halves is None or index == 0 else halves.kept_input_bytes
+    copies = held_copies(stage, walk, is_first=index == 0)
     return StageMemory(
         parameters=stage.parameter_bytes,
-        buffers=stage.buffer_bytes,
+        buffers=stage.buffer_bytes + copies.buffers,
         gradients=stage.gradient_bytes if done else 0,
         optimizer_state=state,
-        boundary=user_bytes + walk.whole * received + walk.graphs * kept + walk.halves * waits,
-        activations=walk.graphs * stage.saved_bytes
+        boundary=user_bytes
+        + walk.whole * received
+        + walk.graphs * kept
+        + walk.halves * waits
+        + copies.boundary,
+        activations=copies.activations
+        + walk.graphs * stage.saved_bytes
         + (walk.halves * halves.saved_bytes if halves is not None else 0),
         transients=walk.inputs_ahead * received
         + (walk.gradients_ahead * stage.output_gradient_bytes if walk.after_first_inputs else 0),
@@ -327,6 +342,10 @@ class _Held(NamedTuple):
     gradients_ahead: int
     after_first_backward: bool
     after_first_inputs: bool
+    unrecomputed: int
+    again_graphs: int
+    again_halves: int
+    stays: bool
 
 
 class WorkerMoment(NamedTuple):
@@ -372,7 +391,8 @@ def worker_moments(
 def _counts(walk: Walk) -> _Held:
     return _Held(
         walk.whole, walk.graphs, walk.halves, walk.inputs_ahead, walk.gradients_ahead,
-        walk.after_first_backward, walk.after_first_inputs,
+        walk.after_first_backward, walk.after_first_inputs, walk.unrecomputed, walk.again_graphs,
+        walk.again_halves, walk.stays,
     )  # fmt: skip
 
 
@@ -395,6 +415,11 @@ def worker_memory(
         optimizer: "sgd", "rmsprop" or "adam".
     """
     rule = rule_of(optimizer)
+    again = {moment.stage for moment in moments if moment.demand.recomputed}
+    held, rests = (
+        {stage: shadowed(each) if stage in again else each for stage, each in given.items()}
+        for given in (held, rests)
+    )
     states = {stage: optimizer_state(each, rule) for stage, each in rests.items()}
     fullest = _sum(
         [

@@ -15,7 +15,7 @@ normalization's averages are left to `batchnorm`; what a layer keeps outside of 
 
 Beside the buffers themselves that is, on a stage, the changing ones once for every micro-batch that waits for
 its recomputation and those of at most `SMALL_BYTES` once; in the first step all of them once while a forward
-runs. The memory model counts the buffers alone.
+runs. The memory model (`memory.stages.copies`) counts the same in a step that is not the first.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class Buffers:
     def look(self, saved: Saved) -> None:
         """After that forward."""
         moved = {key for key, state in self._states.items() if state.has_moved(buffer_of(key))}
+        self._states.clear()  # one that was replaced would linger
         moved.update(self._notice(saved))
         if self._learning:
             for key in [key for key in self._still if not same(saved.copies[key], buffer_of(key))]:

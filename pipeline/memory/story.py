@@ -176,7 +176,7 @@ class SplitStory:
 
 
 class BufferRole(Enum):
-    """What a recomputation copies of a buffer (gpipe_bench.pipeline.stage.buffers)."""
+    """What a recomputation copies of a buffer (gpipe_bench.pipeline.stage.state.buffers)."""
 
     STATISTICS = "left to batch normalization"
     CHANGING = "changes in a forward, in place"

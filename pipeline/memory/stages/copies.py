@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gpipe_bench.pipeline.memory.story import BufferRole, LayerProfile
-from gpipe_bench.pipeline.stage.buffers import SMALL_BYTES
+from gpipe_bench.pipeline.stage.state.buffers import SMALL_BYTES
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.stages.demands import Demand

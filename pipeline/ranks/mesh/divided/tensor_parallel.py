@@ -239,11 +239,6 @@ class _Parts:
                 self._parts[parameter] = _Part.of(parameter) if isinstance(parameter, DTensor) else parameter
         return tuple([self._parts[parameter] for parameter in parameters])
 
-    @property
-    def receiving(self) -> tuple[Tensor, ...]:
-        """As of a stage without weights that other layers use, too: those cannot be divided."""
-        return self.trainable
-
 
 class _Part(Tensor):
     """This process's part of a divided parameter, whose gradient is its part of the parameter's."""

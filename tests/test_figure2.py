@@ -120,12 +120,14 @@ def test_the_memory_model_follows_the_formula() -> None:
 def test_traffic_by_hand() -> None:
     """Four layers of equal cost: with K = 2 the cut is after the second, with K = 4 after each."""
     four = Shape(
-        num_parameters=1000, gradient_bytes=4000, flops=(5, 5, 5, 5), output_bytes=(10, 20, 30, 40),
-        output_gradient_bytes=(10, 16, 30, 40),
+        num_parameters=1000, gradient_bytes=4000, flops=(5, 5, 5, 5), parameters=(1, 1, 1, 997),
+        output_bytes=(10, 20, 30, 40), output_gradient_bytes=(10, 16, 30, 40),
     )  # fmt: skip
     two = traffic(four, 2)
     assert (two.pipeline_busiest, two.pipeline_total) == (20, 36)
     assert (two.data_parallel_each, two.data_parallel_total) == (4000, 8000)
+    by_parameters = traffic(four, 2, four.parameters)  # the cut is before the last
+    assert (by_parameters.pipeline_busiest, by_parameters.pipeline_total) == (30, 60)
     each = traffic(four, 4)
     assert each.pipeline_busiest == 30 + 16  # the third sends its output on, and a gradient back
     assert each.pipeline_total == 10 + 20 + 30 + 10 + 16 + 30

@@ -7,7 +7,7 @@ whatever the batch. Shapes are found on the meta device, layer by layer, each di
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,6 +29,7 @@ class Shape:
     num_parameters: int
     gradient_bytes: int
     flops: tuple[int, ...]  # of the forward, per layer
+    parameters: tuple[int, ...]  # per layer
     output_bytes: tuple[int, ...]  # what the layer hands on
     output_gradient_bytes: tuple[int, ...]  # what comes back for it: nothing for integers
 
@@ -69,6 +70,7 @@ def _shape(name: str, options: tuple[tuple[str, Any], ...]) -> Shape:
         num_parameters=sum(parameter.numel() for parameter in trainable),
         gradient_bytes=sum(parameter.numel() * parameter.itemsize for parameter in trainable),
         flops=tuple(flops),
+        parameters=tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in model),
         output_bytes=tuple(output.num_bytes for output in outputs),
         output_gradient_bytes=tuple(
             sum(output.tensors[i].num_bytes for i in output.distinct if output.tensors[i].requires_grad)
@@ -87,13 +89,14 @@ def _detached(value: Any) -> Any:
     return tensors[0] if isinstance(value, Tensor) else tensors
 
 
-def traffic(found: Shape, num_stages: int) -> Traffic:
-    """A pipeline of `num_stages` stages of equal forward FLOPs, as far as cuts allow, and as many replicas.
+def traffic(found: Shape, num_stages: int, costs: Sequence[float] | None = None) -> Traffic:
+    """A pipeline of `num_stages` stages of equal costs, by default of forward FLOPs, as far as cuts allow,
+    and as many replicas.
 
     Ring all-reduce: each of K devices sends 2 (K - 1) / K of the gradient bytes. Raises ValueError for more
     stages than layers.
     """
-    stages = partition(found.flops, num_stages)
+    stages = partition(found.flops if costs is None else costs, num_stages)
     ends = [stage.stop - 1 for stage in stages[:-1]]
     forward = [found.output_bytes[end] for end in ends] + [0]  # the last stage sends no activations
     backward = [0] + [found.output_gradient_bytes[end] for end in ends]  # and the first no gradients

@@ -50,6 +50,7 @@ def cells(records: Sequence[Record]) -> list[Entry]:
             source="others",
             question="as published" if part == traffic.MODELLED else "here",
             quantity=record.quantity("pipeline over data parallelism"),
+            spread=_over_cuts(record),
             record=record,
             note="Of the rank that sends most in a step"
             + (", by shape." if part == traffic.MODELLED else ", as its process wrote them."),
@@ -65,6 +66,15 @@ def cells(records: Sequence[Record]) -> list[Entry]:
         if one is not None and many is not None:
             found.append(_scaling(one, many, model.title))
     return found
+
+
+def _over_cuts(record: Record) -> Spread | None:
+    """What the ratio may be under other cuts than those of equal operations; None where it was counted."""
+    by_cut = sorted(record.details.get("by_cut", {}).values())
+    if not by_cut:
+        return None
+    part = Part(what="balanced by", low=by_cut[0], high=by_cut[-1])
+    return Spread(low=by_cut[0], high=by_cut[-1], parts=(part,))
 
 
 def _scaling(one: Record, many: Record, title: str) -> Entry:

@@ -1,13 +1,15 @@
 """Bytes that a rank sends in a step, as a stage of a pipeline and as a replica: by shape, and counted.
 
-By shape at the paper's sizes (`experiments/figure2/traffic.py`: cuts of equal operations, a ring for the
-sums). Counted on two real processes of a small model: what each of them wrote in a step (Linux counts it, in
-/proc/self/io), all messages over sockets. Whatever else is sent, such as signs of life, is in the count.
+By shape at the paper's sizes (`experiments/figure2/traffic.py`: cuts of equal operations, and for the range
+those of equal parameters and of as many layers; a ring for the sums). Counted on two processes of a small
+model: what each of them wrote in a step (Linux counts it, in /proc/self/io), all messages over sockets.
+Whatever else is sent, such as signs of life, is in the count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.harness.experiment import Outcome
@@ -77,9 +79,20 @@ def run(key: Mapping[str, Scalar]) -> Outcome:
 def _modelled(subject: Subject) -> Outcome:
     from gpipe_bench.experiments.figure2.traffic import shape, traffic
 
-    found = traffic(shape(subject.model, subject.options), subject.ranks)
-    sent = {"pp": found.pipeline_busiest * subject.batch_size, "dp": found.data_parallel_each}
-    return _outcome(subject, {way: [num_bytes] for way, num_bytes in sent.items()}, {})
+    of_model = shape(subject.model, subject.options)
+    # What stages are balanced by is not said; a stack's maps are twice as large as those of the next.
+    cuts = {
+        "operations": of_model.flops,
+        "parameters": of_model.parameters,
+        "layers": [1] * len(of_model.flops),
+    }
+    found = {by: traffic(of_model, subject.ranks, costs) for by, costs in cuts.items()}
+    each = found["operations"].data_parallel_each
+    sent = {by: one.pipeline_busiest * subject.batch_size for by, one in found.items()}
+    outcome = _outcome(subject, {"pp": [sent["operations"]], "dp": [each]}, {})
+    return replace(
+        outcome, details={**outcome.details, "by_cut": {by: num / each for by, num in sent.items()}}
+    )
 
 
 def _counted(subject: Subject) -> Outcome:

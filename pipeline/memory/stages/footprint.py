@@ -57,7 +57,7 @@ class Footprint:
 def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> Footprint:
     """Add up the profiles of a stage's layers; ``loss`` is the loss of the last stage, as one more layer."""
     walked = (*layers, loss) if loss is not None else tuple(layers)
-    target_bytes = loss.inputs.tensors[-1].num_bytes if loss is not None else 0
+    targets = loss.inputs.tensors[len(layers[-1].outputs.tensors) :] if loss is not None else ()
     links = link(walked)
     saved_bytes, holder, forward = walk_forward(walked, links)
     inputs = layers[0].inputs
@@ -81,7 +81,7 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         gradient_bytes=sum(layer.gradient_bytes for layer in layers),
         input_bytes=inputs.num_bytes,
         kept_input_bytes=sum(inputs.tensors[index].num_bytes for index in kept_inputs),
-        target_bytes=target_bytes,
+        target_bytes=sum(target.num_bytes for target in targets),
         output_gradient_bytes=0 if loss is not None else layers[-1].output_gradient_bytes,
         saved_bytes=saved_bytes,
         free=_walk_free(walked, links),

@@ -87,7 +87,8 @@ def portal_memory(
         receive_ahead: as of `workers.peak_bytes`, of which only None, one process, is known of portals.
 
     Raises:
-        ValueError: another `receive_ahead`, layers that pass another pytree beside portals, or as of `workers.peak_bytes`.
+        ValueError: another `receive_ahead`, layers that pass another pytree beside portals, or as of
+            `workers.peak_bytes`.
     """
     if receive_ahead is not None:
         raise ValueError(

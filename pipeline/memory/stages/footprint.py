@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from gpipe_bench.pipeline.memory.stages.copies import buffer_copies
 from gpipe_bench.pipeline.memory.stages.links import Links, link, names_in
 from gpipe_bench.pipeline.memory.stages.moments import Halves, Moment
 from gpipe_bench.pipeline.memory.stages.split_footprint import halves_of
-from gpipe_bench.pipeline.memory.story import LayerProfile, Received, Story
+from gpipe_bench.pipeline.memory.story import BufferRole, LayerProfile, Received, Story
+from gpipe_bench.pipeline.stage.buffers import SMALL_BYTES
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         for layer, names in zip(walked, links.names, strict=True)
         for storage in layer.first.kept_ends
     }
-    changing, shadows = buffer_copies(walked)
+    changing, shadows = _buffer_copies(walked)
     lingers = any(layer.replaced_bytes for layer in layers)
     again = walk_forward(walked, links, again=True)[2] if lingers else None
     kept_inputs = [
@@ -94,6 +94,21 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         shadow_buffer_bytes=shadows,
         again=again,
     )
+
+
+def _buffer_copies(layers: Sequence[LayerProfile]) -> tuple[int, int]:
+    """Bytes of a stage's buffers that are copied for each micro-batch, and once."""
+    changing = once = 0
+    for layer in layers:
+        for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
+            small = size if size <= SMALL_BYTES else 0
+            if role is BufferRole.CHANGING or role is BufferRole.REPLACED:
+                changing += size
+            elif role is BufferRole.BESIDE:
+                changing += small
+            elif role is BufferRole.STILL:
+                once += small
+    return changing, once
 
 
 def _walk_free(chain: Sequence[LayerProfile], links: Links) -> Moment:

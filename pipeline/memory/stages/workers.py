@@ -118,8 +118,9 @@ def pipeline_memory(
 
     ``ties`` are weights that several layers use (`stages.ties.shared_weights`); without them each counts as
     the layer's own. Over processes their gradients are summed when the last backward is over.
-    ``receive_ahead`` is 1 over torch.distributed and None in one process. There gpipe and naive use every message as it comes,
-    as 0 has it; under 1f1b one may wait, and the peak is between that for 0 and that for 1.
+    ``receive_ahead`` is 1 over torch.distributed and None in one process. There gpipe and naive use every
+    message as it comes, as 0 has it; under 1f1b one may wait, and the peak is between that for 0 and that
+    for 1.
     """
     _check_number(stages, schedule)
     footprints = counted_once(stage_footprints(layers, loss, stages), stages, schedule, ties)

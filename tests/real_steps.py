@@ -55,7 +55,7 @@ class Counted:
 
 
 def count(
-    model: nn.Sequential, batch: Tree, target: Tensor, loss_fn: Loss, step: Step
+    model: nn.Sequential, batch: Tree, target: Tree, loss_fn: Loss, step: Step
 ) -> tuple[Counted, Pipeline]:
     """Train two steps on separate in-process devices; count the second, in which optimizer state exists."""
     memory = LiveMemory()
@@ -114,14 +114,14 @@ def count(
                 collect(home(stage.index))
     data = [0] * num_workers
     data[home(0)] += sum(tensor.untyped_storage().nbytes() for tensor in dict.fromkeys(as_tuple(batch)))
-    data[home(step.num_stages - 1)] += target.untyped_storage().nbytes()
+    data[home(step.num_stages - 1)] += sum(tensor.untyped_storage().nbytes() for tensor in as_tuple(target))
     counted.peaks = [peak + own for peak, own in zip(counted.peaks, data, strict=True)]
     counted.actions = {action: peak + data[home(action.stage)] for action, peak in counted.actions.items()}
     return counted, pipeline
 
 
 def profiles(
-    model: nn.Sequential, batch: Tree, target: Tensor, loss_fn: Loss, step: Step
+    model: nn.Sequential, batch: Tree, target: Tree, loss_fn: Loss, step: Step
 ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
     """Of the layers and the loss, at the (larger) micro-batch size."""
     profiler = Profiler(step.autocast, ties_apart=True)
@@ -131,7 +131,7 @@ def profiles(
 
 
 def compare(
-    model: nn.Sequential, batch: Tree, target: Tensor, loss_fn: Loss, step: Step
+    model: nn.Sequential, batch: Tree, target: Tree, loss_fn: Loss, step: Step
 ) -> tuple[Counted, tuple[StageMemory, ...]]:
     """What a real step holds, and what the model says."""
     counted, pipeline = count(model, batch, target, loss_fn, step)

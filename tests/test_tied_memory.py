@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from real_steps import Step, compare
+from tied_memory_cases import count_all, data, model
 from torch import Tensor, nn
 
 from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stages.ties import shared_weights
+from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.ranks.launch import launch
+from gpipe_bench.pipeline.stage.microbatch import split
 
 SIZES = {
     "num_layers": 2, "d_model": 16, "num_heads": 2, "vocab_size": 97, "seq_len": 12, "dropout": 0.0,
@@ -50,3 +57,32 @@ def test_which_weights_are_shared() -> None:
     (weight,) = shared_weights(list(model))
     assert (weight.num_bytes, weight.trained, weight.layers) == (97 * 16 * 4, True, (0, 3))
     assert shared_weights([nn.Linear(2, 2), nn.Linear(2, 2)]) == ()
+
+
+CASES = [
+    {"schedule": schedule, "remat": remat, "optimizer": optimizer, "microbatches": microbatches}
+    for schedule, remat, optimizer, microbatches in (
+        ("gpipe", "always", "sgd", 2), ("gpipe", "never", "sgd", 1), ("1f1b", "never", "adam", 2),
+    )
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def over_processes() -> list[list[int]]:
+    """Bytes of each case, on each of two processes that share a weight."""
+    return launch(count_all, 2, CASES, device="cpu")
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_tie_between_processes(number: int, over_processes: list[list[int]]) -> None:
+    """Each owner has the weight, its state and its gradient, and for a moment another owner's gradient."""
+    case, layers = CASES[number], model()
+    inputs, target = (Boundary.of(split(each, case["microbatches"])[0]) for each in data())
+    profiles, loss = Profiler(ties_apart=True).model(layers, nn.functional.cross_entropy, inputs, target)
+    modelled = pipeline_memory(
+        profiles, loss, [range(2), range(2, 4)],
+        named(case["schedule"], 2, case["microbatches"], remat=case["remat"]), case["optimizer"],
+        receive_ahead=1, ties=shared_weights(list(layers)),
+    )  # fmt: skip
+    for rank, found in enumerate(modelled):
+        assert found.peak == pytest.approx(over_processes[rank][number], rel=0.01)

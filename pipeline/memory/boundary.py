@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from gpipe_bench.pipeline.stage.microbatch import Tree
+from gpipe_bench.pipeline.stage.trees import Nested, take_apart
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What passes between two layers: a tensor or a tuple of tensors.
+    """What passes between two layers: a tensor, a tuple of tensors, or another pytree, whose structure
+    ``nested`` is: constants are in it, and the tensors are those that travel, each once.
 
     ``same_as[i]`` is the first position that holds the same tensor as position i (AmoebaNet's stem passes one
     tensor twice); it travels and is kept once.
@@ -62,14 +65,26 @@ class Boundary:
     tensors: tuple[TensorSpec, ...]
     same_as: tuple[int, ...]
     is_tuple: bool
+    nested: Nested | None = None
 
     @classmethod
-    def of(cls, value: Tensor | Sequence[Tensor]) -> Boundary:
+    def of(cls, value: Tree) -> Boundary:
         """The boundary that a (real, fake or meta) value would cross."""
-        tensors = as_tuple(value)
+        tensors, nested = _apart(value)
         first: dict[int, int] = {}
         same_as = tuple(first.setdefault(id(tensor), index) for index, tensor in enumerate(tensors))
-        return cls(tuple(map(TensorSpec.of, tensors)), same_as, not isinstance(value, Tensor))
+        return cls(
+            tuple(map(TensorSpec.of, tensors)),
+            same_as,
+            nested is None and not isinstance(value, Tensor),
+            nested,
+        )
+
+    def build(self, tensors: Sequence[Tensor]) -> Tree:
+        """What would cross with these tensors, one for each position."""
+        if self.nested is not None:
+            return self.nested.build(tensors)
+        return tuple(tensors) if self.is_tuple else tensors[0]
 
     @cached_property
     def distinct(self) -> tuple[int, ...]:
@@ -88,9 +103,19 @@ class Boundary:
         )
 
 
-def as_tuple(value: Any) -> tuple[Tensor, ...]:
-    """A layer's value as a tuple. Raises ValueError for anything but a tensor or a sequence of tensors."""
-    values = (value,) if isinstance(value, Tensor) else value
-    if not isinstance(values, (tuple, list)) or not all(isinstance(each, Tensor) for each in values):
-        raise ValueError(f"a layer passed {value!r}: layers must pass a tensor or a tuple of tensors")
-    return tuple(values)
+def as_tuple(value: Tree) -> tuple[Tensor, ...]:
+    """The tensors of a layer's value, one for each position of its boundary. Raises ValueError for what
+    cannot pass between layers.
+    """
+    return _apart(value)[0]
+
+
+def _apart(value: Tree) -> tuple[tuple[Tensor, ...], Nested | None]:
+    if isinstance(value, Tensor):
+        return (value,), None
+    if type(value) is tuple and all(isinstance(each, Tensor) for each in value):
+        return value, None
+    try:
+        return take_apart(value, "what a layer passed")
+    except TypeError as error:
+        raise ValueError(str(error)) from error

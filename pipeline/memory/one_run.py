@@ -48,7 +48,7 @@ class OneRun:
         versions = [value._version for value in values]
         buffers = Moved(layer)
         with precision():
-            result = layer(tuple(values) if inputs.is_tuple else values[0])
+            result = layer(inputs.build(values))
         self.overwritten = frozenset(
             [
                 position

@@ -35,10 +35,10 @@ class Passing(nn.Module):
         self.layer, self.held, self.pops, self.stashed, self.kept = layer, held, pops, stashed, kept
 
     def forward(self, given: Any) -> Any:
-        parts = (given,) if isinstance(given, Tensor) else tuple(given)
-        count = len(parts) - self.held
-        value: Any = parts[0] if count == 1 else parts[:count]
-        carried = list(parts[count:])
+        value, carried = given, list[Tensor]()
+        if self.held:
+            count = len(given) - self.held
+            value, carried = given[0] if count == 1 else given[:count], list(given[count:])
         if self.pops:
             value = (value, *[carried[place] for place in self.pops])
         value = self.layer(value)
@@ -47,8 +47,18 @@ class Passing(nn.Module):
             carried += stashed
         if not self.kept:
             return value
-        parts = (value,) if isinstance(value, Tensor) else tuple(value)
+        parts = (value,) if isinstance(value, Tensor) else value
+        if not (isinstance(parts, tuple) and all(isinstance(part, Tensor) for part in parts)):
+            raise beside(type(value).__name__)
         return (*parts, *[carried[place] for place in self.kept])
+
+
+def beside(kind: str) -> ValueError:
+    """What to raise where portals are carried beside another pytree."""
+    return ValueError(
+        f"a layer passes a {kind} and portals are carried past it; the memory of portals is modelled between "
+        "layers that pass tensors or tuples of them"
+    )
 
 
 def passing(

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.passing import passing
+from gpipe_bench.pipeline.memory.passing import beside, passing
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
@@ -72,6 +72,7 @@ def portal_memory(
     optimizer: str = "rmsprop",
     *,
     profiler: Profiler | None = None,
+    receive_ahead: int | None = None,
 ) -> tuple[StageMemory, ...]:
     """The fullest moment of each worker in one process, of layers with portals.
 
@@ -83,10 +84,18 @@ def portal_memory(
         schedule: any that `validate` accepts.
         optimizer: "sgd", "rmsprop" or "adam".
         profiler: `Profiler(split_backward=True)` for schedules that split backwards.
+        receive_ahead: as of `workers.peak_bytes`, of which only None, one process, is known of portals.
 
     Raises:
-        ValueError: layers that pass anything but tensors, or as of `workers.peak_bytes`.
+        ValueError: another `receive_ahead`, layers that pass another pytree beside portals, or as of
+            `workers.peak_bytes`.
     """
+    if receive_ahead is not None:
+        raise ValueError(
+            f"receive_ahead is {receive_ahead}, but the memory of portals is modelled in one process alone: "
+            "over processes they wait in buffers of their own; leave it None, or profile the layers with "
+            "Profiler.model, which passes portals on from stage to stage"
+        )
     profiler = profiler or Profiler()
     modules = list(layers)
     declared = declarations(modules)
@@ -98,6 +107,8 @@ def portal_memory(
         comes, goes = arriving(lines, stage), leaving(lines, stage)
         arrived = tuple([specs[name] for name in comes])
         if arrived:
+            if inputs.nested is not None:
+                raise beside(repr(inputs.nested))
             inputs = inputs.join(Boundary(arrived, tuple(range(len(arrived))), True))
         mine = passing([modules[i] for i in span], [declared[i] for i in span], comes, goes)
         profiles, loss = profiler.chain(mine, inputs), None
@@ -109,7 +120,9 @@ def portal_memory(
         outputs = profiles[-1].outputs
         count = len(outputs.tensors) - len(goes)
         specs.update(zip(goes, outputs.tensors[count:], strict=True))
-        inputs = Boundary(outputs.tensors[:count], outputs.same_as[:count], count > 1)
+        inputs = outputs
+        if goes:
+            inputs = Boundary(outputs.tensors[:count], outputs.same_as[:count], count > 1)
         trained = [i for i in inputs.distinct if inputs.tensors[i].requires_grad]
         output_gradients.append(sum(inputs.tensors[i].num_bytes for i in trained) if loss is None else 0)
     waits = Waits(

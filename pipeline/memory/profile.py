@@ -134,7 +134,7 @@ class Profiler:
         self, loss_fn: Callable[[Any, Tensor], Tensor], outputs: Boundary, target: Boundary
     ) -> LayerProfile:
         """The loss as one more layer, which takes the outputs and the target."""
-        return self.layer(LossLayer(loss_fn, outputs.is_tuple), outputs.join(target))
+        return self.layer(LossLayer.of(loss_fn, outputs, target), outputs.join(target))
 
     def _precision(self) -> AbstractContextManager[object]:
         if self.autocast is None:
@@ -235,15 +235,32 @@ class Profiler:
 
 
 class LossLayer(nn.Module):
-    """A loss function as a layer that takes ``(*outputs, target)``."""
+    """A loss function as a layer that takes ``(*outputs, target)``, or the tensors of both, each in its turn,
+    where one of them is another pytree.
+    """
 
-    def __init__(self, loss_fn: Callable[[Any, Tensor], Tensor], is_tuple: bool) -> None:
+    def __init__(
+        self,
+        loss_fn: Callable[..., Tensor],
+        is_tuple: bool,
+        nested: tuple[Boundary, Boundary] | None = None,
+    ) -> None:
         super().__init__()
-        self.loss_fn, self.is_tuple = loss_fn, is_tuple
+        self.loss_fn, self.is_tuple, self.nested = loss_fn, is_tuple, nested
+
+    @classmethod
+    def of(cls, loss_fn: Callable[..., Tensor], outputs: Boundary, target: Boundary) -> LossLayer:
+        """For what the last layer passes and such a target."""
+        plain = outputs.nested is None and target.nested is None and not target.is_tuple
+        return cls(loss_fn, outputs.is_tuple, None if plain else (outputs, target))
 
     def forward(self, values: tuple[Tensor, ...]) -> Tensor:
-        *outputs, target = values
-        return self.loss_fn(tuple(outputs) if self.is_tuple else outputs[0], target)
+        if self.nested is not None:
+            outputs, target = self.nested
+            count = len(outputs.tensors)
+            return self.loss_fn(outputs.build(values[:count]), target.build(values[count:]))
+        *given, last = values
+        return self.loss_fn(tuple(given) if self.is_tuple else given[0], last)
 
 
 def _refuse_ties(layers: Iterable[nn.Module]) -> None:

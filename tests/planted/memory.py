@@ -180,4 +180,12 @@ HALVES_MODELLED = (
         why="there is one parameter, and one state of it",
         tests=("tests/test_tied_memory.py::test_a_tie_within_a_stage[gpipe-always-adam]",),
     ),
+    Mutant(
+        name="the sum of a shared weight's gradients takes no memory",
+        file="pipeline/memory/stages/ties.py",
+        old='        sums = StageMemory(**parts, activations=0, transients=num_bytes, when="ties")\n',
+        new='        sums = StageMemory(**parts, activations=0, transients=0, when="ties")\n',
+        why="what another owner has gathered comes beside what the layers of this one have",
+        tests=("tests/test_tied_memory.py::test_a_tie_between_processes[1]",),
+    ),
 )

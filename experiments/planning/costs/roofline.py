@@ -92,7 +92,7 @@ def _layers(model: Model, request: Request, size: int) -> list[tuple[_Ops, _Ops]
     )
     known: dict[object, tuple[_Ops, _Ops]] = {}
     found = []
-    loss = LossLayer(model.loss_fn, profile.layers[-1].outputs.is_tuple)
+    loss = LossLayer.of(model.loss_fn, profile.layers[-1].outputs, model.target)
     ends = [layer.inputs for layer in profile.layers] + [profile.loss.inputs]
     for layer, inputs in zip((*model.layers, loss), ends, strict=True):
         key = (signature(layer), inputs)
@@ -119,7 +119,7 @@ def _noted(layer: nn.Module, inputs: Boundary, request: Request) -> tuple[_Ops, 
             nullcontext() if precision is None else torch.autocast("cpu", precision, cache_enabled=False)
         )
         with _Notes(set()) as forward, context:
-            output = copy(tuple(given) if inputs.is_tuple else given[0])
+            output = copy(inputs.build(given))
         roots = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         seeds = [torch.empty_like(t) for t in roots]
         with _Notes(shapes) as backward:

@@ -87,8 +87,7 @@ def halves(
         state = {name: buffer.clone() for name, buffer in zip(buffers, held, strict=True)}
         every = [tensors[place[first]] for first in inputs.same_as]
         with precision if precision is not None else nullcontext():
-            value = tuple(every) if inputs.is_tuple else every[0]
-            result = functional_call(layer, {**names, **state}, (value,))
+            result = functional_call(layer, {**names, **state}, (inputs.build(every),))
         found = {id(t): position for position, t in zip(inputs.distinct, tensors, strict=True)}
         handed_on.clear()
         returned.clear()

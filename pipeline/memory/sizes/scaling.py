@@ -99,7 +99,12 @@ def _structure(profile: LayerProfile) -> tuple[object, ...]:
         *(len(part) for part in _parts(profile)),
         *(story.plot for story in (profile.free, profile.first, profile.later)),
         *(
-            (end.same_as, end.is_tuple, [(len(t.shape), replace(t, shape=())) for t in end.tensors])
+            (
+                end.same_as,
+                end.is_tuple,
+                end.nested,
+                [(len(t.shape), replace(t, shape=())) for t in end.tensors],
+            )
             for end in (profile.inputs, profile.outputs)
         ),
     )

@@ -14,31 +14,13 @@ of the ring holds what was received until the end of B. There the copy comes on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-from gpipe_bench.pipeline.memory.story import BufferRole, LayerProfile
-from gpipe_bench.pipeline.stage.state.buffers import SMALL_BYTES
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.stages.demands import Demand
     from gpipe_bench.pipeline.memory.stages.footprint import Footprint
-
-
-def buffer_copies(layers: Iterable[LayerProfile]) -> tuple[int, int]:
-    """Bytes of a stage's buffers that are copied for each micro-batch, and once."""
-    changing = once = 0
-    for layer in layers:
-        for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
-            small = size if size <= SMALL_BYTES else 0
-            if role is BufferRole.CHANGING or role is BufferRole.REPLACED:
-                changing += size
-            elif role is BufferRole.BESIDE:
-                changing += small
-            elif role is BufferRole.STILL:
-                once += small
-    return changing, once
 
 
 def with_shadows(stage: Footprint, demanded: Sequence[Demand]) -> Footprint:

@@ -73,7 +73,7 @@ class Walk:
         if recomputed:
             self.unrecomputed += kind is Kind.F
             self.again_halves -= kind is Kind.W
-        copies = (recomputed, self.unrecomputed, self.again_graphs, self.again_halves, self.stays)
+        copies = (self.unrecomputed, self.again_graphs, self.again_halves)
         if recomputed:
             self._leave(kind)
         if kind is Kind.F or kind is Kind.R:
@@ -103,7 +103,8 @@ class Walk:
                 moment = "later" if self.after_first_backward else "first"
                 self.after_first_backward = True
             self.after_first_inputs = True
-        return Demand(moment, *counts, self.inputs_ahead, gradients, *found, *copies, str(action))
+        ahead = (self.inputs_ahead, gradients)
+        return Demand(moment, *counts, *ahead, *found, recomputed, *copies, self.stays, str(action))
 
     def _leave(self, kind: Kind) -> None:
         """What an action of a micro-batch that is recomputed leaves of copies."""

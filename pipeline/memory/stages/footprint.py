@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from gpipe_bench.pipeline.memory.stages.copies import buffer_copies
 from gpipe_bench.pipeline.memory.stages.links import Links, link, names_in
 from gpipe_bench.pipeline.memory.stages.moments import Halves, Moment
 from gpipe_bench.pipeline.memory.stages.split_footprint import halves_of
-from gpipe_bench.pipeline.memory.story import LayerProfile, Received, Story
+from gpipe_bench.pipeline.memory.story import BufferRole, LayerProfile, Received, Story
+from gpipe_bench.pipeline.stage.state.buffers import SMALL_BYTES
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Footprint:
 def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> Footprint:
     """Add up the profiles of a stage's layers; ``loss`` is the loss of the last stage, as one more layer."""
     walked = (*layers, loss) if loss is not None else tuple(layers)
-    target_bytes = loss.inputs.tensors[-1].num_bytes if loss is not None else 0
+    targets = loss.inputs.tensors[len(layers[-1].outputs.tensors) :] if loss is not None else ()
     links = link(walked)
     saved_bytes, holder, forward = walk_forward(walked, links)
     inputs = layers[0].inputs
@@ -66,7 +66,7 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         for layer, names in zip(walked, links.names, strict=True)
         for storage in layer.first.kept_ends
     }
-    changing, shadows = buffer_copies(walked)
+    changing, shadows = _buffer_copies(walked)
     lingers = any(layer.replaced_bytes for layer in layers)
     again = walk_forward(walked, links, again=True)[2] if lingers else None
     kept_inputs = [
@@ -81,7 +81,7 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         gradient_bytes=sum(layer.gradient_bytes for layer in layers),
         input_bytes=inputs.num_bytes,
         kept_input_bytes=sum(inputs.tensors[index].num_bytes for index in kept_inputs),
-        target_bytes=target_bytes,
+        target_bytes=sum(target.num_bytes for target in targets),
         output_gradient_bytes=0 if loss is not None else layers[-1].output_gradient_bytes,
         saved_bytes=saved_bytes,
         free=_walk_free(walked, links),
@@ -94,6 +94,21 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         shadow_buffer_bytes=shadows,
         again=again,
     )
+
+
+def _buffer_copies(layers: Sequence[LayerProfile]) -> tuple[int, int]:
+    """Bytes of a stage's buffers that are copied for each micro-batch, and once."""
+    changing = once = 0
+    for layer in layers:
+        for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
+            small = size if size <= SMALL_BYTES else 0
+            if role is BufferRole.CHANGING or role is BufferRole.REPLACED:
+                changing += size
+            elif role is BufferRole.BESIDE:
+                changing += small
+            elif role is BufferRole.STILL:
+                once += small
+    return changing, once
 
 
 def _walk_free(chain: Sequence[LayerProfile], links: Links) -> Moment:

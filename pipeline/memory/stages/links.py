@@ -34,8 +34,8 @@ def link(chain: Sequence[LayerProfile]) -> Links:
     unused = len(names)
     for index, layer in enumerate(chain):
         story = layer.first
-        if index and len(story.inputs) > len(names):  # the loss: its last input is the target
-            sizes[unused] = layer.inputs.tensors[-1].num_bytes
+        for target in layer.inputs.tensors[len(names) :] if index else ():  # the loss: its last inputs
+            sizes[unused] = target.num_bytes
             boundary.add(unused)
             names = (*names, unused)
             unused += 1

@@ -2,7 +2,8 @@
 
 Profiles are of layers by themselves, so each counts the weight as its own. In a step each of these layers
 does gather a gradient of its own (`stage.tied`); but there is one weight, one state of the optimizer, and
-when the optimizer steps one gradient. Workers in processes of their own have a weight each.
+when the optimizer steps one gradient. Workers in processes of their own have a weight each, and for a moment
+at the end of a step one gradient more: the sum that another owner has sent (gpipe_bench.pipeline.ranks.tied).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint
+from gpipe_bench.pipeline.memory.stages.peaks import StageMemory, memory_at, optimizer_state, rule_of
 from gpipe_bench.pipeline.plan.schedule import Schedule
 
 
@@ -62,6 +64,44 @@ def counted_once(
                 found[stage] = _without(found[stage], weight)
             seen.add(worker)
     return tuple(found)
+
+
+def with_sums(
+    found: Sequence[StageMemory],
+    stages: Sequence[Footprint],
+    spans: Sequence[range],
+    schedule: Schedule,
+    optimizer: str,
+    weights: Sequence[SharedWeight],
+) -> tuple[StageMemory, ...]:
+    """The fullest moments of workers in processes of their own, which ``found`` says without the sums.
+
+    ``stages`` are `counted_once`. The weights are summed one after another, when all gradients are there.
+    """
+    rule = rule_of(optimizer)
+    stage_of = {layer: stage for stage, span in enumerate(spans) for layer in span}
+    received = [0] * schedule.num_workers
+    for weight in weights:
+        owners = {schedule.worker(stage_of[layer]) for layer in weight.layers}
+        for worker in owners if weight.trained and len(owners) > 1 else ():
+            received[worker] = max(received[worker], weight.num_bytes)
+    most = list(found)
+    for worker, num_bytes in enumerate(received):
+        if not num_bytes:
+            continue
+        parts = dict.fromkeys(("parameters", "buffers", "gradients", "optimizer_state", "boundary"), 0)
+        for index in schedule.stages_of(worker):
+            stage = stages[index]
+            resting = memory_at(
+                stage, None, rule, optimizer_state(stage, rule), schedule.num_microbatches,
+                is_first=index == 0,
+            )  # fmt: skip
+            for name in parts:
+                parts[name] += getattr(resting, name)
+            parts["gradients"] += stage.summed_gradient_bytes
+        sums = StageMemory(**parts, activations=0, transients=num_bytes, when="ties")
+        most[worker] = max(most[worker], sums, key=lambda each: each.peak)
+    return tuple(most)
 
 
 def _without(stage: Footprint, weight: SharedWeight) -> Footprint:

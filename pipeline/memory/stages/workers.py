@@ -33,7 +33,7 @@ from gpipe_bench.pipeline.memory.stages.peaks import (
     rule_of,
     stage_memory,
 )
-from gpipe_bench.pipeline.memory.stages.ties import SharedWeight, counted_once
+from gpipe_bench.pipeline.memory.stages.ties import SharedWeight, counted_once, with_sums
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
@@ -117,18 +117,23 @@ def pipeline_memory(
     `peak_bytes`.
 
     ``ties`` are weights that several layers use (`stages.ties.shared_weights`); without them each counts as
-    the layer's own. ``receive_ahead`` is 1 over torch.distributed and None in one process. There gpipe and
-    naive use every message as it comes, as 0 has it; under 1f1b one may wait, and the peak is between that
-    for 0 and that for 1.
+    the layer's own. Over processes their gradients are summed when the last backward is over.
+    ``receive_ahead`` is 1 over torch.distributed and None in one process. There gpipe and naive use every
+    message as it comes, as 0 has it; under 1f1b one may wait, and the peak is between that for 0 and that
+    for 1.
     """
     _check_number(stages, schedule)
     footprints = counted_once(stage_footprints(layers, loss, stages), stages, schedule, ties)
     if receive_ahead is None or schedule.placement:
-        return memories(footprints, schedule, optimizer, receive_ahead)
-    return tuple(
-        stage_memory(stage, row, optimizer, is_first=index == 0, receive_ahead=receive_ahead)
-        for index, (stage, row) in enumerate(zip(footprints, schedule.actions, strict=True))
-    )
+        found = memories(footprints, schedule, optimizer, receive_ahead)
+    else:
+        found = tuple(
+            stage_memory(stage, row, optimizer, is_first=index == 0, receive_ahead=receive_ahead)
+            for index, (stage, row) in enumerate(zip(footprints, schedule.actions, strict=True))
+        )
+    if not receive_ahead or not ties:
+        return found
+    return with_sums(found, footprints, stages, schedule, optimizer, ties)
 
 
 def memories(

@@ -64,8 +64,8 @@ MODELLED = (
     Mutant(
         name="memory without the boundary",
         file="pipeline/memory/stages/peaks.py",
-        old="        boundary=user_bytes + boundary,\n",
-        new="        boundary=user_bytes,\n",
+        old="        boundary=user_bytes + boundary + copies.boundary,\n",
+        new="        boundary=user_bytes + copies.boundary,\n",
         why="M kept inputs are what re-materialization costs",
         tests=MEMORY,
     ),

@@ -189,8 +189,8 @@ SCHEDULES = (
     Mutant(
         name="the memory of a worker ignores what is recomputed",
         file="pipeline/memory/stages/demands.py",
-        old="            is_free = kind is Kind.F and action.microbatch in self._recomputed\n",
-        new="            is_free = kind is Kind.F and bool(self._recomputed)\n",
+        old="        recomputed = action.microbatch in self._recomputed\n",
+        new="        recomputed = bool(self._recomputed)\n",
         why="a stage may keep the graphs of some micro-batches and make those of others again",
         tests=("tests/test_worker_memory.py::test_a_choice_under_a_cap_keeps_to_it_in_real_steps",),
     ),

@@ -1,10 +1,13 @@
-"""Data parallelism of ours and torch's DistributedDataParallel, in turns in the same processes.
+"""Replicas of ours and torch's, in turns in the same processes: DistributedDataParallel, or FSDP2.
 
     python -m gpipe_bench.experiments.grid.side_by_side --rounds 20
+    python -m gpipe_bench.experiments.grid.side_by_side --rounds 20 --zero 2 3
 
 Both train a copy each of one Transformer on the same shares of a batch, a step without its optimizer:
 forward, backward and the sum of the gradients over the replicas. With several micro-batches torch's adds up
-gradients without a sum (`no_sync`) but for the last. Gradients are compared before anything is timed.
+gradients without a sum (`no_sync`) but for the last. With `zero` the parameters are divided among the
+replicas, layer by layer, and torch's is `fully_shard` with the calls that make it ZeRO-2 or ZeRO-3 where
+there are several micro-batches. Gradients are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -20,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gpipe_bench.experiments.measuring.processes import run_processes
@@ -29,7 +35,7 @@ from gpipe_bench.harness.timing.rounds import against_itself, ratios, slowest
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
 
-OURS, TORCHS = "pipeline", "DistributedDataParallel"
+OURS, TORCHS = "pipeline", "torch"
 MODEL = "transformer-lm"
 SIZES = {
     "num_layers": 6, "d_model": 256, "ffn_dim": 1024, "num_heads": 4, "vocab_size": 1000, "seq_len": 64,
@@ -48,6 +54,7 @@ class Job(NamedTuple):
     num_rounds: int = 20
     seed: int = 0
     bucket_bytes: int | None = None
+    zero: int | None = None
     sizes: dict[str, Any] = SIZES
 
 
@@ -82,7 +89,7 @@ def work(job: Job) -> tuple[Measured, float]:
     own = slice(rank * job.examples, (rank + 1) * job.examples)
     steps = {
         OURS: _ours(job, model, batch[own], target[own]),
-        TORCHS: _torchs(job, twin, batch[own], target[own]),
+        TORCHS: (_torchs if job.zero is None else _torchs_divided)(job, twin, batch[own], target[own]),
     }
     for _ in range(_STEPS_BEFORE):  # connections are made, and both know in which order gradients come
         for step in steps.values():
@@ -96,10 +103,11 @@ def work(job: Job) -> tuple[Measured, float]:
 
 
 def _ours(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Callable[[], object]:
-    mesh = init_device_mesh("cpu", (job.replicas, 1), mesh_dim_names=("dp", "pp"))
+    names = ("dp" if job.zero is None else "fsdp", "pp")
+    mesh = init_device_mesh("cpu", (job.replicas, 1), mesh_dim_names=names)
     pipeline = Pipeline(
         model, mesh=mesh, num_microbatches=job.num_microbatches, schedule="1f1b", remat="never",
-        bucket_bytes=job.bucket_bytes,
+        bucket_bytes=job.bucket_bytes, zero=job.zero,
     )  # fmt: skip
     loss = loss_fn(MODEL, **job.sizes)
 
@@ -124,21 +132,51 @@ def _torchs(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Ca
     return step
 
 
+def _torchs_divided(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Callable[[], object]:
+    mesh = init_device_mesh("cpu", (job.replicas,))
+    keeps = job.zero == 2  # what was gathered, from the first forward of a step to its last backward
+    layers = [layer for layer in model if any(True for _ in layer.parameters())]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps)
+    divided = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    loss: Callable[..., Tensor] = loss_fn(MODEL, **job.sizes)
+    parts = list(zip(batch.chunk(job.num_microbatches), target.chunk(job.num_microbatches), strict=True))
+
+    def step() -> None:
+        model.zero_grad()
+        for m, (inputs, wanted) in enumerate(parts):
+            last = m == len(parts) - 1
+            for layer in divided:
+                layer.set_is_last_backward(last)
+                layer.set_requires_gradient_sync(last)
+                layer.set_reshard_after_backward(last or not keeps)
+            torch.autograd.backward(loss(model(inputs), wanted) / len(parts))
+
+    return step
+
+
 def _difference(model: nn.Module, twin: nn.Module) -> float:
     pairs = [
-        (a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+        (_own(a.grad), _own(b.grad)) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
         if a.grad is not None and b.grad is not None
     ]  # fmt: skip
     if len(pairs) < len(list(model.parameters())):
         return float("inf")
+    pairs = [(ours, theirs) for ours, theirs in pairs if theirs.numel()]
     largest = max(float(theirs.abs().max()) for _, theirs in pairs)
     return max(float((ours - theirs).abs().max()) for ours, theirs in pairs) / largest
+
+
+def _own(gradient: Tensor) -> Tensor:
+    """This process's part of it."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def lines(job: Job, found: Compared) -> list[str]:
     """What was found, as text."""
     shown = [f"{arm:24} {1e3 * median(samples):8.2f} ms" for arm, samples in found.times.items()]
-    what = f"{job.replicas} replicas x {job.examples} examples, M = {job.num_microbatches}"
+    theirs = "DistributedDataParallel" if job.zero is None else f"fully_shard, ZeRO-{job.zero}"
+    what = f"{job.replicas} replicas x {job.examples} examples, M = {job.num_microbatches}, torch: {theirs}"
     return [
         what,
         *shown,
@@ -159,15 +197,17 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=8, help="of each replica")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--zero", type=int, nargs="+", choices=(2, 3), help="beside FSDP2 instead of DDP")
     parser.add_argument("--bucket-mib", type=float, help="of ours; torch's have its default")
     options = parser.parse_args()
-    for num_microbatches in options.microbatches:
+    for zero, num_microbatches in product(options.zero or [None], options.microbatches):
         job = Job(
             options.replicas,
             options.examples,
             num_microbatches,
             options.rounds,
             bucket_bytes=None if options.bucket_mib is None else int(options.bucket_mib * 2**20),
+            zero=zero,
         )
         print("\n".join(lines(job, compare(job))), flush=True)
 

@@ -55,7 +55,7 @@ def _panel(axes: Axes, record: Record) -> None:
             label="others, measured",
         )  # fmt: skip
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     ticks = sorted({row["K"] for row in (*rows, *done)})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set(xlabel="K, workers of a pipeline (small numbers: dp)", ylabel="step (s), modelled")

@@ -69,6 +69,11 @@ def test_the_frontier_gets_slower_with_less_memory(two: tuple[dict[str, Any], Pa
     steps = [point["step_s"] for point in frontier]
     assert peaks == sorted(peaks)
     assert steps == sorted(steps, reverse=True)
+    for each in two[0]["plans"]:  # nothing is left out that is faster with as little memory
+        assert any(
+            point["peak_bytes"] <= max(each["peak_bytes"]) and point["step_s"] <= each["step_s"]
+            for point in frontier
+        )
     assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -84,6 +89,19 @@ def test_the_text_has_the_best_the_cut_the_schedule_and_the_script(
     assert found["script"] in text
     assert text.rstrip().endswith("torchrun --nproc-per-node 2 train.py")
     assert (folder / "train.py").read_text() == found["script"]
+
+
+@pytest.mark.alone
+def test_layers_are_timed_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--memory-gib 1 --batch-size 4 --pp 2 --schedule 1f1b --num-microbatches 2 --optimizer sgd"
+    assert main(f"plan planning_models:plain --accelerators 2 {options} --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    (best,) = found["plans"]
+    assert found["device_type"] == "measured"
+    assert best["provenance"]["layers"].startswith("measured, ")
+    assert best["provenance"]["processes"].endswith((" timed", "that are asked about"))
+    assert 0 < best["low_s"] <= best["step_s"] <= best["high_s"]
+    assert sum(best["cut"]) == 6
 
 
 @pytest.mark.alone

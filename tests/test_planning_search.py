@@ -127,6 +127,23 @@ def test_on_a_grid_what_fits_fits_and_little_is_given_away(grid: Grid) -> None:
         assert least <= mine.peak <= 1.2 * least
 
 
+@pytest.mark.parametrize("name", ["plain", "tied"])
+@pytest.mark.parametrize(
+    "grid", [Grid(2, 2), Grid(2, 1, 2, 2), Grid(2, 1, 2, 3), Grid(1, 2, 2, 3), Grid(2, tp=2)]
+)
+def test_no_cut_holds_less_than_the_least_of_its_grid(name: str, grid: Grid) -> None:
+    search = search_of(name=name)
+    way = Way(grid, "1f1b", 1, 4, 2)
+    least, layers = search.room(way).least_bytes(), search.costs.num_layers
+    ends = range(1, layers) if grid.pp == 2 else (layers,)
+    cuts = [tuple(s for s in (range(end), range(end, layers)) if len(s)) for end in ends]
+    peaks = [search.found(way, Cut(cut, ("always",) * grid.pp, 1.0, 1.0)).peak for cut in cuts]
+    assert 0 < least <= min(peaks)
+    if (name, grid) == ("plain", Grid(2, 2)):  # weights, gradients, Adam's two moments and counts, halved
+        tensors = [p.numel() for layer in planned("plain").layers for p in layer.parameters()]
+        assert least == (4 * 4 * sum(tensors) + 4 * len(tensors)) // 2
+
+
 def test_ways_are_left_out_only_where_their_bound_is_above_what_is_kept() -> None:
     search = search_of()
     found = search.run(kept=3)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.plan import elsewhere_case, peaks, steps, waiting
+from gpipe_bench.experiments.plan import at_scale, elsewhere_case, peaks, steps, waiting
 from gpipe_bench.experiments.plan.figures import figures
 from gpipe_bench.experiments.plan.models import MODELS
 from gpipe_bench.experiments.plan.text import tables
@@ -34,6 +34,11 @@ def cases(options: RunOptions) -> list[Case]:
         for model in MODELS[profile]
     ]
     found.append(Case({"part": waiting.PART}, SECONDS[waiting.PART][profile]))
+    if profile != "smoke":
+        found += [
+            Case({"part": at_scale.PART, "model": name}, scale.seconds)
+            for name, scale in at_scale.SCALES.items()
+        ]
     return found + [
         Case({"part": elsewhere_case.PART, "source": source}, seconds)
         for source, seconds in elsewhere_case.SECONDS.items()
@@ -49,6 +54,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return peaks.run(case.key, options)
         case waiting.PART:
             return waiting.run(case.key, options)
+        case at_scale.PART:
+            return at_scale.run(case.key)
     return elsewhere_case.run(case.key)
 
 
@@ -63,7 +70,8 @@ EXPERIMENT = Experiment(
     source="beyond the paper; arXiv 2401.10241, torchtitan, Primus, torchgpipe",
     describe=(
         "Layers are timed, all ways to train on two processes predicted, the best five and five others run: "
-        "error, rank correlation, regret, peaks; published configurations in the order of our predictions."
+        "error, rank correlation, regret, peaks; published configurations in the order of our predictions; "
+        "the step over (dp, tp, K) of the largest models on paper."
     ),
     profiles={
         "smoke": "one tiny model, three configurations",

@@ -1,4 +1,4 @@
-"""Predicted against measured, in one picture."""
+"""Predicted against measured, and the step of the largest models over their grids."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.plan import steps
+from gpipe_bench.experiments.plan import at_scale, scale_figure, steps
 from gpipe_bench.experiments.plan.measures import Compared, by_model, rank_correlation, regret
 from gpipe_bench.experiments.report.drawing import COLORS, paper_style
 from gpipe_bench.harness.records.record import Record, of_case
@@ -22,11 +22,10 @@ BAND = 0.12
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """The plot, where anything ran."""
+    """The plots of what is on record."""
     found = [each for r in of_case(records, "done", part=steps.PART) for each in steps.compared(r)]
-    if not found:
-        return []
-    return [
+    scales = of_case(records, "done", part=at_scale.PART)
+    plots = [
         Plot(
             name="plan-predicted",
             suffixes=("png",),
@@ -38,7 +37,23 @@ def figures(records: Sequence[Record]) -> list[Plot]:
             draw=partial(draw, found),
             style=paper_style,
         )
-    ]
+    ][: bool(found)]
+    if scales:
+        plots.append(
+            Plot(
+                name="plan-at-scale",
+                suffixes=("png",),
+                caption="The step of the largest models over (dp, tp, K), on paper, beside what others did",
+                alt=(
+                    "A panel for each model: seconds of a step over K, a line for each size of tensor "
+                    "parallelism with the range of the roofline; diamonds are what others did, predicted, "
+                    "and crosses what they measured."
+                ),
+                draw=partial(scale_figure.draw, scales),
+                style=paper_style,
+            )
+        )
+    return plots
 
 
 def draw(found: Sequence[Compared]) -> Figure:

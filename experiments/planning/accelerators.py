@@ -8,7 +8,12 @@ in powers of ten.
 
 from __future__ import annotations
 
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import P100_12, P100_16, Accelerator
+from gpipe_bench.experiments.published.accelerator_steps.accelerators import (
+    P100_12,
+    P100_16,
+    TPU_V3,
+    Accelerator,
+)
 
 
 def _nvidia(name: str, sheet: str, float32: float, half: float, terabytes: float) -> Accelerator:
@@ -46,6 +51,7 @@ ACCELERATORS: dict[str, Accelerator] = {
     "rtx4090": _nvidia("GeForce RTX 4090", _ADA, 82.6, 165.2, 1.008),
     "h100": _nvidia("H100 SXM5", f"{_PAGES}/en-us/data-center/h100/", 67, 989.5, 3.35),
     "h200": _nvidia("H200 SXM", f"{_PAGES}/en-us/data-center/h200/", 67, 989.5, 4.8),
+    "tpuv3": TPU_V3,
     "b200": _nvidia("B200 SXM", _BLACKWELL, 75, 2250, 7.7),
 }
 """By the name that `--device-type` takes."""

@@ -151,7 +151,7 @@ def plan(
         model,
         request,
         predictions[:shown],
-        frontier(found, search),
+        frontier(found, predictions, search),
         search.tried,
         search.skipped,
     )
@@ -188,8 +188,11 @@ def predicted(found: Found, search: Search) -> Prediction:
     )
 
 
-def frontier(found: Sequence[Found], search: Search) -> tuple[Point, ...]:
-    """The fastest steps under less and less memory, of the ways that were found and with fewer examples."""
+def frontier(found: Sequence[Found], predictions: Sequence[Prediction], search: Search) -> tuple[Point, ...]:
+    """The fastest steps under less and less memory, of the ways that were found and with fewer examples.
+
+    `predictions` are those of what was found.
+    """
     every = list(found)
     request = search.request
     ways = [_way(each, request) for each in found[:4]]
@@ -212,12 +215,13 @@ def frontier(found: Sequence[Found], search: Search) -> tuple[Point, ...]:
     for each in every:
         if not kept or each.peak < kept[-1].peak:
             kept.append(each)
-    points = [
-        Point(each.peak, prediction.step_s, prediction)
-        for each in reversed(kept)
-        for prediction in (predicted(each, search),)
-    ]
-    # By the replay a step may be a little faster than the search had it.
+    known = {each.candidate: each for each in predictions}
+    known |= {each.candidate: predicted(each, search) for each in kept if each.candidate not in known}
+    # By the replay steps differ a little from what the search had, and so may their order.
+    points = sorted(
+        (Point(each.peak, each.step_s, each) for each in known.values()),
+        key=lambda point: (point.peak_bytes, point.step_s),
+    )
     return tuple(
         point
         for index, point in enumerate(points)
@@ -236,9 +240,7 @@ def _way(found: Found, request: Request) -> Way:
 
 def _may_fit(model: Model, request: Request, size: int) -> bool:
     """Whether no single layer needs more than there is for a micro-batch of that size."""
-    profile = model.profile_of(
-        size, request.precision, compiled=request.compiled, split_backward=not request.compiled
-    )
+    profile = model.profile_of(size, request.precision, compiled=request.compiled)
     return all(
         layer.inputs.num_bytes + layer.free.forward_peak <= request.memory_bytes for layer in profile.layers
     )

@@ -56,9 +56,7 @@ def by_roofline(model: Model, request: Request, sizes: Sequence[int]) -> Costs:
         for share in SHARES:
             seconds[share] = _kinds(layers, device, share)
             spread[share] += sum(map(sum, (seconds[share]["F"], seconds[share]["B"])))
-        profile = model.profile_of(
-            size, request.precision, compiled=request.compiled, split_backward=not request.compiled
-        )
+        profile = model.profile_of(size, request.precision, compiled=request.compiled)
         found[size] = SizeCosts(
             layers_s=seconds["middle"],
             activation_bytes=[layer.outputs.num_bytes for layer in profile.layers[:-1]],
@@ -79,17 +77,15 @@ def by_roofline(model: Model, request: Request, sizes: Sequence[int]) -> Costs:
             + (f", {request.between.name} between hosts" if request.between else ""),
             "memory": "modelled from profiles of the layers",
         },
-        profiles=lambda size, _: model.profile_of(
-            size, request.precision, compiled=request.compiled, split_backward=not request.compiled
+        profiles=lambda size, split: model.profile_of(
+            size, request.precision, compiled=request.compiled, split_backward=split
         ),
     )
 
 
 def _layers(model: Model, request: Request, size: int) -> list[tuple[_Ops, _Ops]]:
     """Operations of each layer's forward and backward, the loss with the last."""
-    profile = model.profile_of(
-        size, request.precision, compiled=request.compiled, split_backward=not request.compiled
-    )
+    profile = model.profile_of(size, request.precision, compiled=request.compiled)
     known: dict[object, tuple[_Ops, _Ops]] = {}
     found = []
     loss = LossLayer.of(model.loss_fn, profile.layers[-1].outputs, model.target)

@@ -14,7 +14,7 @@ that fits here fits, and `grid_peak_bytes` says to the byte how much is left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.planning.searching.grids import Grid
@@ -69,16 +69,28 @@ class Rules:
     ties: tuple[Tie, ...] = ()
 
 
-class Room:
-    """Bytes of the workers of one schedule, which is without recomputation, on one grid."""
+@dataclass(frozen=True)
+class Walked:
+    """The rows of one schedule, walked: the same on every grid and at every micro-batch size."""
 
-    def __init__(self, footprints: Footprints, schedule: Schedule, rules: Rules) -> None:
+    demands: dict[tuple[int, str], tuple[Demand, ...]] = field(default_factory=dict)
+    moments: dict[tuple[int, tuple[str, ...]], tuple[WorkerMoment, ...]] = field(default_factory=dict)
+
+
+class Room:
+    """Bytes of the workers of one schedule, which is without recomputation, on one grid.
+
+    `walked` is shared by all rooms of that schedule; one's own if not given.
+    """
+
+    def __init__(
+        self, footprints: Footprints, schedule: Schedule, rules: Rules, walked: Walked | None = None
+    ) -> None:
         self._footprints, self._schedule, self._rules = footprints, schedule, rules
+        self._walked = walked or Walked()
         self._ahead = 1 if schedule.num_workers > 1 else 0
         grid = rules.grid
         self._sharing = Sharing(grid.dp, grid.fsdp, grid.fsdp_level or 2)
-        self._demands: dict[tuple[int, str], tuple[Demand, ...]] = {}
-        self._moments: dict[tuple[int, tuple[str, ...]], tuple[WorkerMoment, ...]] = {}
         self._known: dict[tuple[object, ...], StageMemory] = {}
 
     def memory(self, worker: int, stages: tuple[range, ...], remat: Sequence[str]) -> StageMemory:
@@ -92,16 +104,28 @@ class Room:
             self._known[key] = self._less(found or self._together(worker, held, remat), ties)
         return self._known[key]
 
+    def least_bytes(self) -> int:
+        """What the fullest worker holds between steps at least, however the model is cut: an equal share."""
+        num_layers = len(self._footprints.profile.layers)
+        whole = (range(num_layers),)
+        held, rule = self._footprints.of(whole[0], self._sharing), rule_of(self._rules.optimizer)
+        rest = memory_at(
+            held.rest, None, rule, optimizer_state(held.rest, rule), self._schedule.num_microbatches,
+            is_first=True,
+        )  # fmt: skip
+        rest = self._less(rest, self._ties(whole))
+        return (rest.parameters + rest.gradients + rest.optimizer_state) // self._schedule.num_workers
+
     def _alone(self, worker: int, held: HeldStage, remat: str) -> StageMemory:
         key = (worker, remat)
-        if key not in self._demands:
+        if key not in self._walked.demands:
             row = _with_recomputation(self._schedule, worker, (remat,))
-            self._demands[key] = demands(row, self._ahead)
+            self._walked.demands[key] = demands(row, self._ahead)
         rule, count = rule_of(self._rules.optimizer), self._schedule.num_microbatches
         state, more = optimizer_state(held.rest, rule), max((*held.first, *held.last))
-        rest, step = (with_shadows(each, self._demands[key]) for each in (held.rest, held.step))
+        rest, step = (with_shadows(each, self._walked.demands[key]) for each in (held.rest, held.step))
         fullest = memory_at(rest, None, rule, state, count, is_first=worker == 0)
-        for demand in self._demands[key]:
+        for demand in self._walked.demands[key]:
             other = memory_at(step, demand, rule, state, count, is_first=worker == 0)
             if other.peak + more > fullest.peak:
                 fullest = replace(other, transients=other.transients + more)
@@ -109,12 +133,12 @@ class Room:
 
     def _together(self, worker: int, held: Sequence[HeldStage], remat: Sequence[str]) -> StageMemory:
         key = (worker, tuple(remat))
-        if key not in self._moments:
+        if key not in self._walked.moments:
             row = _with_recomputation(self._schedule, worker, remat)
-            self._moments[key] = worker_moments(self._schedule, worker, row, self._ahead)
+            self._walked.moments[key] = worker_moments(self._schedule, worker, row, self._ahead)
         mine = self._schedule.stages_of(worker)
         found = worker_memory(
-            self._moments[key],
+            self._walked.moments[key],
             dict(zip(mine, [each.step for each in held], strict=True)),
             dict(zip(mine, [each.rest for each in held], strict=True)),
             self._schedule.num_microbatches,

@@ -21,7 +21,7 @@ from gpipe_bench.experiments.planning.links import Places, places
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.searching.grids import Grid, times_on
-from gpipe_bench.experiments.planning.searching.room import Footprints, Room, Rules
+from gpipe_bench.experiments.planning.searching.room import Footprints, Room, Rules, Walked
 from gpipe_bench.experiments.planning.searching.space import Space, Way, ways
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.plan.cutting.best import EFFORT, Cut, best_cut
@@ -75,6 +75,8 @@ class Search:
     _footprints: dict[tuple[int, bool], Footprints] = field(default_factory=dict, repr=False)
     _times: dict[tuple[object, ...], LayerTimes] = field(default_factory=dict, repr=False)
     _schedules: dict[tuple[str, int, int, int], Schedule] = field(default_factory=dict, repr=False)
+    _walked: dict[tuple[str, int, int, int], Walked] = field(default_factory=dict, repr=False)
+    _least: dict[Grid, int] = field(default_factory=dict, repr=False)
 
     def run(self, kept: int = KEPT) -> tuple[Found, ...]:
         """The best of each grid and schedule, the fastest first; none where nothing fits."""
@@ -111,6 +113,8 @@ class Search:
         cap = memory_bytes or self.request.memory_bytes
         schedule, near = self.schedule(way), self.places(way)
         room = self.room(way)
+        if self._least_bytes(way, room) > cap:
+            return None
         cut = best_cut(
             schedule,
             self.times(way, near),
@@ -153,12 +157,16 @@ class Search:
 
     def schedule(self, way: Way) -> Schedule:
         """Its rows without recomputation."""
-        key = (way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches)
+        key = self._rows_of(way)
         if key not in self._schedules:
             self._schedules[key] = named(
                 way.schedule, way.grid.pp, way.num_microbatches, stages_per_worker=way.stages_per_worker
             )
         return self._schedules[key]
+
+    @staticmethod
+    def _rows_of(way: Way) -> tuple[str, int, int, int]:
+        return way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches
 
     def places(self, way: Way) -> Places:
         grid = way.grid
@@ -180,7 +188,14 @@ class Search:
             self.footprints(way.microbatch_size, way.splits),
             self.schedule(way),
             Rules(self.request.optimizer, way.grid, self.ties),
+            self._walked.setdefault(self._rows_of(way), Walked()),
         )
+
+    def _least_bytes(self, way: Way, room: Room) -> int:
+        """Of a way's grid, whatever its schedule and micro-batches; where that is too much nothing is cut."""
+        if way.grid not in self._least:
+            self._least[way.grid] = room.least_bytes()
+        return self._least[way.grid]
 
     def footprints(self, microbatch_size: int, split: bool) -> Footprints:
         key = (microbatch_size, split)

@@ -61,12 +61,9 @@ def smallest(model: Model, request: Request, space: Space, enough: int = 0) -> S
             continue
         size = share // max(counts)
         if size not in known:
-            profile = model.profile_of(
-                size, request.precision, compiled=request.compiled, split_backward=not request.compiled
-            )
-            known[size] = Footprints(profile)
+            known[size] = Footprints(model.profile_of(size, request.precision, compiled=request.compiled))
         for schedule in ("gpipe", "1f1b")[grid.pp == 1 :]:
-            each = _least(known[size], grid, schedule, max(counts), model, request, space)
+            each = _least(known[size], grid, schedule, max(counts), model, request, space, enough)
             if found is None or each.peak < found.peak:
                 found = each
             if found.peak <= enough:
@@ -82,8 +79,9 @@ def _least(
     model: Model,
     request: Request,
     space: Space,
+    enough: int,
 ) -> Smallest:
-    """The cut of one grid whose fullest worker is smallest."""
+    """The cut of one grid whose fullest worker is smallest, or an even one if that takes `enough` at most."""
     room = Room(footprints, named(schedule, grid.pp, count), Rules(request.optimizer, grid, model.ties))
     remat = (space.remats[-1],)
 
@@ -91,19 +89,17 @@ def _least(
         return room.memory(0 if start == 0 else min(1, grid.pp - 1), (range(start, stop),), remat).peak
 
     layers = footprints.profile.layers
-    cut = None
-    if len(layers) <= MOST_LAYERS:
-        cut = partition_by(peak, len(layers), grid.pp, cap=2**62)
-    if cut is None:
-        cut = partition(
-            [
-                4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes
-                for layer in layers
-            ],
-            grid.pp,
-        )
-    memory = tuple(room.memory(worker, (stage,), remat) for worker, stage in enumerate(cut))
-    return Smallest(grid, cut, count, memory)
+
+    def found(cut: Partition) -> Smallest:
+        memory = tuple(room.memory(worker, (stage,), remat) for worker, stage in enumerate(cut))
+        return Smallest(grid, cut, count, memory)
+
+    held = [4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes for layer in layers]
+    even = found(partition(held, grid.pp))
+    if even.peak <= enough or len(layers) > MOST_LAYERS:
+        return even
+    cut = partition_by(peak, len(layers), grid.pp, cap=2**62)
+    return even if cut is None else found(cut)
 
 
 def nothing_fits(model: Model, request: Request, space: Space, least: Smallest) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from textwrap import fill
+
 from gpipe_bench.experiments.planning.answer import Plan
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.prediction import Prediction
@@ -12,6 +14,8 @@ from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedules.known import named
 
 GIB = 2**30
+WIDTH = 110
+"""Of notes, as wide as the tables are."""
 MOST_WORKERS, MOST_MICROBATCHES = 16, 6
 """Of the schedule that is drawn: it repeats itself."""
 
@@ -64,7 +68,16 @@ def _ways(plan: Plan) -> str:
     )
     notes = [
         "",
-        *(f"{what}: {where}" for what, where in best.provenance.items()),
+        *(
+            fill(
+                f"{what}: {where}",
+                WIDTH,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for what, where in best.provenance.items()
+        ),
         f"{plan.tried} ways laid out, {plan.skipped} left out whose bound was above those here",
     ]
     columns = ["plan", "M", "recompute", "step", "range", "examples/s", "peak GiB", "slower"]

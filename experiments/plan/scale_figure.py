@@ -1,0 +1,63 @@
+"""The step of the largest models over K, a line for each size of tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gpipe_bench.harness.records.record import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+"""Of sizes of tensor parallelism; told apart with any eyes (Okabe and Ito)."""
+
+
+def draw(records: Sequence[Record]) -> Figure:
+    """A panel for each model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(records), 3.8), layout="constrained")
+    for place, record in enumerate(records):
+        _panel(figure.add_subplot(1, len(records), place + 1), record)
+    return figure
+
+
+def _panel(axes: Axes, record: Record) -> None:
+    rows, done = record.details["grids"], record.details["done"]
+    for place, tp in enumerate(sorted({row["tp"] for row in rows})):
+        mine = sorted((row for row in rows if row["tp"] == tp), key=lambda row: row["K"])
+        color = COLOURS[place % len(COLOURS)]
+        workers = [row["K"] for row in mine]
+        axes.plot(
+            workers, [row["step_s"] for row in mine], color=color, marker="o", markersize=4, label=f"tp {tp}"
+        )
+        axes.fill_between(
+            workers, [row["low_s"] for row in mine], [row["high_s"] for row in mine], color=color, alpha=0.12,
+            linewidth=0,
+        )  # fmt: skip
+        for row in mine:
+            axes.annotate(
+                f"{row['dp']}", (row["K"], row["step_s"]), xytext=(0, 5), textcoords="offset points",
+                fontsize=6, color=color, ha="center",
+            )  # fmt: skip
+    places = [row["K"] for row in done]
+    axes.plot(
+        places, [row["step_s"] for row in done], linestyle="none", marker="D", markersize=6, color="black",
+        markerfacecolor="none", label="others, predicted",
+    )  # fmt: skip
+    measured = [(row["K"], row["measured_s"]) for row in done if row["measured_s"]]
+    if measured:
+        axes.plot(
+            *zip(*measured, strict=True), linestyle="none", marker="x", color="black",
+            label="others, measured",
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    ticks = sorted({row["K"] for row in (*rows, *done)})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set(xlabel="K, workers of a pipeline (small numbers: dp)", ylabel="step (s), modelled")
+    axes.set_title(record.details["title"], fontsize="small")
+    axes.legend(frameon=False, fontsize="x-small")

@@ -1,0 +1,72 @@
+"""The largest grids on paper: the best way of each grid, its record, its table and its figure."""
+
+from __future__ import annotations
+
+import pytest
+from planning_models import costs_of, planned
+
+from gpipe_bench.experiments.plan import at_scale
+from gpipe_bench.experiments.plan.experiment import EXPERIMENT
+from gpipe_bench.experiments.plan.figures import figures
+from gpipe_bench.experiments.plan.text import tables
+from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.experiments.planning.searching.search import Search
+from gpipe_bench.experiments.planning.searching.space import Space, ways
+from gpipe_bench.harness.experiment import Case, RunOptions
+from gpipe_bench.harness.records.record import Record
+from gpipe_bench.pipeline.plan.links import Link
+
+TINY = at_scale.Scale(
+    title="a small one", accelerators=4, memory_bytes=16 * 2**30, device_type="h100", link="nvlink",
+    between="infiniband", batch_size=4, tp=(1, 2), optimizer="rmsprop", precision="float32", seconds=1.0,
+    done=(at_scale.Done("somebody", "somewhere", 2, 2, 1, "1f1b", 2, 3.0),),
+)  # fmt: skip
+
+
+def test_of_each_grid_it_is_the_best_of_all_its_ways() -> None:
+    request = Request(accelerators=4, memory_bytes=2**40, batch_size=8, link=Link("near", 1e-4, 1e6))
+    space = Space(schedules=at_scale.SCHEDULES, tp=(1, 2))
+    model = planned("plain")
+    search = Search(costs_of(model), request, space, model.ties)
+    every: dict[tuple[int, int], float] = {}
+    for way in ways(request, space, search.costs.num_layers):
+        found = search.best_of(way, at_scale.EFFORT)
+        if found is not None:
+            grid = (way.grid.pp, way.grid.tp)
+            every[grid] = min(every.get(grid, float("inf")), found.step_s)
+    best = at_scale.best_of_each_grid(search)
+    assert {grid: each.step_s for grid, each in best.items()} == every
+    assert set(every) == {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)}
+    assert search.skipped > 0
+
+
+def test_a_case_is_recorded_shown_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(at_scale.SCALES, "transformer-4", TINY)
+    case = Case({"part": at_scale.PART, "model": "transformer-4"}, 1.0)
+    outcome = at_scale.run(case.key)
+    assert {each.provenance for each in outcome.quantities} == {"modelled"}
+    assert all(each.low < each.value < each.high for each in outcome.quantities)  # type: ignore[operator]
+    steps = [each for each in outcome.quantities if each.name == at_scale.STEP]
+    assert all(each.key["dp"] * each.key["tp"] * each.key["K"] == 4 for each in steps)  # type: ignore[operator]
+    (theirs,) = (each for each in outcome.quantities if each.name == at_scale.THEIRS)
+    (same,) = (each for each in steps if each.key["tp"] == 1 and each.key["K"] == 2)
+    assert theirs.key == {"name": "somebody", "dp": 2, "tp": 1, "K": 2}
+    assert same.value <= theirs.value  # type: ignore[operator]
+    record = Record(
+        schema=2, experiment="plan", profile="short", case=case.key, status="done", reason="",
+        quantities=outcome.quantities, details=outcome.details, environment={}, command="", started_at="",
+        duration_s=1.0,
+    )  # fmt: skip
+    line = next(line for line in tables([record], []).splitlines() if line.startswith("somebody "))
+    assert " ".join(line.split()).startswith("somebody 2 2, 2 of them ZeRO-2 1 1f1b 2 2/2 ")
+    assert line.split()[-2] == "3.0"
+    (plot,) = figures([record])
+    assert plot.name == "plan-at-scale"
+    (axes,) = plot.draw().axes
+    assert axes.get_legend_handles_labels()[1] == ["tp 1", "tp 2", "others, predicted", "others, measured"]
+
+
+@pytest.mark.parametrize(("profile", "number"), [("smoke", 0), ("short", 2)])
+def test_smoke_leaves_it_out(profile: str, number: int) -> None:
+    options = RunOptions(profile=profile)
+    assert sum(case.key["part"] == at_scale.PART for case in EXPERIMENT.cases(options)) == number

@@ -342,6 +342,9 @@ def test_compare_and_the_report_give_the_same_verdict(name, reference, capsys):
         (line["table"], line["row"], line["column"], line["source"], line["question"]): line
         for line in map(json.loads, capsys.readouterr().out.splitlines())
     }
+    if name in ("plan", "engine", "peers"):
+        assert not compared, "it sets its numbers beside no published ones"
+        return
     shown = {
         row.comparison.key: row.comparison
         for table in reference.tables

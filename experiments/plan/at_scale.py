@@ -2,7 +2,8 @@
 
 Nothing here runs: layers are a roofline of the accelerator, links are nominal, so every number is modelled
 and has the range of the share of the peak. Of each number of workers K and each size of tensor parallelism
-the best way is searched that fits, whatever its replicas, shards, micro-batches and schedule. What others did
+the best way is searched that fits, over replicas, shards, `SCHEDULES` and micro-batches of one or two
+examples, with little effort for each cut: there may be better ones. What others did
 is predicted with the same costs, so that the two can be compared; what they measured stands beside it.
 """
 

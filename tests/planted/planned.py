@@ -79,4 +79,28 @@ PLANNED = (
             "tests/test_plan_measures.py::test_regret_is_what_the_first_choice_took_over_the_fastest_that_ran",
         ),
     ),
+    Mutant(
+        name="a worker holds all of the model",
+        file="experiments/planning/searching/room.py",
+        old="+ rest.optimizer_state) // self._schedule.num_workers\n",
+        new="+ rest.optimizer_state)\n",
+        why="grids would be left out whose cuts fit",
+        tests=("tests/test_planning_search.py::test_no_cut_holds_less_than_the_least_of_its_grid",),
+    ),
+    Mutant(
+        name="the first way of a grid is its best",
+        file="experiments/plan/at_scale.py",
+        old="        if grid in best and search.bound_s(way) >= best[grid].step_s:\n",
+        new="        if grid in best:\n",
+        why="the way with the lowest bound is often not the fastest",
+        tests=("tests/test_plan_at_scale.py::test_of_each_grid_it_is_the_best_of_all_its_ways",),
+    ),
+    Mutant(
+        name="the frontier goes by the search's steps",
+        file="experiments/planning/answer.py",
+        old="    known = {each.candidate: each for each in predictions}\n",
+        new="    known: dict[Any, Prediction] = {}\n",
+        why="a plan could be left out that is faster with less memory",
+        tests=("tests/test_plan_verb.py::test_the_frontier_goes_by_predicted_steps",),
+    ),
 )

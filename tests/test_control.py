@@ -8,7 +8,7 @@ from test_peers import ALWAYS, CASE, TIMES, job, lines_of, record, result
 from gpipe_bench.experiments.side_by_side import control as control_rule
 from gpipe_bench.experiments.side_by_side import engine as engine_bench
 from gpipe_bench.experiments.side_by_side import engine_text as engine_bench_text
-from gpipe_bench.experiments.side_by_side import peers_text
+from gpipe_bench.experiments.side_by_side import peers_text, trials
 from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, EngineResult
 from gpipe_bench.experiments.side_by_side.peers import outcome
 from gpipe_bench.harness.experiment import Outcome
@@ -160,3 +160,30 @@ def test_nothing_is_certain_within_the_noise_floor(
     )
     target = control_rule.Target("", {}, "x", at_least=False, bound=1.0)
     assert control_rule.verdict(target, ratio, control(1.0, *reach)) == said
+
+
+# One engine under three names
+
+
+def trial_record(said: str = "within the noise", void: str = "", **more: object) -> dict[str, object]:
+    return {
+        "void": void, "before": "", "said": {"one against another": said}, "duration_s": 20.0, "cores": 2,
+        "ratios": {"control": [1.0, 0.95, 1.04], "one against another": [1.02, 1.01, 1.03]},
+        "load_after": 1.0, **more,
+    }  # fmt: skip
+
+
+def test_a_trial_is_wrong_that_calls_one_engine_two() -> None:
+    assert not trials.is_wrong(trial_record())
+    assert trials.is_wrong(trial_record("differ"))
+    assert not trials.is_wrong(trial_record("differ", void="the control is 2, not 1"))
+    text = trials.summary([trial_record(), trial_record("differ"), trial_record(before="x")])
+    assert "wrong verdicts: 1 of 3" in text
+    assert "2 judged, 1 judged after a second measurement" in text
+    assert "intervals that exclude 1 before the rules: 3" in text
+    assert trials.summary([]) == "0 of 20 trials, 0 ratios of one engine to itself"
+
+
+def test_the_page_says_what_the_trials_of_one_engine_say() -> None:
+    text = trials.DOCS.read_text(encoding="utf-8")
+    assert trials.rewritten(text, trials.load(trials.RECORDS)) == text, "stale: --write-docs"

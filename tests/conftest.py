@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from case_runner import Outcomes, outcomes_of, selected
 from torch.distributed.launcher.api import LaunchConfig
 
 from gpipe_bench.harness.records.store import Store
@@ -57,6 +58,12 @@ def frozen() -> None:
 def spawning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches start their processes as they do for users."""
     monkeypatch.setattr(launch, "LaunchConfig", LaunchConfig)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Outcomes:
+    """What each of four ranks says of the file's `CASES`, of those that are to be run."""
+    return outcomes_of(selected(request, request.module.CASES))
 
 
 @pytest.fixture

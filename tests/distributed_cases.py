@@ -12,7 +12,6 @@ import itertools
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -932,21 +931,6 @@ CASES: dict[str, Callable[[], None]] = {
         *portal_cases.CASES,
     )
 }
-
-
-def run_all(names: list[str]) -> dict[str, tuple[str | None, float]]:
-    """Runs cases one after the other; gives each one's traceback, or None, and its seconds."""
-    outcomes: dict[str, tuple[str | None, float]] = {}
-    for name in names:
-        start = time.monotonic()
-        try:
-            CASES[name]()
-            trace = None
-        except Exception:
-            trace = traceback.format_exc()
-        outcomes[name] = (trace, time.monotonic() - start)
-        dist.barrier()
-    return outcomes
 
 
 def kill_one(folder: str, rank: int, world_size: int, port: int, victim: int) -> None:

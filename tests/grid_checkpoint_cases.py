@@ -4,8 +4,6 @@ as a test.
 
 from __future__ import annotations
 
-import time
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -228,18 +226,3 @@ CASES: dict[str, Callable[[], None]] = {
         a_run_with_divided_parameters_goes_on_to_the_bit,
     )
 }
-
-
-def run_all(names: list[str]) -> dict[str, tuple[str | None, float]]:
-    """Runs cases one after the other; gives each one's traceback, or None, and its seconds."""
-    outcomes: dict[str, tuple[str | None, float]] = {}
-    for name in names:
-        start = time.monotonic()
-        try:
-            CASES[name]()
-            trace = None
-        except Exception:
-            trace = traceback.format_exc()
-        outcomes[name] = (trace, time.monotonic() - start)
-        dist.barrier()
-    return outcomes

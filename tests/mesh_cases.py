@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from unittest import mock
@@ -478,18 +476,3 @@ CASES: dict[str, Callable[[], None]] = {
         a_replica_that_fails,
     )
 }
-
-
-def run_all(names: list[str]) -> dict[str, tuple[str | None, float]]:
-    """Runs cases one after the other; gives each one's traceback, or None, and its seconds."""
-    outcomes: dict[str, tuple[str | None, float]] = {}
-    for name in names:
-        start = time.monotonic()
-        try:
-            CASES[name]()
-            trace = None
-        except Exception:
-            trace = traceback.format_exc()
-        outcomes[name] = (trace, time.monotonic() - start)
-        dist.barrier()
-    return outcomes

@@ -4,8 +4,6 @@ four of them once, and eight of them for the whole grid, and reports each case a
 
 from __future__ import annotations
 
-import time
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -568,18 +566,3 @@ CASES: dict[str, Callable[[], None]] = {
     )
 }
 OF_EIGHT: dict[str, Callable[[], None]] = {"gradients_of_the_whole_grid": gradients_of_the_whole_grid}
-
-
-def run_all(names: list[str]) -> dict[str, tuple[str | None, float]]:
-    """Runs cases one after the other; gives each one's traceback, or None, and its seconds."""
-    outcomes: dict[str, tuple[str | None, float]] = {}
-    for name in names:
-        start = time.monotonic()
-        try:
-            {**CASES, **OF_EIGHT}[name]()
-            trace = None
-        except Exception:
-            trace = traceback.format_exc()
-        outcomes[name] = (trace, time.monotonic() - start)
-        dist.barrier()
-    return outcomes

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed.run
+from case_runner import Outcomes, assert_passed
 from command_line import free_port
 from own_model_cases import NEED_TRANSFORMERS
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -27,22 +28,14 @@ def misses_library(case: str) -> bool:
     return case in NEED_TRANSFORMERS and importlib.util.find_spec("transformers") is None
 
 
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[str | None, float]]]:
-    """What each of four ranks says of the selected cases."""
-    chosen = [
-        item.callspec.params["case"] for item in request.session.items if item.name.startswith("test_case[")
-    ]
-    chosen = [case for case in chosen if not misses_library(case)]
-    return launch(distributed_cases.run_all, 4, chosen, device="cpu")
+CASES = {name: case for name, case in distributed_cases.CASES.items() if not misses_library(name)}
 
 
 @pytest.mark.parametrize("case", distributed_cases.CASES)
-def test_case(case: str, outcomes: list[dict[str, tuple[str | None, float]]]) -> None:
-    if misses_library(case):
+def test_case(case: str, outcomes: Outcomes) -> None:
+    if case not in CASES:
         pytest.skip("needs transformers: pip install gpipe-bench[transformers]")
-    traces = [f"rank {rank}: {of_rank[case][0]}" for rank, of_rank in enumerate(outcomes) if of_rank[case][0]]
-    assert not traces, "\n".join(traces)
+    assert_passed(outcomes, case)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,8 @@ from gpipe_bench.pipeline.ranks.launch import launch
 if TYPE_CHECKING:  # forked processes have no pytest
     import pytest
 
-Cases = Mapping[str, Callable[[], None]]
+Case = Callable[[], None]
+Cases = Mapping[str, Case]
 
 
 class Outcome(NamedTuple):
@@ -29,6 +30,13 @@ class Outcome(NamedTuple):
 
 
 Outcomes = list[dict[str, Outcome]]  # of each rank, by the names of the cases
+
+
+def named(*cases: Case) -> dict[str, Case]:
+    """By their names, which are those of the tests; no two may have the same."""
+    found = {case.__name__: case for case in cases}
+    assert len(found) == len(cases)
+    return found
 
 
 def run_all(cases: Cases) -> dict[str, Outcome]:

@@ -449,30 +449,27 @@ def a_replica_that_fails() -> None:
         pipeline.step(*own_part(pipeline, parts), mse_loss)
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case
-    for case in (
-        transparency_2_1,
-        transparency_1_2,
-        transparency_2_2,
-        transparency_4_1,
-        amoebanet,
-        transformer,
-        transformer_float32,
-        gradients_of_earlier_steps_count_once,
-        gradients_without_a_sum_are_of_this_replica,
-        parameters_without_a_gradient,
-        a_weight_with_several_gradients_in_one_backward,
-        averages_follow_all_replicas,
-        replicas_begin_alike,
-        one_schedule_for_all_replicas,
-        tied_weights,
-        clipping,
-        one_decision_for_all_scalers,
-        collectives_of_a_step,
-        buckets_leave_inside_the_last_backward,
-        a_tree_gives_the_same_bits_on_every_grid,
-        a_tree_is_transparent,
-        a_replica_that_fails,
-    )
-}
+CASES = (
+    transparency_2_1,
+    transparency_1_2,
+    transparency_2_2,
+    transparency_4_1,
+    amoebanet,
+    transformer,
+    transformer_float32,
+    gradients_of_earlier_steps_count_once,
+    gradients_without_a_sum_are_of_this_replica,
+    parameters_without_a_gradient,
+    a_weight_with_several_gradients_in_one_backward,
+    averages_follow_all_replicas,
+    replicas_begin_alike,
+    one_schedule_for_all_replicas,
+    tied_weights,
+    clipping,
+    one_decision_for_all_scalers,
+    collectives_of_a_step,
+    buckets_leave_inside_the_last_backward,
+    a_tree_gives_the_same_bits_on_every_grid,
+    a_tree_is_transparent,
+    a_replica_that_fails,
+)

@@ -545,24 +545,21 @@ def an_infinite_gradient_is_seen_by_all() -> None:
             assert scaler.get_scale() == 4.0
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case
-    for case in (
-        gradients_of_shards,
-        gradients_of_shards_in_float32,
-        gradients_of_shards_of_amoebanet,
-        gradients_of_shards_of_replicas,
-        gradients_of_divided_layers,
-        gradients_of_divided_layers_in_shards,
-        collectives_are_counted,
-        training_goes_on_after_evaluation,
-        norms_of_parts,
-        masks_of_divided_layers,
-        layers_that_compute_something_else_are_refused,
-        what_cannot_be_sharded_is_refused,
-        layers_of_many_kinds,
-        states_are_divided_under_plain_names,
-        an_infinite_gradient_is_seen_by_all,
-    )
-}
-OF_EIGHT: dict[str, Callable[[], None]] = {"gradients_of_the_whole_grid": gradients_of_the_whole_grid}
+CASES = (
+    gradients_of_shards,
+    gradients_of_shards_in_float32,
+    gradients_of_shards_of_amoebanet,
+    gradients_of_shards_of_replicas,
+    gradients_of_divided_layers,
+    gradients_of_divided_layers_in_shards,
+    collectives_are_counted,
+    training_goes_on_after_evaluation,
+    norms_of_parts,
+    masks_of_divided_layers,
+    layers_that_compute_something_else_are_refused,
+    what_cannot_be_sharded_is_refused,
+    layers_of_many_kinds,
+    states_are_divided_under_plain_names,
+    an_infinite_gradient_is_seen_by_all,
+)
+OF_EIGHT = (gradients_of_the_whole_grid,)

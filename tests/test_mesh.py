@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mesh_cases
 import pytest
-from case_runner import Outcomes, assert_passed
+from case_runner import Outcomes, assert_passed, named
 
 pytestmark = pytest.mark.alone  # four processes at a time
-CASES = mesh_cases.CASES
+CASES = named(*mesh_cases.CASES)
 
 
 @pytest.mark.parametrize("case", CASES)

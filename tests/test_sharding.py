@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import sharding_cases
-from case_runner import Outcomes, assert_passed, outcomes_of
+from case_runner import Outcomes, assert_passed, named, outcomes_of
 
 pytestmark = pytest.mark.alone  # four processes at a time
-CASES = sharding_cases.CASES
+CASES = named(*sharding_cases.CASES)
+OF_EIGHT = named(*sharding_cases.OF_EIGHT)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -15,6 +16,6 @@ def test_case(case: str, outcomes: Outcomes) -> None:
     assert_passed(outcomes, case)
 
 
-@pytest.mark.parametrize("case", sharding_cases.OF_EIGHT)
+@pytest.mark.parametrize("case", OF_EIGHT)
 def test_case_of_eight(case: str) -> None:
-    assert_passed(outcomes_of({case: sharding_cases.OF_EIGHT[case]}, num_ranks=8), case)
+    assert_passed(outcomes_of({case: OF_EIGHT[case]}, num_ranks=8), case)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpipe_bench.experiments.plan.choosing import NUM_WORKERS, WAYS, title
 from gpipe_bench.experiments.plan.measures import Peaks
 from gpipe_bench.experiments.plan.models import MODELS, Planned
+from gpipe_bench.experiments.plan.running.choosing import NUM_WORKERS, WAYS, title
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gpipe_bench.pipeline.ranks.launch import launch
 
-pytestmark = pytest.mark.alone  # four processes at a time
+pytestmark = pytest.mark.processes  # four at a time
 MODULES = (
     distributed_cases, message_cases, failure_cases, worker_cases, torch_schedule_cases, alias_cases,
     tied_cases, tree_cases, own_model_cases, portal_cases,

@@ -6,7 +6,7 @@ import mesh_cases
 import pytest
 from case_runner import Outcomes, assert_passed, named
 
-pytestmark = pytest.mark.alone  # four processes at a time
+pytestmark = pytest.mark.processes  # four at a time
 CASES = named(*mesh_cases.CASES)
 
 

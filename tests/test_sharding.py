@@ -6,7 +6,7 @@ import pytest
 import sharding_cases
 from case_runner import Outcomes, assert_passed, named, outcomes_of
 
-pytestmark = pytest.mark.alone  # four processes at a time
+pytestmark = pytest.mark.processes  # four at a time
 CASES = named(*sharding_cases.CASES)
 OF_EIGHT = named(*sharding_cases.OF_EIGHT)
 

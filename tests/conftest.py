@@ -94,8 +94,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Of the processes that share the list, one begins with its head: it runs what starts processes itself, one
-    # file after the other, while the others run the rest.
+    # Of the processes that share the list, one begins with its head: it runs what starts processes, one file
+    # after the other, while the others run the rest.
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     if torch.cuda.is_available():
         return

@@ -1,8 +1,9 @@
 """Replicas and a pipeline on this machine, measured, beside the replay with the collectives of a grid.
 
 On two processes a Transformer trains as two replicas, and as a pipeline of two stages. The replay gets the
-medians of the actions as they ran, and a link whose latency and bandwidth are those of two sums between the
-same processes. On four processes there is nothing to compute with on two cores, so the layers wait
+median of each action as it ran, and a link whose latency and bandwidth are those of two sums between the
+same processes. Each action, not each kind: processors sum with the cores that compute, so that the last
+backward, inside of which the sums are, takes half as long again as the others. On four processes there is nothing to compute with on two cores, so the layers wait
 (`overlap`): two replicas of two stages, whose sums take a fixed time.
 """
 
@@ -52,12 +53,12 @@ class Job(NamedTuple):
 
 class Ran(NamedTuple):
     """What one process found: seconds of steps (of the slowest process), medians of this pipeline's actions
-    by stage and kind, bytes of the gradients of each stage's layers, and of a micro-batch over the boundary;
+    by stage, kind and micro-batch, bytes of the gradients of each stage's layers, and of a micro-batch over the boundary;
     and seconds of the sums.
     """
 
     steps_s: list[float]
-    actions_s: dict[tuple[int, str], float]
+    actions_s: dict[tuple[int, str, int], float]
     gradient_bytes: list[list[list[int]]]
     boundary_bytes: int
     sums_s: tuple[float, float]
@@ -86,7 +87,7 @@ def run(key: Mapping[str, Scalar], profile: str, seed: int) -> Outcome:
     facts = {
         "sizes": job.sizes, "batch_size": job.examples, "num_microbatches": MICROBATCHES,
         "link": {"latency_s": link.latency_s, "bytes_per_s": link.bandwidth_bytes_per_s},
-        "actions_ms": {f"{stage}{kind}": 1e3 * each for (stage, kind), each in found.actions_s.items()},
+        "actions_ms": {f"{k}{kind}{m}": 1e3 * each for (k, kind, m), each in found.actions_s.items()},
     }  # fmt: skip
     return Outcome(quantities, facts)
 
@@ -137,7 +138,7 @@ def laid_out_s(job: Job, found: Ran, link: Link) -> float:
     ]
     timeline = replay(
         gpipe(job.pp, MICROBATCHES, "never"),
-        {(stage, Kind(kind)): seconds for (stage, kind), seconds in found.actions_s.items()},
+        {(stage, Kind(kind), m): seconds for (stage, kind, m), seconds in found.actions_s.items()},
         LINKS["loopback"],
         activation_bytes=[found.boundary_bytes] * (job.pp - 1),
         reductions=buckets,
@@ -167,7 +168,7 @@ def work(job: Job) -> Ran:
         layers, mesh=mesh, num_microbatches=MICROBATCHES, remat="never", bucket_bytes=BUCKET_BYTES
     )
     sums_s = tuple(_sum_s(num_bytes) for num_bytes in SUM_BYTES)
-    steps_s, samples = list[float](), dict[tuple[int, str], list[float]]()
+    steps_s, samples = list[float](), dict[tuple[int, str, int], list[float]]()
     for number in range(BEFORE + job.num_steps):
         dist.barrier()
         start_s = time.perf_counter()
@@ -179,7 +180,8 @@ def work(job: Job) -> Ran:
         if number >= BEFORE:
             steps_s.append(float(step_s))
             for event in timeline.events:
-                samples.setdefault((event.action.stage, str(event.action.kind)), []).append(event.duration_s)
+                stage, kind, m = event.action.stage, str(event.action.kind), event.action.microbatch
+                samples.setdefault((stage, kind, m), []).append(event.duration_s)
     cut = pipeline.partition
     pipeline.close()
     return Ran(

@@ -4,8 +4,8 @@ On two processes a Transformer trains as two replicas, and as a pipeline of two 
 actions of each step as they ran, and a link whose latency and bandwidth are those of two sums between the
 same processes. It gets neither medians of a kind nor one replica alone: processors sum with the cores that
 compute, so that the last backward, inside of which the sums are, takes half as long again as the others; and
-a step is as long as that of the replica which is slower in it. On four processes there is nothing to compute with on two cores, so the layers wait
-(`overlap`): two replicas of two stages, whose sums take a fixed time.
+a step is as long as that of the replica which is slower in it. On four processes there is nothing to compute
+with on two cores, so the layers wait (`overlap`): two replicas of two stages, whose sums take a fixed time.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def laid_out_s(job: Job, found: Sequence[Ran], link: Link) -> float:
     steps = zip(
         *[[_step_s(job, ran, actions_s, link) for actions_s in ran.actions_s] for ran in found], strict=True
     )
-    return median(map(max, steps))
+    return float(median(map(max, steps)))
 
 
 def _step_s(job: Job, ran: Ran, actions_s: Mapping[tuple[int, str, int], float], link: Link) -> float:

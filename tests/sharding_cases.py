@@ -7,14 +7,14 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from mesh_grids import CLOSE, Part, joint_step, own_part
 from ranks import TIMEOUT_S, raises
-from tiny_models import Plain, everything, everything_batch, mlp_batch, seeded
+from tiny_models import Plain, everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +28,8 @@ from gpipe_bench.models.tasks import class_loss, token_loss
 from gpipe_bench.models.transformer.lm import transformer_lm
 from gpipe_bench.models.transformer.seq2seq import transformer_seq2seq
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline.ranks.mesh.divided.division import Divided
 from gpipe_bench.pipeline.ranks.mesh.divided.gathering import Holders
 from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
 
@@ -545,6 +547,19 @@ def an_infinite_gradient_is_seen_by_all() -> None:
             assert scaler.get_scale() == 4.0
 
 
+def a_rank_that_cannot_divide_is_named_by_the_others() -> None:
+    """Of two; on a mesh of its own, which ends with the failure."""
+    whole = init_device_mesh(
+        "cpu", (dist.get_world_size() // 2, 2, 1), mesh_dim_names=("copies", "fsdp", "pp")
+    )
+    mesh, breaks = whole["fsdp", "pp"], dist.get_rank() % 2 == 1
+    broken = mock.Mock(side_effect=ArithmeticError("the fuse has blown"))
+    with mock.patch.object(Divided, "divide", broken) if breaks else nullcontext():
+        kind = ArithmeticError if breaks else ActionError
+        with raises(kind, "the fuse has blown"):
+            on(mesh, seeded(mlp)).step(*mlp_batch(7), mse_loss)
+
+
 CASES = (
     gradients_of_shards,
     gradients_of_shards_in_float32,
@@ -561,5 +576,6 @@ CASES = (
     layers_of_many_kinds,
     states_are_divided_under_plain_names,
     an_infinite_gradient_is_seen_by_all,
+    a_rank_that_cannot_divide_is_named_by_the_others,
 )
 OF_EIGHT = (gradients_of_the_whole_grid,)

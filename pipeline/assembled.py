@@ -134,10 +134,11 @@ class Assembled(nn.Module):
         if self._joint is not None:
             with building(job):
                 self._joint.start_alike(mine, self)
-        with building(job):  # a rank that cannot divide or make its stages is not awaited in what follows
-            if self._divided is not None:
+        if self._divided is not None:
+            self._divided.check_own(self._layers)
+            with building(job):  # a rank that fails here is not to be awaited in what follows
                 self._divided.divide(self._layers)
-            self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
+        self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
         self._ranks: PointToPoint | None = None
         apart = len(set(self._devices)) > 1
         self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())

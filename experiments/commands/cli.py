@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import give_up_unwritable, prepare_streams
+from gpipe_bench.experiments.registry import spelled_out
 from gpipe_bench.harness.places import own_results
 from gpipe_bench.harness.running.stopping import number_of, stopping
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
@@ -25,7 +26,7 @@ PROFILES = ("smoke", "short", "full")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. Bad usage is one line on standard error."""
     prepare_streams()
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    arguments = spelled_out(sys.argv[1:] if arguments is None else arguments)
     try:
         options = _parser().parse_args(arguments)
         options.arguments = arguments

@@ -26,6 +26,10 @@ from gpipe_bench.harness.report.table import markdown_table
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb."""
     experiment = load(arguments.name)
+    if arguments.machines and arguments.engine is not None:
+        raise ValueError(
+            f"--engine {arguments.engine}: machines are set side by side by their latest runs; leave it out"
+        )
     if arguments.machines:
         from gpipe_bench.experiments.commands.compare_machines import run as run_machines
 

@@ -7,6 +7,7 @@ What makes a number weak, but not wrong, is said and refuses nothing.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ def _of_record(record: Record, exact: dict[Any, Quantity]) -> Iterator[Remark]:
     if record.duration_s < 0:
         yield Remark("refused", f"it took {record.duration_s:g} s")
     for quantity in record.quantities:
-        text = _implausible(quantity, record.duration_s)
+        text = _implausible(quantity, record.duration_s if record.duration_s >= 0 else math.inf)
         known = exact.get((record.identity, quantity.label))
         if not text and known is not None and not _near(quantity.value, known.value, _EXACT):
             text = f"is {quantity.value}; the committed records have {known.value}, and no machine matters"

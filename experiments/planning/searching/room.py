@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import le
 
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.planning.searching.footprints import Footprints
 from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.pipeline.memory.stages.copies import with_shadows
 from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
-from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing, held_stage
+from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing
 from gpipe_bench.pipeline.memory.stages.peaks import (
     OPTIMIZERS,
     StageMemory,
@@ -48,6 +49,7 @@ class Walked:
 
     demands: dict[tuple[int, str], tuple[Demand, ...]] = field(default_factory=dict)
     moments: dict[tuple[int, tuple[str, ...]], tuple[WorkerMoment, ...]] = field(default_factory=dict)
+    graphs: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
 
 class Room:
@@ -84,7 +86,28 @@ class Room:
         """Whether a worker has room for stages of these layers, which recompute so much."""
         held = self._between_steps()
         least = sum(held[stage.stop] - held[stage.start] for stage in stages) - self._all_ties
-        return least <= cap * self._rules.grid.tp and self.memory(worker, stages, remat).peak <= cap
+        room = cap * self._rules.grid.tp
+        if least > room or (len(stages) > 1 and self._with_graphs(worker, stages, remat) > room):
+            return False
+        return self.memory(worker, stages, remat).peak <= cap
+
+    def _with_graphs(self, worker: int, stages: tuple[range, ...], remat: Sequence[str]) -> int:
+        """What several stages hold at least before their gradients are made: weights, state and the graphs of
+        those that recompute nothing. It takes no walk of the row for each choice of what is recomputed.
+        """
+        held = [self._footprints.of(stage, self._sharing) for stage in stages]
+        rule = rule_of(self._rules.optimizer)
+        always = sum(each.step.parameter_bytes + optimizer_state(each.rest, rule) for each in held)
+        saved = [each.step.saved_bytes * (what == "never") for each, what in zip(held, remat, strict=True)]
+        if worker not in self._walked.graphs:
+            self._walked.graphs[worker] = most_graphs(
+                self._schedule.actions[worker], self._schedule.stages_of(worker)
+            )
+        graphs = max(
+            sum(count * size for count, size in zip(counts, saved, strict=True))
+            for counts in self._walked.graphs[worker]
+        )
+        return always + graphs - self._all_ties
 
     def least_bytes(self) -> int:
         """What the fullest worker holds between steps at least, however the model is cut: an equal share."""
@@ -163,3 +186,19 @@ def _with_recomputation(schedule: Schedule, worker: int, remat: Sequence[str]) -
             row.append(Action(action.stage, Kind.R, action.microbatch))
         row.append(action)
     return tuple(row)
+
+
+def most_graphs(row: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """How many graphs of each of its stages a worker keeps at a time that recomputes nothing, without what
+    another moment has at least as many of.
+    """
+    counts, found = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
+    for action in row:
+        if action.kind is Kind.F:
+            counts[action.stage] += 1
+        elif action.kind is not Kind.W:
+            found.add(tuple(counts.values()))  # before anything is let go there are most
+            counts[action.stage] -= 1
+    return tuple(
+        one for one in found if not any(other != one and all(map(le, one, other)) for other in found)
+    )

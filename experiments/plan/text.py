@@ -136,9 +136,9 @@ def _peaks(records: Sequence[Record]) -> str:
         columns=["model", "configurations", "of the fullest worker", "of any worker"],
         lines=lines,
         notes=[
-            "Both are what a worker's device would hold: storages, and the buffers that messages come into, which "
-            "lie here in memory that two processes map. What the ranks tell one another, a few hundred bytes, is "
-            "counted and not predicted."
+            "Both are what a worker's device would hold: storages, and the buffers that messages come into, "
+            "which lie here in memory that two processes map. What ranks tell one another beside them, a few "
+            "hundred bytes, is counted and not predicted."
         ],
     ).text()
 

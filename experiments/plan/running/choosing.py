@@ -63,6 +63,8 @@ def candidates(costs: Costs, request: Request, numbers: Sequence[int]) -> list[C
                         stages_per_worker=per_worker, remat=(remat,) * schedule.num_stages,
                     )
                 )  # fmt: skip
+    if not costs.parameter_bytes:  # nothing is known of what replicas would sum
+        return found
     return found + replicated(costs.num_layers, request.batch_size, numbers, frozenset(costs.sizes))
 
 
@@ -110,7 +112,7 @@ def to_run(
     ranking: Sequence[Prediction], chosen: int = CHOSEN, others: int = OTHERS
 ) -> list[tuple[int, Prediction]]:
     """Those that are run, with their places in the ranking from 0: the first ones, and others evenly from
-    the rest, the last one among them; and the best one of replicas, if there is one and it is not among them.
+    the rest, the last one among them.
     """
     best = range(min(chosen, len(ranking)))
     rest = range(len(best), len(ranking))
@@ -119,10 +121,17 @@ def to_run(
         places += rest
     else:
         places += [rest[round((step + 1) * (len(rest) - 1) / others)] for step in range(others)]
-    replicas = [place for place, each in enumerate(ranking) if each.candidate.replicas > 1]
-    if replicas and not {*replicas} & {*places}:
-        places = sorted([*places, replicas[0]])
     return [(place, ranking[place]) for place in places]
+
+
+def with_replicas(
+    chosen: Sequence[tuple[int, Prediction]], ranking: Sequence[Prediction]
+) -> list[tuple[int, Prediction]]:
+    """Those, and the best one of replicas if none is among them."""
+    best = next(((place, each) for place, each in enumerate(ranking) if each.candidate.replicas > 1), None)
+    if best is None or any(each.candidate.replicas > 1 for _, each in chosen):
+        return list(chosen)
+    return sorted([*chosen, best], key=lambda one: one[0])
 
 
 def title(candidate: Candidate) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.experiments.plan.models import Planned
-from gpipe_bench.experiments.plan.running.choosing import planned, title, to_run
+from gpipe_bench.experiments.plan.running.choosing import planned, title, to_run, with_replicas
 from gpipe_bench.experiments.plan.running.replicas import processes_of
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.costs.measured import measured
@@ -83,7 +83,7 @@ def work(job: PlanJob) -> PlanResult:
     start_s = perf_counter()
     ranking = bench.everyone(planned(costs, request, subject.numbers) if bench.rank == 0 else None)[0]
     plan_s = perf_counter() - start_s
-    chosen = to_run(ranking, subject.chosen, subject.others)
+    chosen = with_replicas(to_run(ranking, subject.chosen, subject.others), ranking)
     runs = {title(each.candidate): _run_of(bench, each) for _, each in chosen}
     for each in runs.values():
         for _ in range(2):

@@ -30,7 +30,11 @@ from gpipe_bench.pipeline.memory.stages.peaks import (
     optimizer_state,
     rule_of,
 )
-from gpipe_bench.pipeline.memory.stages.workers import WorkerMoment, worker_memory, worker_moments
+from gpipe_bench.pipeline.memory.stages.rows.searched import (
+    WorkerMoment,
+    worker_memory,
+    worker_moments,
+)
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 

@@ -222,37 +222,43 @@ def _parser() -> argparse.ArgumentParser:
     verb = _add(verbs, "check", "whether a file of records is whole, unaltered and can be true")
     verb.add_argument("file", type=Path, metavar="FILE", help="one that export wrote")
 
-    verb = _add(verbs, "size", "the largest model for your accelerators, or where to cut one you have")
+    verb = _add(verbs, "size", "whether a model fits into your accelerators, and where to cut it")
     verb.add_argument(
         "model", metavar="MODEL",
-        help="transformer-lm or amoebanet-d, with Table 1's options; a published shape (gpt2, llama-70b, "
-        "unet-5-64 ...); one's own as module:function",
+        help="a published shape (gpt2-xl, llama-70b, unet-5-64 ...), transformer-lm or amoebanet-d with "
+        "Table 1's options, or your own: module:function",
     )  # fmt: skip
-    verb.add_argument("--num-stages", type=int, required=True, metavar="K", help="accelerators")
-    verb.add_argument("--cap-gib", type=float, required=True, metavar="GIB", help="memory of each")
-    verb.add_argument("--num-layers", type=int, metavar="L", help="of a given model; without it, search")
-    verb.add_argument("--num-filters", type=int, metavar="D", help="of a given AmoebaNet")
+    verb.add_argument(
+        "--accelerators", "--num-stages", type=int, required=True, metavar="K", help="of one pipeline"
+    )
+    verb.add_argument("--memory-gib", "--cap-gib", type=float, required=True, metavar="GIB", help="of each")
+    verb.add_argument(
+        "--num-layers", type=int, metavar="L",
+        help="blocks of GPT-2 or Llama, not the shape's; of transformer-lm and amoebanet-d: without it, the "
+        "largest that fits is searched",
+    )  # fmt: skip
+    verb.add_argument("--num-filters", type=int, metavar="D", help="of amoebanet-d, with --num-layers")
     verb.add_argument(
         "--batch-size", type=int, metavar="N",
-        help="of a shape or one's own model; default: 32, or as many as the example has",
+        help="examples of a mini-batch; default: 32, Table 1's, or as many as your example has",
     )  # fmt: skip
     verb.add_argument(
         "--optimizer", choices=("sgd", "rmsprop", "adam"),
-        help="default: rmsprop for Table 1's models, adam for others",
+        help="default: adam; rmsprop where the largest is searched",
     )  # fmt: skip
-    verb.add_argument("--num-microbatches", type=int, metavar="M", help="default: what needs least memory")
+    verb.add_argument("--num-microbatches", type=int, metavar="M", help="default: the fewest that fit")
     verb.add_argument(
-        "--precision",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of the activations (autocast); default: %(default)s",
+        "--precision", default="float32", metavar="TYPE",
+        help="of the activations (autocast): float32 or bfloat16, also fp32, bf16; default: %(default)s",
+    )  # fmt: skip
+    verb.add_argument(
+        "--schedule", metavar="NAME", help=f"of a given model: {', '.join(NAMED)}; default: gpipe"
     )
     verb.add_argument(
-        "--schedule", choices=NAMED, help="of a given model: what each worker holds; without it, gpipe"
-    )
-    verb.add_argument(
-        "--remat", metavar="WHICH", help="with --schedule: as for the verb schedule; default: never"
-    )
+        "--remat", metavar="WHICH",
+        help=f"what is recomputed: {', '.join(REMAT_MODES)}, or one choice per stage as for the verb "
+        "schedule; default: always",
+    )  # fmt: skip
     verb.add_argument(
         "--compiled", action="store_true", help="layers as torch.compile keeps and fuses them; takes seconds"
     )
@@ -261,7 +267,8 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument(
         "model",
         metavar="MODEL",
-        help="a published shape (gpt2-xl, llama-8b ...), or your own: module:function",
+        help="a published shape (gpt2-xl, llama-8b ...), transformer-lm or amoebanet-d with Table 1's "
+        "options, or your own: module:function",
     )
     verb.add_argument("--accelerators", type=int, required=True, metavar="N", help="on all hosts together")
     verb.add_argument("--memory-gib", type=float, required=True, metavar="GIB", help="of each")
@@ -287,7 +294,11 @@ def _parser() -> argparse.ArgumentParser:
         "where the layers are timed here",
     )  # fmt: skip
     verb.add_argument("--between", metavar="LINK", help="between hosts, likewise")
-    verb.add_argument("--num-layers", type=int, metavar="L", help="blocks of GPT-2 or Llama, not the shape's")
+    verb.add_argument(
+        "--num-layers", type=int, metavar="L",
+        help="blocks of GPT-2 or Llama, not the shape's; of transformer-lm and amoebanet-d",
+    )  # fmt: skip
+    verb.add_argument("--num-filters", type=int, metavar="D", help="of amoebanet-d, with --num-layers")
     verb.add_argument(
         "--schedule", action="append", default=[], metavar="NAME", help="only this one; may be repeated"
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.table1.model_costs import PRECISIONS, ModelProfile, resized
+from gpipe_bench.experiments.table1.paper_models import HALVES, Half
 from gpipe_bench.models import MODELS, SHAPES, count_parameters, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.profile import Profiler
@@ -99,18 +100,35 @@ class Model:
         return self._profiles[key]
 
 
-def model_of(name: str, batch_size: int | None = None, num_layers: int | None = None) -> Model:
-    """The published shape or the user's `module:function` of that name.
+def model_of(
+    name: str,
+    batch_size: int | None = None,
+    num_layers: int | None = None,
+    *,
+    num_filters: int | None = None,
+) -> Model:
+    """The published shape, Table 1's model or the user's `module:function` of that name.
 
     Args:
-        name: a key of `gpipe_bench.models.SHAPES`, or where one's own function stands
-        batch_size: examples of the mini-batch; None for 32 of a shape, or as many as one's own example has
-        num_layers: blocks, instead of the shape's own; of GPT-2 and Llama only
+        name: a key of `gpipe_bench.models.SHAPES`, "transformer-lm" or "amoebanet-d" with Table 1's options,
+            or where one's own function stands
+        batch_size: examples of the mini-batch; None for 32 of a shape, Table 1's of its models, or as many as
+            one's own example has
+        num_layers: blocks, instead of the shape's own; of GPT-2, Llama and Table 1's models only
+        num_filters: of AmoebaNet-D only
 
     Raises ValueError, naming value and remedy, for what is neither or cannot be built.
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"--batch-size {batch_size}: a mini-batch has at least 1 example")
+    half = next((half for half in HALVES.values() if half.model == name), None)
+    if num_filters is not None and name != HALVES["amoebanet"].model:
+        raise ValueError(f"--num-filters {num_filters} is AmoebaNet's; leave it out")
+    if half is not None:
+        return _of_table_1(half, batch_size or half.batch_size, num_layers, num_filters)
+    if name not in SHAPES and ":" not in name:
+        known = ", ".join([*(half.model for half in HALVES.values()), *SHAPES])
+        raise ValueError(f"unknown model {name!r}; known: {known}, and one's own as module:function")
     if num_layers is not None and (name not in SHAPES or SHAPES[name][0] == "unet"):
         raise ValueError(f"--num-layers {num_layers}: {name} has the layers it has; leave the option out")
     if name not in SHAPES:
@@ -127,6 +145,21 @@ def model_of(name: str, batch_size: int | None = None, num_layers: int | None = 
     if num_layers is not None:
         options = {**options, "num_layers": num_layers}
     return built(name, builder, options, batch_size or BATCH_SIZE)
+
+
+def _of_table_1(half: Half, batch_size: int, num_layers: int | None, num_filters: int | None) -> Model:
+    """`transformer-lm` or `amoebanet-d` of a size."""
+    if num_layers is None:
+        raise ValueError(f"{half.model} comes in any size; give --num-layers L")
+    size = {"num_layers": num_layers}
+    if half.model == HALVES["amoebanet"].model:
+        if num_filters is None:
+            raise ValueError(f"{half.model} needs --num-filters, such as 208")
+        size["num_filters"] = num_filters
+    for option, number in size.items():
+        if number < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {number}: give 1 or more")
+    return built(half.model, half.model, {**half.options, **size}, batch_size)
 
 
 def built(name: str, builder: str, options: dict[str, Any], batch_size: int) -> Model:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_bench.experiments.commands.cli import _parser
+from gpipe_bench.experiments.commands.parsing.parser import parser
 
 PAGE = (Path(__file__).parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
 
@@ -23,6 +23,6 @@ def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("line", re.findall(r"^python -m experiments (plan .*)$", PAGE, re.MULTILINE))
 def test_the_command_lines_are_understood(line: str) -> None:
-    arguments = _parser().parse_args(line.split())
+    arguments = parser().parse_args(line.split())
     assert arguments.verb == "plan"
     assert arguments.batch_size > 0

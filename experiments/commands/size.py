@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.commands.parsing.asked import (
     check_counts,
     find_own_modules,
@@ -42,7 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     find_own_modules()
     found = placed(arguments, cap_bytes)
-    print_line(json.dumps(facts(*found)).encode()) if arguments.json else print(text(*found))
+    if arguments.json:
+        print_line(json.dumps(facts(*found)).encode())
+    else:
+        say(text(*found))
     return exits.DONE
 
 
@@ -75,7 +78,7 @@ def _search(arguments: argparse.Namespace, half: str) -> None:
 
         print_line(msgspec.json.encode({"model": arguments.model, **placement.describe()}))
     else:
-        print(_text(setting, placement))
+        say(_text(setting, placement))
 
 
 def _text(setting: Setting, placement: Placement) -> str:

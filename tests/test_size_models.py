@@ -89,7 +89,7 @@ def test_the_fewest_microbatches_that_fit(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_does_not_fit_says_where_and_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"--accelerators": "1", "--num-layers": "6", "--batch-size": "4", "--memory-gib": "1.5",
+    given = {"--accelerators": "1", "--num-layers": "6", "--batch-size": "4", "--memory-gib": "4.5",
              "--num-microbatches": "1", "--remat": "never"}  # fmt: skip
 
     def asked(options: dict[str, str]) -> tuple[int, str, str]:
@@ -99,10 +99,10 @@ def test_what_does_not_fit_says_where_and_what_would_do(capsys: pytest.CaptureFi
     assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert "gpt2 does not fit: the smallest peak is " in err
     assert "GiB, on stage 0 (layers 0-7) at " in err
-    assert "with pp 1, gpipe, 1 micro-batches and nothing recomputed; there are 1.5 GiB" in err
+    assert "with pp 1, gpipe, 1 micro-batches and nothing recomputed; there are 4.5 GiB" in err
     options = err.strip().split("What would do: ")[1].split(", or ")
     assert options[-1].startswith("--memory-gib ")
-    assert "--accelerators 2" in options or "--accelerators 4" in options
+    assert len(options) >= 2, err
     for option in options:  # each does, in the place of what was given
         if option == "no --num-microbatches":
             found = {name: value for name, value in given.items() if name != "--num-microbatches"}
@@ -162,15 +162,15 @@ def test_a_shape_under_another_schedule(capsys: pytest.CaptureFixture[str]) -> N
 def test_1f1b_is_cut_for_what_each_stage_keeps(capsys: pytest.CaptureFixture[str]) -> None:
     """Under 1F1B the first stages keep more, so an even cut needs more than the best one."""
     out = size(
-        capsys, "gpt2", "--num-stages", 3, "--num-layers", 9, "--batch-size", 6, "--num-microbatches", 6,
+        capsys, "gpt2", "--num-stages", 3, "--num-layers", 6, "--batch-size", 6, "--num-microbatches", 6,
         "--schedule", "1f1b", "--remat", "never", "--cap-gib", 99, "--json",
     )[1]  # fmt: skip
     found = json.loads(out)
-    model = size_models.model_of("gpt2", 6, 9)
+    model = size_models.model_of("gpt2", 6, 6)
     profile = model.profile(6, "float32")
 
     def fullest(*ends: int) -> int:
-        cut = tuple(range(a, b) for a, b in pairwise((0, *ends, 11)))
+        cut = tuple(range(a, b) for a, b in pairwise((0, *ends, 8)))
         schedule = named("1f1b", 3, 6)
         return max(
             each.peak
@@ -180,7 +180,7 @@ def test_1f1b_is_cut_for_what_each_stage_keeps(capsys: pytest.CaptureFixture[str
             )
         )  # fmt: skip
 
-    every = {(a, b): fullest(a, b) for a in range(1, 10) for b in range(a + 1, 11)}
+    every = {(a, b): fullest(a, b) for a in range(1, 7) for b in range(a + 1, 8)}
     first, second, _ = found["layers_per_stage"]
     assert max(peaks(found)) == min(every.values()) == every[first, first + second]
 

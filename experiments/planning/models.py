@@ -24,6 +24,8 @@ WANTED = (
     "it takes no arguments and returns (layers, inputs) or (layers, inputs, target, loss_fn), the inputs an "
     "example of a mini-batch"
 )
+DIVIDES = "a fifth value: a function of (layers, mesh) that divides the layers over a mesh's ranks, in place"
+"""What says how an own model is tensor parallel."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Tie:
 class Source:
     """How a script makes the model again: the import, and what is called by it.
 
-    For one's own `called` is the function, which may give a loss, and a foreign model in the place of layers;
-    for the zoo's it is the builder, with its options.
+    For one's own `called` is the function, which may give a loss and what divides its layers, and a foreign
+    model in the place of layers; for the zoo's it is the builder, with its options.
     """
 
     imports: str
@@ -47,6 +49,7 @@ class Source:
     options: dict[str, Any] | None = None
     has_loss: bool = True
     is_foreign: bool = False
+    divides: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,21 @@ class Model:
     def batch_size(self) -> int:
         """Examples in a mini-batch."""
         return self.inputs.tensors[0].shape[0]
+
+    def check_divisible(self, ranks: int) -> None:
+        """`ValueError` where nothing says how the layers are divided over so many ranks (tp)."""
+        if self.source.divides or ranks == 1:
+            return
+        if self.source.options is None:
+            raise ValueError(
+                f"--tp {ranks}: nothing says how the layers of {self.name} are divided; return {DIVIDES}"
+            )
+        from gpipe_bench.models.parallel import check_divisible
+
+        try:
+            check_divisible(nn.Sequential(*self.layers), ranks)
+        except ValueError as error:
+            raise ValueError(f"--tp {ranks}: {self.name}: {error}; leave --tp out") from error
 
     def profile(
         self, num_microbatches: int, precision: str, *, compiled: bool = False, split_backward: bool = False
@@ -202,25 +220,27 @@ def _own(name: str) -> Model:
             given = function()
     except Exception as error:
         raise ValueError(f"{name} failed with {type(error).__name__}: {error}; {WANTED}") from error
-    if not isinstance(given, (tuple, list)) or len(given) not in (2, 4):
+    if not isinstance(given, (tuple, list)) or len(given) not in (2, 4, 5):
         raise ValueError(f"{name} returned {_kind(given)}; {WANTED}")
     layers = _layers(given[0])
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
         raise ValueError(
             f"{name} returned layers of {_kind(given[0])}: return an nn.Sequential or a list of layers"
         )
+    if len(given) == 5 and not callable(given[4]):
+        raise ValueError(f"{name} returned {_kind(given[4])} as its fifth value; give {DIVIDES[15:]}")
     examples = {tensor.shape[0] if tensor.dim() else 0 for tensor in as_tuple(given[1])}
     if len(examples) != 1 or 0 in examples:
         raise ValueError(
             f"{name}: the inputs have {sorted(examples)} examples: give all of them the same first dimension"
         )
-    target, loss = (given[2], given[3]) if len(given) == 4 else (torch.empty(*examples, device="meta"), _mean)
+    target, loss = (given[2], given[3]) if len(given) > 2 else (torch.empty(*examples, device="meta"), _mean)
     parameters = count_parameters(nn.ModuleList(layers))
     return Model(
         name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, ties_of(layers),
         Source(
-            f"from {module} import {attribute}", attribute, has_loss=len(given) == 4,
-            is_foreign=_is_foreign(given[0]),
+            f"from {module} import {attribute}", attribute, has_loss=len(given) > 2,
+            is_foreign=_is_foreign(given[0]), divides=len(given) == 5,
         ),
     )  # fmt: skip
 

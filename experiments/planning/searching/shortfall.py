@@ -16,7 +16,7 @@ from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.experiments.planning.searching.room import Footprints, Room, Rules
 from gpipe_bench.experiments.planning.searching.space import Space, grids, splits
-from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory
 from gpipe_bench.pipeline.plan.partition import Partition, leanest, partition, partition_by
 from gpipe_bench.pipeline.plan.remat import Choice, Remat, choice_of, to_text
 from gpipe_bench.pipeline.plan.schedules.known import named
@@ -137,15 +137,26 @@ def _least(
 
     held = [4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes for layer in layers]
     even = found(partition(held, schedule.num_stages))
-    if even.peak <= enough or len(layers) > MOST_LAYERS or schedule.placement:
+    only = schedule.num_stages == len(layers)
+    if only or even.peak <= enough or len(layers) > MOST_LAYERS or schedule.placement:
         return even
     if (name != "gpipe" or not isinstance(remat, str)) and len(layers) <= MOST_UNEQUAL:
         return found(leanest(peak, len(layers), workers))
     cut = partition_by(
         lambda start, stop: peak(0 if start == 0 else min(1, workers - 1), start, stop),
-        len(layers), workers, cap=2**62,
+        len(layers), workers, cap=2**62, floor=_floor(footprints, rules),
     )  # fmt: skip
     return even if cut is None else min(even, found(cut), key=lambda each: each.peak)
+
+
+def _floor(footprints: Footprints, rules: Rules) -> list[int]:
+    """Bytes that each layer adds to any stage: its parameters and their state; a tied one's may be there."""
+    tied = {layer for tie in rules.ties for layer in tie.layers}
+    state, shares = OPTIMIZERS[rules.optimizer].state, rules.grid.fsdp * rules.grid.tp
+    return [
+        0 if index in tied else (layer.parameter_bytes + state * sum(layer.trained_sizes)) // shares
+        for index, layer in enumerate(footprints.profile.layers)
+    ]
 
 
 def nothing_fits(

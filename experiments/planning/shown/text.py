@@ -133,4 +133,5 @@ def _frontier(plan: Plan) -> str:
 
 
 def _how(plan: Plan) -> str:
-    return f"to run it (--script FILE writes the script):\n\n{plan.script()}\n{plan.command()}"
+    said = fitted("to run it (--script FILE writes the script):")
+    return f"{said}\n\n{plan.script()}\n{plan.command()}"

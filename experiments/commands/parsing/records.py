@@ -84,6 +84,7 @@ def compare_options(verbs: Any) -> None:
     )
     verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
+    verb.add_argument("--engine", metavar="NAME", help="of several runs the latest in which it took part")
     verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
     verb.add_argument(
         "--machines",
@@ -112,6 +113,7 @@ def report_options(verbs: Any) -> None:
         "--with", dest="with_", action="append", default=[], type=Path, metavar="FILE",
         help="also the records of a file that export wrote; may be repeated",
     )  # fmt: skip
+    verb.add_argument("--engine", metavar="NAME", help="first of all the runs in which it took part")
     verb.add_argument("--no-figures", action="store_true", help="numbers and timelines only")
 
 

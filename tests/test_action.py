@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.parsing.parser import parser
 
 ROOT = Path(__file__).parents[1]
 ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
@@ -88,7 +88,7 @@ def test_the_command_line_knows_every_option_of_the_action(tmp_path: Path) -> No
         "history": "h",
     }
     (guard,) = play(tmp_path, {**given, "install": "false", "require-conclusive": "true"})
-    options = cli._parser().parse_args(guard[1:])
+    options = parser().parse_args(guard[1:])
     assert (options.repo, options.base, options.engine) == (Path("."), "b", "m:e")
     assert (options.path, options.build, options.require_conclusive) == (["src"], "make", True)
 

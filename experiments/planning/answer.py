@@ -135,6 +135,8 @@ def plan(
     space = space or Space()
     num_layers = len(model.layers)
     check(request, space, num_layers)
+    for ranks in space.tp or (request.accelerators,):
+        model.check_divisible(ranks)
     least = smallest(model, request, space, request.memory_bytes)
     if least is None or least.peak > request.memory_bytes:
         raise ValueError(_too_large(model, request, space))

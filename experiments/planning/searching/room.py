@@ -21,7 +21,7 @@ from gpipe_bench.experiments.planning.searching.footprints import Footprints
 from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.pipeline.memory.stages.copies import with_shadows
 from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
-from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing, held_stage
+from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing
 from gpipe_bench.pipeline.memory.stages.peaks import (
     OPTIMIZERS,
     StageMemory,

@@ -215,6 +215,12 @@ def test_tensor_parallelism_without_a_plan_is_refused(
     ("options", "message"),
     [
         ("--accelerators 0", "--accelerators 0: give 1 or more"),
+        ("--accelerators 2 --pp -2", "--pp -2: give 1 or more"),
+        ("--accelerators 2 --pp 2 --tp 0", "--tp 0: give 1 or more"),
+        ("--accelerators 2 --num-microbatches -1", "--num-microbatches -1: give 1 or more"),
+        ("--accelerators 2 --memory-gib -8", "--memory-gib -8: give the GiB of one accelerator"),
+        ("--accelerators 2 --num-layers -8", "--num-layers -8: give 1 or more"),
+        ("--accelerators 2 --num-filters 8", "--num-filters 8 is AmoebaNet's; leave it out"),
         ("--accelerators 2 --device-type h1000", "unknown accelerator 'h1000'; known: p100-12, p100, v100"),
         ("--accelerators 2 --link nvlik", "--link nvlik: unknown link 'nvlik'; known: nvlink, pcie"),
         ("--accelerators 4 --hosts 2", "--hosts 2 needs --between LINK, such as infiniband"),

@@ -39,7 +39,9 @@ def deep(layers: int = 71) -> tuple[Model, ModelProfile]:
 
 
 @pytest.mark.parametrize(
-    "sharing", [Sharing(), Sharing(3), Sharing(1, 2, 2), Sharing(2, 4, 3)], ids=["one", "dp", "zero2", "zero3"]
+    "sharing",
+    [Sharing(), Sharing(3), Sharing(1, 2, 2), Sharing(2, 4, 3)],
+    ids=["one", "dp", "zero2", "zero3"],
 )
 def test_rows_of_equal_layers_hold_what_layer_by_layer_they_do(sharing: Sharing) -> None:
     _, profile = deep()

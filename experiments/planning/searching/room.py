@@ -26,7 +26,6 @@ from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint
 from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing
 from gpipe_bench.pipeline.memory.stages.peaks import (
-    OPTIMIZERS,
     StageMemory,
     memory_at,
     optimizer_state,

@@ -193,9 +193,21 @@ def test_ones_own_plan_of_tensor_parallelism_is_applied() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("planning_models:tied", "nothing says how the layers of planning_models:tied are divided; return a"),
+        (
+            "planning_models:plain",
+            "nothing says how the layers of planning_models:plain are divided; return a",
+        ),
+        (
+            "planning_models:tied",
+            "--tp 2: no layer can be divided, since layers share a weight; leave --tp out",
+        ),
+        (
+            "planning_models:divided --compiled",
+            "since compiled layers keep their parameters whole; leave --tp",
+        ),
         ("planning_models:indivisible", "returned type int as its fifth value; give a function of (layers"),
-        ("gpt2 --num-layers 2", "embedding.tokens.weight and output.logits.weight are one weight"),
+        ("gpt2 --num-layers 2", "--tp 2: no layer can be divided, since layers share a weight"),
+        ("unet-5-64", "--tp 2: unet-5-64: no plan is known for layer "),
         ("llama-7b --num-layers 2 --tp 3", "--tp 3: llama-7b: the key and value heads of block_0 is 32"),
     ],
 )
@@ -215,6 +227,12 @@ def test_tensor_parallelism_without_a_plan_is_refused(
     ("options", "message"),
     [
         ("--accelerators 0", "--accelerators 0: give 1 or more"),
+        ("--accelerators 2 --pp -2", "--pp -2: give 1 or more"),
+        ("--accelerators 2 --pp 2 --tp 0", "--tp 0: give 1 or more"),
+        ("--accelerators 2 --num-microbatches -1", "--num-microbatches -1: give 1 or more"),
+        ("--accelerators 2 --memory-gib -8", "--memory-gib -8: give the GiB of one accelerator"),
+        ("--accelerators 2 --num-layers -8", "--num-layers -8: give 1 or more"),
+        ("--accelerators 2 --num-filters 8", "--num-filters 8 is AmoebaNet's; leave it out"),
         ("--accelerators 2 --device-type h1000", "unknown accelerator 'h1000'; known: p100-12, p100, v100"),
         ("--accelerators 2 --link nvlik", "--link nvlik: unknown link 'nvlik'; known: nvlink, pcie"),
         ("--accelerators 4 --hosts 2", "--hosts 2 needs --between LINK, such as infiniband"),
@@ -247,6 +265,15 @@ def test_what_does_not_fit_says_the_smallest_peak_and_what_would_do(
     assert re.search(r"with pp 2, (gpipe|1f1b), 8 micro-batches and everything recomputed", err)
     assert "What would do: " in err
     assert "--optimizer sgd" in err or "--accelerators" in err or "--memory-gib" in err
+
+
+def test_nothing_is_planned_that_the_engine_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--accelerators 2 --memory-gib 1 --batch-size 8 --device-type a10 --link pcie --schedule 1f1b"
+    shards = {}
+    for model in ("tied", "plain"):
+        assert main(f"plan planning_models:{model} {options} --num-microbatches 4 --json".split()) == 0
+        shards[model] = {each["fsdp"] for each in json.loads(capsys.readouterr().out)["plans"]}
+    assert shards == {"tied": {1}, "plain": {1, 2}}
 
 
 def test_an_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,10 @@ class Model:
         return self.inputs.tensors[0].shape[0]
 
     def check_divisible(self, ranks: int) -> None:
-        """`ValueError` where nothing says how the layers are divided over so many ranks (tp)."""
+        """`ValueError` where nothing says how the layers are divided over so many ranks (tp).
+
+        Whether the engine takes divided layers of this model is `answer.why_whole`'s to say.
+        """
         if self.source.divides or ranks == 1:
             return
         if self.source.options is None:

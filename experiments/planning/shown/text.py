@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipe_bench.experiments.planning.answer import Plan
+from gpipe_bench.experiments.planning.answer import Plan, why_whole
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.searching.grids import Grid
@@ -67,6 +67,11 @@ def _ways(plan: Plan) -> str:
         "",
         *(fill(f"{what}: {where}", rest="  ") for what, where in best.provenance.items()),
         f"{plan.tried} ways laid out, {plan.skipped} left out whose bound was above those here",
+        *(
+            [f"none with shards of parameters (fsdp), {why}"]
+            if (why := why_whole(plan.model, request))
+            else []
+        ),
     ]
     columns = ["plan", "M", "recompute", "step", "range", "examples/s", "peak GiB", "slower"]
     return Table(title=title, columns=columns, lines=lines, notes=notes, right=frozenset({1, 5, 6, 7})).text()

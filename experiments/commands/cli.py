@@ -13,6 +13,7 @@ from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import give_up_unwritable, prepare_streams
 from gpipe_bench.experiments.commands.parsing.options import complain
 from gpipe_bench.experiments.commands.parsing.parser import parser
+from gpipe_bench.experiments.registry import spelled_out
 from gpipe_bench.harness.report.width import width_of, within
 from gpipe_bench.harness.running.stopping import number_of, stopping
 
@@ -23,7 +24,7 @@ AS_WIDE_AS_IT_IS = ("report", "export")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. Bad usage is one line on standard error."""
     prepare_streams()
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    arguments = spelled_out(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parser().parse_args(arguments)
         options.arguments = arguments

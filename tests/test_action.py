@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.parsing.parser import parser
 from gpipe_bench.experiments.guard import scene
 from gpipe_bench.experiments.guard.text import HEADERS
 
@@ -100,7 +100,7 @@ def test_the_command_line_knows_every_option_of_the_action(tmp_path: Path) -> No
         "history": "h",
     }
     (guard,) = play(tmp_path, {**given, "install": "false", "require-conclusive": "true"})
-    options = cli._parser().parse_args(guard[1:])
+    options = parser().parse_args(guard[1:])
     assert (options.repo, options.base, options.engine) == (Path("."), "b", "m:e")
     assert (options.path, options.build, options.require_conclusive) == (["src"], "make", True)
 

@@ -14,6 +14,7 @@ from gpipe_bench.experiments.side_by_side.peers import outcome
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.codec import decode, encode
 from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.running.trials import load
 from gpipe_bench.harness.timing.usage import Usage
 
 DRIFTING = [0.24, 0.2, 0.23, 0.2] * 3
@@ -185,5 +186,5 @@ def test_a_trial_is_wrong_that_calls_one_engine_two() -> None:
 
 
 def test_the_page_says_what_the_trials_of_one_engine_say() -> None:
-    text = trials.DOCS.read_text(encoding="utf-8")
-    assert trials.rewritten(text, trials.load(trials.RECORDS)) == text, "stale: --write-docs"
+    text = trials.SERIES.docs.read_text(encoding="utf-8")
+    assert trials.SERIES.rewritten(text, load(trials.SERIES.records)) == text, "stale: --write-docs"

@@ -128,7 +128,12 @@ def test_speeds_are_ratios_of_the_same_round_over_the_slowest_process() -> None:
 
 def test_an_engine_is_set_against_ours_with_the_same_schedule() -> None:
     engines = engines_of("processes", "never", None)
-    times = {"ours": [0.2] * 12, "torch-gpipe": [0.3] * 12, "torch-1f1b": [0.15] * 12, "ours-1f1b": [0.1] * 12}
+    times = {
+        "ours": [0.2] * 12,
+        "torch-gpipe": [0.3] * 12,
+        "torch-1f1b": [0.15] * 12,
+        "ours-1f1b": [0.1] * 12,
+    }
     assert set(engines) == set(times)
     found = outcome(job()._replace(engines=engines, num_microbatches=8), [result(times)])
     numbers = {quantity.name: quantity.value for quantity in found.quantities}

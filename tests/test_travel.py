@@ -197,7 +197,10 @@ SAMPLES = (1.0, 2.0, 3.0)
             "time has an interval outside",
         ),
         ({"quantities": (quantity(-2.0, unit="bytes"),)}, "time is negative"),
-        ({"quantities": (quantity(-2.0, low=-3.0, high=-1.0, samples=(-1.0, -2.0, -3.0)),)}, "time is negative"),
+        (
+            {"quantities": (quantity(-2.0, low=-3.0, high=-1.0, samples=(-1.0, -2.0, -3.0)),)},
+            "time is negative",
+        ),
         ({"quantities": (quantity(0.3, samples=(0.3, 0.3, 0.3, -0.1)),)}, "time is negative"),
         ({"quantities": (quantity(3e7, unit="ms"),)}, "time took 30000 s, and the whole case 12 s"),
         ({"duration_s": -1.0}, "it took -1 s"),

@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.experiments.report.readings import environment_warnings, readable, shown_of
 from gpipe_bench.experiments.report.records import check_engine_is_there, engines_of, select_records
@@ -66,10 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
         answers = replies_markdown(comparisons)
         print("\n\n".join([*([answers] if answers else []), markdown_table(comparisons)]))
     else:
-        print(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
-        print(shown.text)
+        say(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
+        say(shown.text)
     if loaded.problems and not arguments.json:
-        print(f"\n{left_out(loaded.problems, experiment.name)}")
+        say(f"\n{left_out(loaded.problems, experiment.name)}")
     return exits.DONE
 
 

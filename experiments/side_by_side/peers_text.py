@@ -78,8 +78,8 @@ def _state(record: Record) -> tuple[str, str]:
     control = record.quantity("control")
     if control is not None and len(control.samples) < LEAST_ROUNDS:
         return "too few rounds", (
-            f"too few rounds: {len(control.samples)}, whose interval is none; from {LEAST_ROUNDS} on, as in the "
-            "profile short, engines are judged"
+            f"too few rounds: {len(control.samples)}, whose interval is none; from {LEAST_ROUNDS} on, as in "
+            "the profile short, engines are judged"
         )
     return state_of(record)
 

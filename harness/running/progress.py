@@ -58,7 +58,7 @@ class Remaining:
         if not self._estimated_s or not self._spent_s:
             return self._left_s / self._jobs
         trust = self._estimated_s / (self._estimated_s + self._doubt_s)
-        return self._left_s * (self._spent_s / self._estimated_s) ** trust / self._jobs
+        return float(self._left_s * (self._spent_s / self._estimated_s) ** trust / self._jobs)
 
 
 def words(seconds: float) -> str:

@@ -99,7 +99,7 @@ class Room:
             return False
         return self.memory(worker, stages, remat).peak <= cap
 
-    def _with_graphs(self, worker: int, stages: tuple[range, ...], remat: Sequence[str]) -> int:
+    def _with_graphs(self, worker: int, stages: tuple[range, ...], remat: Sequence[Choice]) -> int:
         """What several stages hold at least before their gradients are made: weights, state and the graphs of
         those that recompute nothing. It takes no walk of the row for each choice of what is recomputed.
         """

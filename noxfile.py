@@ -13,6 +13,7 @@ import hashlib
 import os
 import runpy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -78,11 +79,12 @@ def report(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", tags=["ci"])
 def tests(session: nox.Session) -> None:
-    """The test suite: files side by side, then those that need the machine to themselves."""
+    """The test suite: tests side by side, then those that need the machine to themselves."""
     if prepare(session)[1]:
         run_python(session, "-m", "pytest")
         return
-    side_by_side = ("--numprocesses", str(usable_cores()), "--dist", "loadfile")
+    # Each process begins with a share of the list, so files stay together; who is done takes from the others.
+    side_by_side = ("--numprocesses", str(usable_cores()), "--dist", "worksteal")
     run_python(session, "-m", "pytest", *side_by_side, "-m", "not alone")
     run_python(session, "-m", "pytest", "-m", "alone")
 
@@ -107,14 +109,19 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", tags=["ci"], default=False)
 def smoke(session: nox.Session) -> None:
-    """Every experiment's smoke profile, into a fresh folder."""
+    """Every experiment's smoke profile, into a fresh folder; as many at a time as there are cores."""
     python, arguments = prepare(session)
     results = session.create_tmp()
-    for name in REGISTRY["EXPERIMENTS"]:
-        session.run(
+
+    def run(name: str) -> str | bool | None:
+        return session.run(
             python, "-m", "experiments", "run", name, "--profile", "smoke", "--results", results, "--fresh",
-            *arguments, external=True, env=THREADS,
+            *arguments, external=True, env=THREADS, silent=True,
         )  # fmt: skip
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        for said in pool.map(run, REGISTRY["EXPERIMENTS"]):  # what fails shows its output by itself
+            print(said, flush=True)
 
 
 @nox.session(venv_backend="none", tags=["ci"], default=False)

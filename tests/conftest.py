@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from case_runner import Outcomes, outcomes_of, selected
 from torch.distributed.launcher.api import LaunchConfig
 
 from gpipe_bench.harness.records.store import Store
@@ -59,6 +60,12 @@ def spawning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "LaunchConfig", LaunchConfig)
 
 
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Outcomes:
+    """What each of four ranks says of the file's `CASES`, of those that are to be run."""
+    return outcomes_of(selected(request, request.module.CASES))
+
+
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs draw no figures, which takes longer than many a case and is asserted elsewhere."""
@@ -87,6 +94,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Of the processes that share the list, one begins with its head: it runs what starts processes, one file
+    # after the other, while the others run the rest.
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; the same code path is tested on the CPU")

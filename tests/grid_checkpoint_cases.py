@@ -4,17 +4,13 @@ as a test.
 
 from __future__ import annotations
 
-import time
-import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import torch
-from distributed_cases import shared_folder
 from mesh_grids import on_grid, own_part
-from ranks import raises
+from ranks import raises, shared_folder
 from sharding_cases import grid, words
 from sharding_cases import on as on_mesh
 from tiny_models import mlp_batch, seeded
@@ -218,28 +214,10 @@ def a_run_with_divided_parameters_goes_on_to_the_bit() -> None:
         again.close()
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case
-    for case in (
-        training_goes_on_from_grid_to_grid_as_if_it_had_never_stopped,
-        every_process_writes_some_and_nothing_is_written_twice,
-        a_rank_of_a_grid_that_cannot_write,
-        divided_parameters_are_whole_between_grids,
-        a_run_with_divided_parameters_goes_on_to_the_bit,
-    )
-}
-
-
-def run_all(names: list[str]) -> dict[str, tuple[str | None, float]]:
-    """Runs cases one after the other; gives each one's traceback, or None, and its seconds."""
-    outcomes: dict[str, tuple[str | None, float]] = {}
-    for name in names:
-        start = time.monotonic()
-        try:
-            CASES[name]()
-            trace = None
-        except Exception:
-            trace = traceback.format_exc()
-        outcomes[name] = (trace, time.monotonic() - start)
-        dist.barrier()
-    return outcomes
+CASES = (
+    training_goes_on_from_grid_to_grid_as_if_it_had_never_stopped,
+    every_process_writes_some_and_nothing_is_written_twice,
+    a_rank_of_a_grid_that_cannot_write,
+    divided_parameters_are_whole_between_grids,
+    a_run_with_divided_parameters_goes_on_to_the_bit,
+)

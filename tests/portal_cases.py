@@ -1,4 +1,4 @@
-"""Portals between processes: cases that `distributed_cases` runs on four ranks."""
+"""Portals between processes: cases that `test_distributed` runs on four ranks."""
 
 from __future__ import annotations
 

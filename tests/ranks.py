@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -32,6 +35,19 @@ class Ranks:
         """The batch on the first rank, the target on the last; elsewhere data that must not be used."""
         wrong = (torch.full((1, 1), float("nan")), torch.zeros(1))
         return batch if self.is_first else wrong, target if self.is_last else torch.full((1,), float("nan"))
+
+
+def halves() -> Ranks:
+    """Ranks 0, 1 and ranks 2, 3 as pipelines of their own."""
+    first = dist.get_rank() // 2 * 2
+    return Ranks(dist.new_group([first, first + 1], use_local_synchronization=True))
+
+
+def shared_folder() -> Path:
+    """An empty folder that all ranks know."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
 
 
 def assert_own_gradients(pipeline: Pipeline, wanted: dict[str, Tensor | None], **tolerance: float) -> None:

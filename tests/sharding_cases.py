@@ -4,8 +4,6 @@ four of them once, and eight of them for the whole grid, and reports each case a
 
 from __future__ import annotations
 
-import time
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -547,39 +545,21 @@ def an_infinite_gradient_is_seen_by_all() -> None:
             assert scaler.get_scale() == 4.0
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case
-    for case in (
-        gradients_of_shards,
-        gradients_of_shards_in_float32,
-        gradients_of_shards_of_amoebanet,
-        gradients_of_shards_of_replicas,
-        gradients_of_divided_layers,
-        gradients_of_divided_layers_in_shards,
-        collectives_are_counted,
-        training_goes_on_after_evaluation,
-        norms_of_parts,
-        masks_of_divided_layers,
-        layers_that_compute_something_else_are_refused,
-        what_cannot_be_sharded_is_refused,
-        layers_of_many_kinds,
-        states_are_divided_under_plain_names,
-        an_infinite_gradient_is_seen_by_all,
-    )
-}
-OF_EIGHT: dict[str, Callable[[], None]] = {"gradients_of_the_whole_grid": gradients_of_the_whole_grid}
-
-
-def run_all(names: list[str]) -> dict[str, tuple[str | None, float]]:
-    """Runs cases one after the other; gives each one's traceback, or None, and its seconds."""
-    outcomes: dict[str, tuple[str | None, float]] = {}
-    for name in names:
-        start = time.monotonic()
-        try:
-            {**CASES, **OF_EIGHT}[name]()
-            trace = None
-        except Exception:
-            trace = traceback.format_exc()
-        outcomes[name] = (trace, time.monotonic() - start)
-        dist.barrier()
-    return outcomes
+CASES = (
+    gradients_of_shards,
+    gradients_of_shards_in_float32,
+    gradients_of_shards_of_amoebanet,
+    gradients_of_shards_of_replicas,
+    gradients_of_divided_layers,
+    gradients_of_divided_layers_in_shards,
+    collectives_are_counted,
+    training_goes_on_after_evaluation,
+    norms_of_parts,
+    masks_of_divided_layers,
+    layers_that_compute_something_else_are_refused,
+    what_cannot_be_sharded_is_refused,
+    layers_of_many_kinds,
+    states_are_divided_under_plain_names,
+    an_infinite_gradient_is_seen_by_all,
+)
+OF_EIGHT = (gradients_of_the_whole_grid,)

@@ -1,4 +1,4 @@
-"""One process per stage: the cases of `distributed_cases`, and processes that die."""
+"""One process per stage: cases on four ranks, started once for all of them, and processes that die."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ import signal
 import time
 from pathlib import Path
 
+import alias_cases
 import distributed_cases
+import failure_cases
+import message_cases
+import own_model_cases
+import portal_cases
 import psutil
 import pytest
+import tied_cases
 import torch
 import torch.distributed.run
+import torch_schedule_cases
+import tree_cases
+import worker_cases
+from case_runner import Outcomes, assert_passed, named
 from command_line import free_port
 from own_model_cases import NEED_TRANSFORMERS
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gpipe_bench.pipeline.ranks.launch import launch
 
-pytestmark = pytest.mark.alone  # four processes at a time
+pytestmark = pytest.mark.processes  # four at a time
+MODULES = (
+    distributed_cases, message_cases, failure_cases, worker_cases, torch_schedule_cases, alias_cases,
+    tied_cases, tree_cases, own_model_cases, portal_cases,
+)  # fmt: skip
+ALL = named(*(case for module in MODULES for case in module.CASES))
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+CASES = {name: case for name, case in ALL.items() if HAS_TRANSFORMERS or name not in NEED_TRANSFORMERS}
 
 
-def misses_library(case: str) -> bool:
-    return case in NEED_TRANSFORMERS and importlib.util.find_spec("transformers") is None
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[str | None, float]]]:
-    """What each of four ranks says of the selected cases."""
-    chosen = [
-        item.callspec.params["case"] for item in request.session.items if item.name.startswith("test_case[")
-    ]
-    chosen = [case for case in chosen if not misses_library(case)]
-    return launch(distributed_cases.run_all, 4, chosen, device="cpu")
-
-
-@pytest.mark.parametrize("case", distributed_cases.CASES)
-def test_case(case: str, outcomes: list[dict[str, tuple[str | None, float]]]) -> None:
-    if misses_library(case):
+@pytest.mark.parametrize("case", ALL)
+def test_case(case: str, outcomes: Outcomes) -> None:
+    if case not in CASES:
         pytest.skip("needs transformers: pip install gpipe-bench[transformers]")
-    traces = [f"rank {rank}: {of_rank[case][0]}" for rank, of_rank in enumerate(outcomes) if of_rank[case][0]]
-    assert not traces, "\n".join(traces)
+    assert_passed(outcomes, case)
 
 
 @pytest.mark.gpu
@@ -59,12 +61,12 @@ def test_a_killed_process_ends_all_others(tmp_path: Path, victim: int) -> None:
     context = multiprocessing.get_context("forkserver")
     port = free_port()
     processes = [
-        context.Process(target=distributed_cases.kill_one, args=(str(tmp_path), rank, 4, port, victim))
+        context.Process(target=failure_cases.kill_one, args=(str(tmp_path), rank, 4, port, victim))
         for rank in range(4)
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + distributed_cases.PATIENCE_S / 3
+    deadline = time.monotonic() + failure_cases.PATIENCE_S / 3
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
     codes = [process.exitcode for process in processes]
@@ -90,7 +92,7 @@ def test_a_killed_process_ends_all_others(tmp_path: Path, victim: int) -> None:
 @pytest.mark.usefixtures("spawning")
 def test_the_launcher_ends_with_the_first_error() -> None:
     with pytest.raises(ChildFailedError, match=r"action 1B0 on rank 1 failed: ZeroDivisionError: broken"):
-        launch(distributed_cases.raise_one, 2, "gpipe", device="cpu")
+        launch(failure_cases.raise_one, 2, "gpipe", device="cpu")
     left = [process.cmdline() for process in psutil.Process().children(recursive=True)]
     assert not [line for line in left if "spawn_main" in " ".join(line)]
 
@@ -120,7 +122,7 @@ def test_two_agents_as_on_two_hosts(tmp_path: Path) -> None:
         process.start()
     try:
         for process in agents:
-            process.join(distributed_cases.PATIENCE_S)
+            process.join(failure_cases.PATIENCE_S)
     finally:
         for process in agents:
             process.kill()

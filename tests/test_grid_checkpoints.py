@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import grid_checkpoint_cases
 import pytest
+from case_runner import Outcomes, assert_passed, named
 
-from gpipe_bench.pipeline.ranks.launch import launch
-
-pytestmark = pytest.mark.alone  # four processes at a time
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[str | None, float]]]:
-    """What each of four ranks says of the selected cases."""
-    chosen = [
-        item.callspec.params["case"] for item in request.session.items if item.name.startswith("test_case[")
-    ]
-    return launch(grid_checkpoint_cases.run_all, 4, chosen, device="cpu")
+pytestmark = pytest.mark.processes  # four at a time
+CASES = named(*grid_checkpoint_cases.CASES)
 
 
-@pytest.mark.parametrize("case", grid_checkpoint_cases.CASES)
-def test_case(case: str, outcomes: list[dict[str, tuple[str | None, float]]]) -> None:
-    traces = [f"rank {rank}: {of_rank[case][0]}" for rank, of_rank in enumerate(outcomes) if of_rank[case][0]]
-    assert not traces, "\n".join(traces)
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str, outcomes: Outcomes) -> None:
+    assert_passed(outcomes, case)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import free_port
 
-pytestmark = pytest.mark.alone  # four processes at a time
+pytestmark = pytest.mark.processes  # four at a time
 PAGE = (Path(__file__).parents[1] / "docs" / "grid.md").read_text(encoding="utf-8")
 (SCRIPT,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = re.findall(r"^torchrun --nproc-per-node (\d+) train\.py (.*)$", PAGE, re.MULTILINE)

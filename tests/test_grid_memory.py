@@ -73,7 +73,7 @@ def modelled(given: dict[str, Any]) -> int:
     return grid_peak_bytes([held_stage(layers, loss, sharing)], schedule, given["optimizer"])[0]
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[label(each) for each in CASES])
 def test_modelled_peaks_are_those_of_real_steps(number: int, found: list[list[int]]) -> None:
     expected = modelled(CASES[number])

@@ -21,7 +21,6 @@ from gpipe_bench.experiments.guard.subject import Subject, repository
 from gpipe_bench.harness.guard.judge import Change, Judgement, Look
 from gpipe_bench.harness.guard.process import WorkerError
 
-pytestmark = pytest.mark.alone  # steps are timed
 NONE = Change(0.0, -0.01, 0.01)
 SAME = Judgement("same", 12, 0.975, NONE, NONE, NONE, 0.01, 0.01)
 SLOWER = replace(SAME, verdict="regression", head=Change(0.1, 0.08, 0.12))
@@ -55,6 +54,7 @@ def edit(path: Path, before: str, after: str) -> None:
 # What is measured
 
 
+@pytest.mark.alone  # steps are timed
 def test_their_slower_commit_is_measured_as_slower(theirs: Path, tmp_path: Path) -> None:
     """Their `models/` is theirs and ours is ours; the base is their earlier commit."""
     scene.git(theirs, "worktree", "add", "-q", "--detach", str(tmp_path / "base"), "HEAD")

@@ -29,7 +29,6 @@ from gpipe_bench.harness.guard.judge import Change, Judgement, Look
 from gpipe_bench.harness.guard.process import WorkerError
 from gpipe_bench.harness.guard.tree import Base
 
-pytestmark = pytest.mark.alone  # steps are timed
 ROOT = Path(__file__).parents[1]
 NONE = Change(0.0, -0.01, 0.01)
 SAME = Judgement("same", 12, 0.975, NONE, NONE, NONE, 0.01, 0.01)
@@ -40,6 +39,7 @@ ONE = {"tiny-layers": BENCHMARKS["tiny-layers"]}
 # Processes
 
 
+@pytest.mark.alone  # steps are timed
 def test_a_slow_engine_is_measured_as_slow_and_the_processes_end() -> None:
     before = set(psutil.Process().children())
     with arms_of(ROOT, ROOT, ONE, slow_down=4.0) as arms:

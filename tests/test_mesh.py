@@ -1,25 +1,16 @@
-"""Pipelines beside each other: the cases of `mesh_cases`, on grids of four processes."""
+"""Pipelines beside each other: what is computed and how it is summed, on grids of four processes."""
 
 from __future__ import annotations
 
 import mesh_cases
 import pytest
+import reduction_cases
+from case_runner import Outcomes, assert_passed, named
 
-from gpipe_bench.pipeline.ranks.launch import launch
-
-pytestmark = pytest.mark.alone  # four processes at a time
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[str | None, float]]]:
-    """What each of four ranks says of the selected cases."""
-    chosen = [
-        item.callspec.params["case"] for item in request.session.items if item.name.startswith("test_case[")
-    ]
-    return launch(mesh_cases.run_all, 4, chosen, device="cpu")
+pytestmark = pytest.mark.processes  # four at a time
+CASES = named(*mesh_cases.CASES, *reduction_cases.CASES)
 
 
-@pytest.mark.parametrize("case", mesh_cases.CASES)
-def test_case(case: str, outcomes: list[dict[str, tuple[str | None, float]]]) -> None:
-    traces = [f"rank {rank}: {of_rank[case][0]}" for rank, of_rank in enumerate(outcomes) if of_rank[case][0]]
-    assert not traces, "\n".join(traces)
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str, outcomes: Outcomes) -> None:
+    assert_passed(outcomes, case)

@@ -7,7 +7,7 @@ import pytest
 from gpipe_bench.experiments.grid.overlap import Case, measure
 from gpipe_bench.pipeline.plan.schedule import Kind
 
-pytestmark = pytest.mark.alone  # four processes at a time
+pytestmark = pytest.mark.alone  # steps of four processes are timed
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

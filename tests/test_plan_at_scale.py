@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from planning_models import costs_of, planned
 
-from gpipe_bench.experiments.plan import at_scale
+from gpipe_bench.experiments.plan.at_scale import case as at_scale
 from gpipe_bench.experiments.plan.experiment import EXPERIMENT
 from gpipe_bench.experiments.plan.figures import figures
 from gpipe_bench.experiments.plan.text import tables

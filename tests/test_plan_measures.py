@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.experiments.plan.choosing import to_run
 from gpipe_bench.experiments.plan.measures import (
     Compared,
     Peaks,
@@ -16,6 +15,7 @@ from gpipe_bench.experiments.plan.measures import (
     regret,
 )
 from gpipe_bench.experiments.plan.rules import RULES, Rule
+from gpipe_bench.experiments.plan.running.choosing import to_run
 
 SOME = [
     Compared("one", "a", 1.0, 1.1, chosen=True),

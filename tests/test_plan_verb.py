@@ -99,7 +99,7 @@ def test_the_text_has_the_best_the_cut_the_schedule_and_the_script(
     assert (folder / "train.py").read_text() == found["script"]
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_layers_are_timed_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--memory-gib 1 --batch-size 4 --pp 2 --schedule 1f1b --num-microbatches 2 --optimizer sgd"
     assert main(f"plan planning_models:plain --accelerators 2 {options} --json".split()) == 0
@@ -112,7 +112,7 @@ def test_layers_are_timed_on_this_machine(capsys: pytest.CaptureFixture[str]) ->
     assert sum(best["cut"]) == 6
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_the_printed_command_runs(two: tuple[dict[str, Any], Path, str]) -> None:
     folder, line = two[1], two[0]["command"].split()
     assert line[0] == "torchrun"

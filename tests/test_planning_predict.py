@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpipe_bench.experiments.plan import elsewhere, waiting
-from gpipe_bench.experiments.plan.choosing import candidates, planned, title
+from gpipe_bench.experiments.plan.elsewhere import published as elsewhere
+from gpipe_bench.experiments.plan.running import waiting
+from gpipe_bench.experiments.plan.running.choosing import candidates, planned, title
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
 from gpipe_bench.experiments.planning.predict import Layout, pipeline_link, predict, replica_link

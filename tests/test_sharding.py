@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import pytest
 import sharding_cases
+from case_runner import Outcomes, assert_passed, named, outcomes_of
 
-from gpipe_bench.pipeline.ranks.launch import launch
-
-pytestmark = pytest.mark.alone  # four processes at a time
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> list[dict[str, tuple[str | None, float]]]:
-    """What each of four ranks says of the selected cases."""
-    chosen = [
-        item.callspec.params["case"] for item in request.session.items if item.name.startswith("test_case[")
-    ]
-    return launch(sharding_cases.run_all, 4, chosen, device="cpu")
+pytestmark = pytest.mark.processes  # four at a time
+CASES = named(*sharding_cases.CASES)
+OF_EIGHT = named(*sharding_cases.OF_EIGHT)
 
 
-@pytest.mark.parametrize("case", sharding_cases.CASES)
-def test_case(case: str, outcomes: list[dict[str, tuple[str | None, float]]]) -> None:
-    traces = [f"rank {rank}: {of_rank[case][0]}" for rank, of_rank in enumerate(outcomes) if of_rank[case][0]]
-    assert not traces, "\n".join(traces)
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str, outcomes: Outcomes) -> None:
+    assert_passed(outcomes, case)
 
 
-@pytest.mark.parametrize("case", sharding_cases.OF_EIGHT)
+@pytest.mark.parametrize("case", OF_EIGHT)
 def test_case_of_eight(case: str) -> None:
-    found = launch(sharding_cases.run_all, 8, [case], device="cpu")
-    traces = [f"rank {rank}: {of_rank[case][0]}" for rank, of_rank in enumerate(found) if of_rank[case][0]]
-    assert not traces, "\n".join(traces)
+    assert_passed(outcomes_of({case: OF_EIGHT[case]}, num_ranks=8), case)

@@ -19,7 +19,7 @@ def of_schedule(stage):
     return tuple((a.kind.name, a.microbatch) for a in gpipe(NUM_STAGES, NUM_MICROBATCHES).actions[stage])
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_four_processes_take_the_schedules_actions_and_end_with_the_loss_of_one():
     quantities, details = shared_cores.run(TRANSFORMER.model, TINY)
     made = record(

@@ -1,4 +1,4 @@
-"""Weights that stages of several processes share: cases that `distributed_cases` runs on four ranks."""
+"""Weights that stages of several processes share: cases that `test_distributed` runs on four ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pytrees, keyword arguments and gradient scaling over two processes: cases that `distributed_cases` runs."""
+"""Pytrees, keyword arguments and gradient scaling over two processes: cases that `test_distributed` runs."""
 
 from __future__ import annotations
 

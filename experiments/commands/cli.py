@@ -143,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     verb = _add(verbs, "compare", "paper | ours | verdict, from records alone")
     verb.add_argument("name", metavar="NAME", help="an experiment, see list")
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
+    verb.add_argument("--engine", metavar="NAME", help="of several runs the latest in which it took part")
     verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
     verb.add_argument(
         "--machines",
@@ -163,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         "--with", dest="with_", action="append", default=[], type=Path, metavar="FILE",
         help="also the records of a file that export wrote; may be repeated",
     )  # fmt: skip
+    verb.add_argument("--engine", metavar="NAME", help="first of all the runs in which it took part")
     verb.add_argument("--no-figures", action="store_true", help="numbers and timelines only")
 
     verb = _add(verbs, "guard", "exact counters against the committed ones; speed against another revision")

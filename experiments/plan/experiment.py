@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.plan import at_scale, elsewhere_case, peaks, steps, waiting
+from gpipe_bench.experiments.plan.at_scale import case as at_scale
+from gpipe_bench.experiments.plan.elsewhere import case as elsewhere
 from gpipe_bench.experiments.plan.figures import figures
 from gpipe_bench.experiments.plan.models import MODELS
+from gpipe_bench.experiments.plan.running import peaks, steps, waiting
 from gpipe_bench.experiments.plan.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.entry import Entry
@@ -40,8 +42,8 @@ def cases(options: RunOptions) -> list[Case]:
             for name, scale in at_scale.SCALES.items()
         ]
     return found + [
-        Case({"part": elsewhere_case.PART, "source": source}, seconds)
-        for source, seconds in elsewhere_case.SECONDS.items()
+        Case({"part": elsewhere.PART, "source": source}, seconds)
+        for source, seconds in elsewhere.SECONDS.items()
         if profile != "smoke" or seconds <= 2
     ]
 
@@ -56,7 +58,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return waiting.run(case.key, options)
         case at_scale.PART:
             return at_scale.run(case.key)
-    return elsewhere_case.run(case.key)
+    return elsewhere.run(case.key)
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.plan import at_scale, scale_figure, steps
+from gpipe_bench.experiments.plan.at_scale import case as at_scale
+from gpipe_bench.experiments.plan.at_scale import figure as at_scale_figure
 from gpipe_bench.experiments.plan.measures import Compared, by_model, rank_correlation, regret
+from gpipe_bench.experiments.plan.running import steps
 from gpipe_bench.experiments.report.drawing import COLORS, paper_style
 from gpipe_bench.harness.records.record import Record, of_case
 from gpipe_bench.harness.shown import Plot
@@ -49,7 +51,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
                     "parallelism with the range of the roofline; diamonds are what others did, predicted, "
                     "and crosses what they measured."
                 ),
-                draw=partial(scale_figure.draw, scales),
+                draw=partial(at_scale_figure.draw, scales),
                 style=paper_style,
             )
         )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.plan import at_scale, elsewhere_case, peaks, scale_text, steps, waiting
+from gpipe_bench.experiments.plan.at_scale import case as at_scale
+from gpipe_bench.experiments.plan.at_scale.text import block
+from gpipe_bench.experiments.plan.elsewhere import case as elsewhere
 from gpipe_bench.experiments.plan.measures import Compared, Found, Peaks, found, rank_correlation, regret
 from gpipe_bench.experiments.plan.rules import EXACT_WITHIN, RULES
+from gpipe_bench.experiments.plan.running import peaks, steps, waiting
 from gpipe_bench.experiments.side_by_side.control import measured
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.records.record import Record, of_case
@@ -20,8 +23,8 @@ def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
         *(_block(record) for record in of_case(records, "done", part=steps.PART)),
         _peaks(of_case(records, "done", part=peaks.PART)),
         *(_waiting(record) for record in of_case(records, "done", part=waiting.PART)),
-        _elsewhere(of_case(records, "done", part=elsewhere_case.PART)),
-        *(scale_text.block(record) for record in of_case(records, "done", part=at_scale.PART)),
+        _elsewhere(of_case(records, "done", part=elsewhere.PART)),
+        *(block(record) for record in of_case(records, "done", part=at_scale.PART)),
     ]
     return "\n\n".join(filter(None, parts)) or "Plans against what ran: nothing on record"
 

@@ -225,6 +225,7 @@ def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str
     candidate = layout.candidate
     if layout.costs.profiles is None:
         return (0,) * candidate.num_workers, ("",) * candidate.num_workers
+    from gpipe_bench.pipeline.memory.stages.rows.messages import Transport
     from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 
     split = any(action.kind is Kind.W for action in layout.schedule)
@@ -235,7 +236,7 @@ def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str
         candidate.cut,
         layout.schedule,
         request.optimizer,
-        receive_ahead=1 if candidate.num_workers > 1 else 0,
+        receive_ahead=Transport(accelerated=request.device_type != MEASURED),
     )
     return tuple(each.peak for each in found), tuple(each.when for each in found)
 

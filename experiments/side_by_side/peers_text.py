@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -83,19 +84,29 @@ def speed_of(record: Record, engine: str, other: str) -> Quantity | None:
 
 
 def _among(record: Record) -> list[str]:
-    """Where the user's engines ran: each against every other one, and what all need."""
+    """Each engine against every other one, and what each needs in every process."""
     engines = [arm for arm in record.details["engines"] if record.quantity(f"step of {arm}") is not None]
-    own = [arm for arm in engines if ":" in arm]
-    if not own:
-        return []
-    speeds: list[list[str]] = []
-    for arm in engines:
-        against = [speed_of(record, each, arm) for each in own]
-        speeds.append(
-            [arm, *("" if ratio is None else measured(ratio) for ratio in against), _peak(record, arm)]
-        )
-    columns = ["against", *(f"speed of {arm} [95 %]" for arm in own), "peak by process"]
-    return ["", Grid(columns=columns, lines=speeds).text()]
+    word, _ = state_of(record)
+    pairs = []
+    for first, second in itertools.combinations(engines, 2):
+        if (ratio := speed_of(record, first, second)) is not None:
+            pairs.append([first, second, measured(ratio), word or _faster(record, ratio)])
+    found = []
+    if pairs:
+        found += ["", Grid(columns=["engine", "against", "its speed [95 %]", "it is"], lines=pairs).text()]
+    peaks = [[arm, peak] for arm in engines if (peak := _peak(record, arm))]
+    if peaks:
+        found += ["", Grid(columns=["engine", "peak memory of a step, by process"], lines=peaks).text()]
+    return [*found, ""] if found else []
+
+
+def _faster(record: Record, ratio: Quantity) -> str:
+    """Whether the first of two engines is faster than the second: only what is certain under the control."""
+    assert ratio.value is not None, "measured quantities have a value"
+    wanted = Target("", {}, ratio.name, at_least=ratio.value >= 1, bound=1.0)
+    if "within the noise" in verdict(wanted, ratio, record.quantity("control")):
+        return "within the noise"
+    return "faster" if ratio.value > 1 else "slower"
 
 
 def _peak(record: Record, arm: str) -> str:
@@ -140,6 +151,7 @@ def _notes(records: Sequence[Record]) -> str:
         "control: our first sample of a round over the second. Where its interval excludes 1, the machine",
         "did not hold still, and nothing is judged; nothing is certain that is no further from its bound",
         "than the control's interval from 1.",
+        "peak memory: bytes alive of what a step's operations make (activations, gradients, messages).",
     ]
     if any("ours-1f1b" in record.details.get("engines", ()) for record in records):
         lines += [

@@ -141,6 +141,11 @@ class PointToPoint:
         """Forgets what the ranks agreed on."""
         self._agreements.forget()
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of the buffers that messages come into, where these are memory that two processes map."""
+        return self._ties.shared_bytes
+
     # A step
 
     def begin(self, plan: Plan | None, signature: Hashable) -> Plan:

@@ -67,6 +67,17 @@ MODELS = (
         tests=("tests/test_models_drop_path.py::test_examples_are_dropped_whole_and_the_kept_ones_scaled",),
     ),
     Mutant(
+        name="a single value moves the averages that graphs have saved",
+        file="models/amoebanet/modules.py",
+        old="        self.running_mean.data.lerp_(",
+        new="        self.running_mean.lerp_(",
+        why="no mini-batch whose last micro-batch is one example could be trained without recomputation",
+        tests=(
+            "tests/test_models_batchnorm.py::"
+            "test_a_last_microbatch_of_one_example_trains_as_the_plain_model_does",
+        ),
+    ),
+    Mutant(
         name="attention sees one token ahead",
         file="models/transformer/blocks.py",
         old="device=q.device).triu(1)\n",

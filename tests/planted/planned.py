@@ -89,7 +89,7 @@ PLANNED = (
     ),
     Mutant(
         name="the first way of a grid is its best",
-        file="experiments/plan/at_scale.py",
+        file="experiments/plan/at_scale/case.py",
         old="        if grid in best and search.bound_s(way) >= best[grid].step_s:\n",
         new="        if grid in best:\n",
         why="the way with the lowest bound is often not the fastest",

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe_bench.experiments.planning.models import Tie
+from gpipe_bench.experiments.planning.searching.footprints import Footprints
 from gpipe_bench.experiments.planning.searching.grids import Grid
-from gpipe_bench.experiments.table1.model_costs import ModelProfile
 from gpipe_bench.pipeline.memory.stages.copies import with_shadows
 from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
 from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing, held_stage
@@ -29,35 +29,12 @@ from gpipe_bench.pipeline.memory.stages.peaks import (
     optimizer_state,
     rule_of,
 )
-from gpipe_bench.pipeline.memory.stages.workers import WorkerMoment, worker_memory, worker_moments
+from gpipe_bench.pipeline.memory.stages.rows.searched import (
+    WorkerMoment,
+    worker_memory,
+    worker_moments,
+)
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-
-
-class Footprints:
-    """Of the stages of one model at one micro-batch size; stages of the same layers are one."""
-
-    def __init__(self, profile: ModelProfile) -> None:
-        self.profile = profile
-        self._known: dict[tuple[object, ...], HeldStage] = {}
-        self._keys: dict[range, int] = {}
-        self._contents: dict[tuple[object, ...], int] = {}
-
-    def key(self, stage: range) -> int:
-        """Equal for stages that hold the same."""
-        if stage not in self._keys:
-            layers = self.profile.layers
-            content = (*map(id, layers[stage.start : stage.stop]), stage.stop == len(layers))
-            self._keys[stage] = self._contents.setdefault(content, len(self._contents))
-        return self._keys[stage]
-
-    def of(self, stage: range, sharing: Sharing) -> HeldStage:
-        """What each process holds of a stage."""
-        key = (sharing, self.key(stage))
-        if key not in self._known:
-            layers = self.profile.layers
-            loss = self.profile.loss if stage.stop == len(layers) else None
-            self._known[key] = held_stage(layers[stage.start : stage.stop], loss, sharing)
-        return self._known[key]
 
 
 @dataclass(frozen=True)
@@ -91,6 +68,9 @@ class Room:
         self._ahead = 1 if schedule.num_workers > 1 else 0
         grid = rules.grid
         self._sharing = Sharing(grid.dp, grid.fsdp, grid.fsdp_level or 2)
+        copies = 2 + OPTIMIZERS[rules.optimizer].state  # of a weight: itself, its gradient, its state
+        twice = sum(tie.num_bytes * (len(tie.layers) - 1) for tie in rules.ties)
+        self._all_ties = copies * -(-twice // grid.fsdp)
         self._known: dict[tuple[object, ...], StageMemory] = {}
 
     def memory(self, worker: int, stages: tuple[range, ...], remat: Sequence[str]) -> StageMemory:
@@ -104,17 +84,20 @@ class Room:
             self._known[key] = self._less(found or self._together(worker, held, remat), ties)
         return self._known[key]
 
+    def fits(self, worker: int, stages: tuple[range, ...], remat: Sequence[str], cap: int) -> bool:
+        """Whether a worker has room for stages of these layers, which recompute so much."""
+        held = self._between_steps()
+        least = sum(held[stage.stop] - held[stage.start] for stage in stages) - self._all_ties
+        return least <= cap * self._rules.grid.tp and self.memory(worker, stages, remat).peak <= cap
+
     def least_bytes(self) -> int:
         """What the fullest worker holds between steps at least, however the model is cut: an equal share."""
-        num_layers = len(self._footprints.profile.layers)
-        whole = (range(num_layers),)
-        held, rule = self._footprints.of(whole[0], self._sharing), rule_of(self._rules.optimizer)
-        rest = memory_at(
-            held.rest, None, rule, optimizer_state(held.rest, rule), self._schedule.num_microbatches,
-            is_first=True,
-        )  # fmt: skip
-        rest = self._less(rest, self._ties(whole))
-        return (rest.parameters + rest.gradients + rest.optimizer_state) // self._schedule.num_workers
+        shared_out = self._rules.grid.tp * self._schedule.num_workers
+        return (self._between_steps()[-1] - self._all_ties) // shared_out
+
+    def _between_steps(self) -> list[int]:
+        """Weights, gradients and the optimizer's state of all layers before each one, ties counted twice."""
+        return self._footprints.between_steps(self._sharing, self._rules.optimizer)
 
     def _alone(self, worker: int, held: HeldStage, remat: str) -> StageMemory:
         key = (worker, remat)

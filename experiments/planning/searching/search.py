@@ -20,8 +20,9 @@ from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.links import Places, places
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.experiments.planning.searching.footprints import Footprints
 from gpipe_bench.experiments.planning.searching.grids import Grid, times_on
-from gpipe_bench.experiments.planning.searching.room import Footprints, Room, Rules, Walked
+from gpipe_bench.experiments.planning.searching.room import Room, Rules, Walked
 from gpipe_bench.experiments.planning.searching.space import Space, Way, ways
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.plan.cutting.best import EFFORT, Cut, best_cut
@@ -119,7 +120,7 @@ class Search:
             schedule,
             self.times(way, near),
             links=near.boundaries,
-            fits=lambda worker, stages, remat: room.memory(worker, stages, remat).peak <= cap,
+            fits=lambda worker, stages, remat: room.fits(worker, stages, remat, cap),
             remats=self.space.remats,
             effort=effort,
         )

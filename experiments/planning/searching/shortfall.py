@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.experiments.planning.searching.footprints import Footprints
 from gpipe_bench.experiments.planning.searching.grids import Grid
-from gpipe_bench.experiments.planning.searching.room import Footprints, Room, Rules
+from gpipe_bench.experiments.planning.searching.room import Room, Rules
 from gpipe_bench.experiments.planning.searching.space import Space, grids
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.plan.partition import Partition, partition, partition_by

@@ -23,7 +23,7 @@ of torch.distributed allocates of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
@@ -85,11 +85,15 @@ class HeldStage:
 
 def held_stage(layers: Sequence[LayerProfile], loss: LayerProfile | None, sharing: Sharing) -> HeldStage:
     """Of a stage's layers; ``loss`` is the loss of the last stage."""
-    whole, each = footprint(layers, loss), passes(layers, loss)
+    return shared_stage(footprint(layers, loss), lambda: passes(layers, loss), sharing)
+
+
+def shared_stage(whole: Footprint, each: Callable[[], Passes], sharing: Sharing) -> HeldStage:
+    """Of a stage whose footprint is known; ``each`` finds its layers' passes, where they matter."""
     if sharing.shards > 1:
-        return (_gathered_once if sharing.level == 2 else _gathered_always)(whole, each, sharing)
+        return (_gathered_once if sharing.level == 2 else _gathered_always)(whole, each(), sharing)
     if sharing.replicas > 1:
-        return _replicated(whole, each, sharing)
+        return _replicated(whole, each(), sharing)
     return HeldStage(whole, whole, (0, 0), (0, 0, 0, 0))
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from gpipe_bench.experiments.measuring.device_timing import settle, time_step
-from gpipe_bench.experiments.plan.choosing import planned, title, to_run
 from gpipe_bench.experiments.plan.models import Planned
+from gpipe_bench.experiments.plan.running.choosing import planned, title, to_run
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.costs.measured import measured
 from gpipe_bench.experiments.planning.costs.probes import Bench, ProbeJob, probe

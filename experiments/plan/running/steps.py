@@ -16,7 +16,7 @@ from gpipe_bench.harness.timing.rounds import against_itself
 from gpipe_bench.harness.timing.usage import used_by_others
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.plan.work import PlanResult
+    from gpipe_bench.experiments.plan.running.work import PlanResult
 
 PART = "steps"
 NUM_PROCESSES = 2
@@ -26,7 +26,7 @@ STEP, BY_THE_CLOCK, PREDICTED = "step", "step by the clock", "predicted step"
 
 def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
     from gpipe_bench.experiments.measuring.processes import run_processes
-    from gpipe_bench.experiments.plan.work import PlanJob, work
+    from gpipe_bench.experiments.plan.running.work import PlanJob, work
 
     planned = MODELS[options.profile][str(key["model"])]
     job = PlanJob(planned, SEED + options.seed, device=options.device)
@@ -36,8 +36,8 @@ def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
 
 def outcome(model: str, profile: str, found: Sequence[PlanResult]) -> Outcome:
     """What the processes of a case found, as numbers."""
-    from gpipe_bench.experiments.plan.choosing import title
-    from gpipe_bench.experiments.plan.work import at_reference_s, describe, request_of
+    from gpipe_bench.experiments.plan.running.choosing import title
+    from gpipe_bench.experiments.plan.running.work import at_reference_s, describe, request_of
 
     planned, first = MODELS[profile][model], found[0]
     request = request_of(first.costs, planned, len(found))

@@ -10,7 +10,7 @@ SECONDS = {"zero-bubble": 2.0, "torchtitan": 1.0, "Primus": 1.0, "torchgpipe": 2
 
 
 def run(key: dict[str, Scalar]) -> Outcome:
-    from gpipe_bench.experiments.plan.elsewhere import SOURCES
+    from gpipe_bench.experiments.plan.elsewhere.published import SOURCES
 
     orders = SOURCES[str(key["source"])]()
     quantities = [

@@ -2,7 +2,9 @@
 
 Every way to train of the plan, with four micro-batches; the layers are cut evenly, because bytes need no
 clock. In each process a dispatch mode follows every storage from the operation that makes it to its death,
-the optimizer's and those that messages arrive in, too.
+the optimizer's too. The buffers that messages arrive in are counted with them: they lie in memory that both
+processes map, are no storages that an operation makes, and stay from step to step. Both numbers are what the
+worker's device would hold if it were an accelerator, where these buffers lie on it.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpipe_bench.experiments.plan.choosing import NUM_WORKERS, WAYS, title
 from gpipe_bench.experiments.plan.measures import Peaks
 from gpipe_bench.experiments.plan.models import MODELS, Planned
+from gpipe_bench.experiments.plan.running.choosing import NUM_WORKERS, WAYS, title
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
@@ -133,13 +135,14 @@ def _count(layers: Any, loss: Any, batch: Any, target: Any, candidate: Candidate
                 pipeline.step(batch, target, loss)
                 optimizer.step()
                 optimizer.zero_grad()
+            shared_bytes = pipeline.shared_message_bytes
     # The mini-batch and its targets are the user's, and lived before.
     users = {}
     for here, tree in ((schedule.worker(0), batch), (schedule.worker(schedule.num_stages - 1), target)):
         for tensor in tensors_of(tree, "the mini-batch") if here == rank else ():
             storage = tensor.untyped_storage()
             users[storage.data_ptr()] = storage.nbytes()
-    return memory.peak_bytes[rank] + sum(users.values())
+    return memory.peak_bytes[rank] + shared_bytes + sum(users.values())
 
 
 def peaks(record: Record) -> list[Peaks]:

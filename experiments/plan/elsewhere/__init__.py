@@ -1,0 +1,1 @@
+"""Configurations that others measured, in the order of our predictions."""

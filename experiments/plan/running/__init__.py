@@ -1,0 +1,1 @@
+"""What is planned and then run on this machine, over processes: times, and bytes that are counted."""

@@ -1,0 +1,247 @@
+"""Ranks that fail: the same error on every rank, within seconds although the time-out is longer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+from ranks import TIMEOUT_S, Ranks, raises, shared_folder
+from tiny_models import mlp, mlp_batch, seeded
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from gpipe_bench.pipeline import checkpoint
+from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.ranks.failures.failure import Lookout
+from gpipe_bench.pipeline.ranks.messages.connection import Connection
+
+mse_loss = nn.functional.mse_loss
+PATIENCE_S = 900.0
+"""A time-out that nothing here reaches, however slow the machine: who waits for it has not been told."""
+
+
+class Fuse(nn.Module):
+    """Breaks in the forward, recomputation or backward of one micro-batch on one rank."""
+
+    def __init__(self, action: str, error: Exception) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.stage, self.kind, self.microbatch = int(action[0]), action[1], int(action[2])
+        self.error, self.forwards = error, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        y = self.linear(x)
+        if dist.get_rank() != self.stage:
+            return y
+        if self.kind == "F" and self.forwards == self.microbatch + 1:
+            raise self.error
+        if self.kind == "R" and self.forwards == 2 * 4 - self.microbatch:
+            raise self.error
+        if self.kind == "B" and self.forwards == 2 * 4 - self.microbatch:
+            y.register_hook(self._break)
+        return y
+
+    def _break(self, gradient: Tensor) -> None:
+        raise self.error
+
+
+def fails_everywhere(action: str, error: Exception, cause: str, ranks: Ranks | None = None) -> None:
+    ranks = ranks or Ranks()
+    layers = [Fuse(action, error) for _ in range(4)]
+    pipeline = ranks.pipeline(layers, 4, remat="always", timeout_s=PATIENCE_S)
+    start = time.monotonic()
+    try:
+        for _ in range(2):  # a late stage may have finished its part of the step in which an early one fails
+            pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+    except ActionError as caught:
+        found = caught
+    assert str(found) == f"action {action} on rank {action[0]} failed: {cause}", found
+    assert (found.__cause__ is error) == (ranks.rank == int(action[0]))
+    assert time.monotonic() - start < PATIENCE_S
+    with raises(RuntimeError, "has failed before"):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+
+
+def failure_in_forward() -> None:
+    fails_everywhere("2F1", ZeroDivisionError("broken"), "ZeroDivisionError: broken")
+
+
+def failure_in_recomputation() -> None:
+    fails_everywhere("1R2", KeyError("broken"), "KeyError: 'broken'")
+
+
+def failure_in_backward() -> None:
+    fails_everywhere("3B0", ArithmeticError("broken"), "ArithmeticError: broken")
+
+
+def failure_of_the_first_rank() -> None:
+    fails_everywhere("0B3", ZeroDivisionError("broken"), "ZeroDivisionError: broken")
+
+
+def out_of_memory() -> None:
+    for action in ("0F3", "1R1", "2B2"):
+        fails_everywhere(action, torch.OutOfMemoryError("2 GiB"), "OutOfMemoryError: 2 GiB")
+
+
+def failure_before_the_first_action() -> None:
+    """A batch that cannot be split is the first rank's error, and everybody's end."""
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(mlp))
+    batch, target = mlp_batch(3)
+    kind = ValueError if ranks.is_first else ActionError
+    with raises(kind, "num_microbatches is 4 but the mini-batch has only 3 examples"):
+        pipeline.step(*ranks.own(batch, target), mse_loss)
+    pipeline = ranks.pipeline(seeded(mlp))
+    batch, target = mlp_batch(8)
+    kind = ValueError if ranks.is_last else ActionError
+    with raises(kind, "the mini-batch has 8 examples but the target 7"):
+        pipeline.step(*ranks.own(batch, target[:7]), mse_loss)
+
+
+def a_rank_that_does_not_answer() -> None:
+    ranks = Ranks()
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            threading.Event().wait(1.5)
+            return super().forward(x)
+
+    layers = [(Slow if index == 2 else nn.Linear)(6, 6) for index in range(4)]
+    pipeline = ranks.pipeline([layer.double() for layer in layers], 1, timeout_s=0.5)
+    with raises(ActionError, "on rank 2 failed: rank 2 did not answer: "):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+
+
+def a_failure_that_only_the_blackboard_tells() -> None:
+    """What a GPU's host relies on, because its waits are the device's: here with the CPU's connections left
+    open.
+    """
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(mlp))
+    pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+    transport = pipeline._transport
+    noticed = threading.Event()
+    Lookout(transport._ties._blackboard, noticed.set, limit_s=TIMEOUT_S, interval_s=0.01)
+    dist.barrier()
+    assert not noticed.is_set()
+    if ranks.rank == 2:
+        transport._ties._blackboard.report(ActionError(None, "told", 2))
+    assert noticed.wait(TIMEOUT_S)
+    transport._ties.notice()
+    with raises(ActionError, "a step on rank 2 failed: told"):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+
+
+def a_failure_that_is_noticed_after_the_last_receive() -> None:
+    """On a GPU a connection that is cut ends the waits with garbage and raises nothing: the step must, and
+    nothing may be saved. Here the connections stay open, so that nothing else raises.
+    """
+    ranks = Ranks()
+    folder = shared_folder()
+    for when in ("in the step", "after the step"):
+        pipeline = ranks.pipeline(seeded(mlp))
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        transport, last = pipeline._transport, pipeline.schedule.actions[ranks.rank][-1]
+
+        def notice(transport=transport) -> None:
+            transport._ties._blackboard.report(ActionError(None, "told", 2))
+            with mock.patch.object(Connection, "cut"):
+                transport._ties.notice()
+
+        @contextmanager
+        def observe(action, when=when, last=last, notice=notice):
+            yield
+            if when == "in the step" and action == last:
+                notice()
+
+        told, failed_before = (ActionError, "a step on rank 2 failed: told"), (RuntimeError, "failed before")
+        if when == "in the step":
+            with raises(*told):
+                pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss, observe=observe)
+        else:
+            pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+            dist.barrier()
+            notice()
+        with raises(*(told if when == "after the step" else failed_before)):
+            checkpoint.save(folder, pipeline, optimizer)
+        with raises(*failed_before):
+            pipeline.clip_grad_norm_(1.0)
+        with raises(*failed_before):
+            pipeline.gather_timeline()
+        assert not list(folder.iterdir())
+
+
+def a_rank_that_cannot_write() -> None:
+    """Every rank says which one and why, and goes on: the next folder may be a better one."""
+    ranks = Ranks()
+    pipeline, folder = ranks.pipeline(seeded(mlp)), shared_folder()
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    full = OSError(28, "No space left on device")
+    with (
+        mock.patch.object(FileSystemWriter, "write_data", side_effect=full)
+        if ranks.rank == 2
+        else nullcontext(),
+        raises(RuntimeError, f"{folder} can't be written, says rank 2: OSError: [Errno 28] No space left"),
+    ):
+        checkpoint.save(folder, pipeline, optimizer)
+    assert not (folder / ".metadata").exists()
+    checkpoint.save(folder, pipeline, optimizer)
+    checkpoint.load(folder, pipeline, optimizer)
+
+
+def kill_one(folder: str, rank: int, world_size: int, port: int, victim: int) -> None:
+    """A step in which one process is killed; the others write what they raised, none waits for a time-out."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+    class Victim(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if rank == victim and torch.is_grad_enabled() and calls[0] > 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls[0] += 1
+            return super().forward(x)
+
+    calls = [0]
+    layers = [Victim(6, 6).double() for _ in range(world_size)]
+    ranks = Ranks()
+    pipeline = ranks.pipeline(layers, remat="always", timeout_s=PATIENCE_S)
+    try:
+        for _ in range(2):
+            pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+    except ActionError as error:
+        Path(folder, str(rank)).write_text(str(error))
+        raise
+
+
+def raise_one(schedule_name: str) -> None:
+    """For the launcher: rank 1 raises; the launcher must end with its error."""
+    ranks = Ranks()
+    assert schedule_name == gpipe(1, 1).name
+    layers = [Fuse("1B0", ZeroDivisionError("broken")) for _ in range(2)]
+    ranks.pipeline(layers, 4, remat="always").step(*ranks.own(*mlp_batch(8)), mse_loss)
+
+
+CASES = (
+    failure_in_forward,
+    failure_in_recomputation,
+    failure_in_backward,
+    failure_of_the_first_rank,
+    out_of_memory,
+    failure_before_the_first_action,
+    a_rank_that_does_not_answer,
+    a_failure_that_only_the_blackboard_tells,
+    a_failure_that_is_noticed_after_the_last_receive,
+    a_rank_that_cannot_write,
+)

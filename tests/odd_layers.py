@@ -1,0 +1,31 @@
+"""Layers whose weights get gradients in some steps only, or several in one backward."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+
+class Picky(nn.Module):
+    """Uses one of its weights only for inputs that ask for it, and another never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return y + self.sometimes(x) if float(x.detach().mean()) > 5 else y
+
+
+class TwiceCheckpointed(nn.Module):
+    """One weight in two checkpoints of the reentrant kind: two gradients for it in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpointed(self.linear, x, use_reentrant=True).tanh()
+        return x

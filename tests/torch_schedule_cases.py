@@ -1,0 +1,104 @@
+"""Schedules of ours in torch's own runtime, and torch's in our engine."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from ranks import EXACT, TIMEOUT_S, assert_own_gradients, halves, raises
+from tiny_models import mlp_batch, plain_step
+from torch import Tensor, nn
+
+from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.schedule import Action, Kind
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.validate import validate
+
+mse_loss = nn.functional.mse_loss
+
+
+def layers_for_torch(num_stages: int) -> list[list[nn.Module]]:
+    torch.manual_seed(3)
+    return [[nn.Linear(6, 6).double(), nn.Tanh()] for _ in range(num_stages)]
+
+
+def weights_after_three_steps(
+    stages: list[list[nn.Module]], step: Callable[[Tensor, Tensor], object]
+) -> list[Tensor]:
+    parameters = [p for layers in stages for layer in layers for p in layer.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for seed in range(3):
+        step(*mlp_batch(8, seed=seed))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in parameters]
+
+
+def our_rows_in_torchs_runtime() -> None:
+    """torch trains what we write to the weights to which we train it: all but recomputations."""
+    group = halves().group
+    for name in NAMED:
+        schedule = named(name, 2, 4)
+        theirs, ours = layers_for_torch(schedule.num_stages), layers_for_torch(schedule.num_stages)
+        runtime = TorchRuntime(schedule, theirs, 4, mse_loss, group, torch.device("cpu"))
+        pipeline = Pipeline(
+            list(itertools.chain(*ours)),
+            num_stages=schedule.num_stages,
+            num_microbatches=4,
+            schedule=schedule,
+            cost=[1] * (2 * schedule.num_stages),
+            group=group,
+            timeout_s=TIMEOUT_S,
+        )
+        wanted = weights_after_three_steps(theirs, runtime.step)
+        found = weights_after_three_steps(ours, lambda x, y, p=pipeline: p.step(x, y, mse_loss))
+        trained = 0
+        for a, b, first in zip(found, wanted, layers_after_none(schedule.num_stages), strict=True):
+            torch.testing.assert_close(a, b, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+            trained += not torch.equal(a, first)
+        assert trained == schedule.num_stages, name  # weight and bias of this rank's half of the stages
+
+
+def layers_after_none(num_stages: int) -> list[Tensor]:
+    return [p.detach() for s in layers_for_torch(num_stages) for layer in s for p in layer.parameters()]
+
+
+def torchs_rows_in_our_engine() -> None:
+    """Whatever torch dumps is valid and runs here, with the gradients of the plain model."""
+    pair = halves()
+    for name in CLASSES:
+        stages = layers_for_torch(2 if name in ("gpipe", "1f1b") else 4)
+        model = nn.Sequential(*itertools.chain(*stages))
+        runtime = TorchRuntime(name, stages, 4, mse_loss, pair.group, torch.device("cpu"))
+        schedule = runtime.rows(name)
+        if name == "1f1b" and Action(1, Kind.F, 0) not in set(schedule):
+            with raises(ValueError, "the row of stage 1 holds 1F4"):
+                validate(replace(schedule, num_microbatches=4))  # torch counts these forwards from 1
+            continue
+        validate(schedule)
+        assert tuple(map(schedule.worker, range(len(stages)))) == runtime.placement
+        plain = plain_step(copy.deepcopy(model), *mlp_batch(8), mse_loss, 4)
+        pipeline = Pipeline(
+            model,
+            num_stages=len(stages),
+            num_microbatches=4,
+            schedule=schedule,
+            cost=[1] * len(model),
+            group=pair.group,
+            timeout_s=TIMEOUT_S,
+        )
+        for _ in range(2):
+            pipeline.zero_grad()
+            loss = pipeline.step(*mlp_batch(8), mse_loss)
+            torch.testing.assert_close(loss, plain.loss, **EXACT)
+            assert_own_gradients(pipeline, plain.gradients, **EXACT)
+
+
+CASES = (
+    our_rows_in_torchs_runtime,
+    torchs_rows_in_our_engine,
+)

@@ -9,10 +9,10 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from divided_steps import grid, words
+from divided_steps import on as on_mesh
 from mesh_grids import on_grid, own_part
 from ranks import raises, shared_folder
-from sharding_cases import grid, words
-from sharding_cases import on as on_mesh
 from tiny_models import mlp_batch, seeded
 from torch import distributed as dist
 from torch import nn

@@ -18,6 +18,7 @@ import yaml
 
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.commands import guard as verb_guard
+from gpipe_bench.experiments.commands.parsing.parser import parser
 from gpipe_bench.experiments.guard import subject as guard_subject
 from gpipe_bench.experiments.guard import trials as guard_trials
 from gpipe_bench.experiments.guard.arms import Arm, arms_of
@@ -295,7 +296,7 @@ def test_the_workflow_is_valid_and_its_commands_too() -> None:
     assert len(commands) == 2
     for command in commands:
         _, _, arguments = command.partition("nox -s guard")
-        given = cli._parser().parse_args(["guard", *shlex.split(arguments.replace(" -- ", " "))])
+        given = parser().parse_args(["guard", *shlex.split(arguments.replace(" -- ", " "))])
         assert given.verb == "guard"
 
 
@@ -304,7 +305,7 @@ def test_commands_of_the_documentation_are_accepted() -> None:
     commands = re.findall(r"(?:nox -s guard|python -m experiments guard)\b(?! ?`)([^\n`#|]*)", text)
     assert len(commands) >= 5
     for command in commands:
-        cli._parser().parse_args(["guard", *shlex.split(command.replace(" -- ", " "))])
+        parser().parse_args(["guard", *shlex.split(command.replace(" -- ", " "))])
 
 
 def test_the_trials_are_mixed_and_all_there() -> None:

@@ -8,7 +8,7 @@ for its R has a copy, and R works on one more (gpipe_bench.pipeline.stage).
     as it was received                    1           1         until it    -
     copy                                  1           -         is copied   1
 
-Inputs that are there anyway (``is_apart``) do not count: the first stage's are the user's mini-batch, and over
+Inputs that are there anyway (``is_apart``) do not count: the first stage has the mini-batch of the user. Over
 processes a buffer of the ring holds what was received until the end of B. There the copy comes on top.
 """
 

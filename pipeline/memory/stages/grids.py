@@ -30,6 +30,7 @@ from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.layerwise import Pass, Passes, passes
 from gpipe_bench.pipeline.memory.stages.moments import Moment
 from gpipe_bench.pipeline.memory.stages.peaks import memory_at, optimizer_state, rule_of
+from gpipe_bench.pipeline.memory.stages.rows.messages import Ahead, all_received_apart
 from gpipe_bench.pipeline.memory.stages.workers import action_bytes
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.reductions import bucket_bytes_of
@@ -102,7 +103,7 @@ def grid_peak_bytes(
     schedule: Schedule,
     optimizer: str = "rmsprop",
     *,
-    receive_ahead: int | None = 1,
+    receive_ahead: Ahead = 1,
 ) -> tuple[int, ...]:
     """Most bytes that each worker holds in a training step; arguments and errors as of `workers.peak_bytes`.
 
@@ -116,9 +117,10 @@ def grid_peak_bytes(
         in_step[first] += stage.first[not schedule.recomputes(first.microbatch, index)]
         only = sum(action.kind is last.kind for action in row) == 1
         in_step[last] += stage.last[2 * (last.kind is Kind.W) + (not only)]
+    rests = all_received_apart([stage.rest for stage in stages], schedule, receive_ahead)
     found = []
     for worker in range(schedule.num_workers):
-        mine = [stages[stage].rest for stage in schedule.stages_of(worker)]
+        mine = [rests[stage] for stage in schedule.stages_of(worker)]
         updates = [
             memory_at(
                 stage,

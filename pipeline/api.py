@@ -274,6 +274,13 @@ class Pipeline(Assembled):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def shared_message_bytes(self) -> int:
+        """Bytes of the buffers that messages from other processes come into, where these lie in memory that
+        both processes map; they stay until the pipeline is closed. 0 where messages come into tensors.
+        """
+        return 0 if self._ranks is None else self._ranks.shared_bytes
+
     def refresh(self) -> None:
         """Forgets what the stages know of each other's outputs; call on every rank after changing what is
         trained.

@@ -20,6 +20,7 @@ from gpipe_bench.harness.records.store import Store
 
 torch.set_num_threads(1)
 # torch looks up the name behind every connection that it accepts; a lost request costs five seconds each.
+os.environ.pop("COLUMNS", None)  # a terminal's width is for whoever sits before it
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -11,11 +12,22 @@ import pytest
 from command_line import call
 
 from gpipe_bench.experiments.engines.setup import ENGINES
-from gpipe_bench.experiments.side_by_side.peers import ALWAYS, EXPERIMENT, MODELS, ROUNDS, engines_of, outcome
+from gpipe_bench.experiments.report.build import build
+from gpipe_bench.experiments.side_by_side.peers import (
+    ALWAYS,
+    EXPERIMENT,
+    MODELS,
+    ROUNDS,
+    engines_of,
+    outcome,
+    own_engines,
+)
 from gpipe_bench.experiments.side_by_side.peers_text import TARGETS, tables
 from gpipe_bench.experiments.side_by_side.peers_work import PeersJob, PeersResult
 from gpipe_bench.harness.experiment import RunOptions
+from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.record import SCHEMA, Record
+from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.timing.usage import Usage
 
 ROOT = Path(__file__).parents[1]
@@ -79,10 +91,10 @@ def result(times: dict[str, list[float]], refused: dict[str, str] | None = None)
 
 
 TIMES = {
-    "ours": [0.2, 0.2, 0.2, 0.2],
-    "torch-gpipe": [0.3, 0.3, 0.3, 0.3],
-    "torch-1f1b": [0.21, 0.21, 0.21, 0.21],
-    ALWAYS: [0.22, 0.22, 0.22, 0.22],
+    "ours": [0.2] * 12,
+    "torch-gpipe": [0.3] * 12,
+    "torch-1f1b": [0.21] * 12,
+    ALWAYS: [0.22] * 12,
 }
 
 
@@ -101,11 +113,11 @@ CASE = {"model": "transformer", "where": "processes", "remat": "except_last", "n
 
 
 def test_speeds_are_ratios_of_the_same_round_over_the_slowest_process() -> None:
-    fast = {name: [0.1] * 4 for name in TIMES}
+    fast = {name: [0.1] * 12 for name in TIMES}
     found = outcome(job(), [result(fast), result(TIMES)])
     numbers = {quantity.name: quantity for quantity in found.quantities}
-    assert numbers["step of torch-gpipe"].samples == (300.0,) * 4
-    assert numbers["ours against torch-gpipe"].samples == pytest.approx((1.5, 1.5))
+    assert numbers["step of torch-gpipe"].samples == (300.0,) * 12
+    assert numbers["ours against torch-gpipe"].samples == pytest.approx((1.5,) * 6)
     assert numbers["ours against torch-1f1b"].value == pytest.approx(1.05)
     assert numbers["shortest action"].value == pytest.approx(6.0)
     assert {quantity.provenance for quantity in numbers.values()} == {"measured"}
@@ -116,7 +128,12 @@ def test_speeds_are_ratios_of_the_same_round_over_the_slowest_process() -> None:
 
 def test_an_engine_is_set_against_ours_with_the_same_schedule() -> None:
     engines = engines_of("processes", "never", None)
-    times = {"ours": [0.2] * 4, "torch-gpipe": [0.3] * 4, "torch-1f1b": [0.15] * 4, "ours-1f1b": [0.1] * 4}
+    times = {
+        "ours": [0.2] * 12,
+        "torch-gpipe": [0.3] * 12,
+        "torch-1f1b": [0.15] * 12,
+        "ours-1f1b": [0.1] * 12,
+    }
     assert set(engines) == set(times)
     found = outcome(job()._replace(engines=engines, num_microbatches=8), [result(times)])
     numbers = {quantity.name: quantity.value for quantity in found.quantities}
@@ -128,7 +145,8 @@ def test_an_engine_is_set_against_ours_with_the_same_schedule() -> None:
 
 
 def lines_of(text: str) -> dict[str, str]:
-    return {line.split("  ")[0]: line for line in text.splitlines()}
+    """By what they begin with; of several the first, which the table of the case has."""
+    return {line.split("  ")[0]: line for line in reversed(text.splitlines())}
 
 
 def test_the_table_shows_what_holds_and_what_does_not() -> None:
@@ -144,7 +162,7 @@ def test_the_table_shows_what_holds_and_what_does_not() -> None:
 
 def test_an_engine_that_cannot_run_a_case_is_there_with_its_reason() -> None:
     refused = {"mine:Engine": "needs a process group", "torchgpipe": "torchgpipe is not installed"}
-    found = outcome(job("one process", USERS), [result({"ours": [0.2] * 4}, refused)])
+    found = outcome(job("one process", USERS), [result({"ours": [0.2] * 12}, refused)])
     text = tables([record(found, {**CASE, "where": "one process"})], [])
     lines = lines_of(text)
     assert lines["mine:Engine"].endswith("skipped: needs a process group")
@@ -190,3 +208,72 @@ def test_smoke_sets_the_documented_engine_beside_the_others(
         assert {checks[name]["backwards"] for name in names} == {4}
         assert {checks[name]["examples"] for name in names} == {2}
     assert "own_engine_example:FillDrain" in lines_of(out)
+
+
+def test_each_engine_is_set_against_every_other_one_with_its_interval_and_its_memory_in_every_process() -> (
+    None
+):
+    slow = {name: [1.1 * each for each in samples] for name, samples in TIMES.items()}
+    found = outcome(job(), [result(TIMES), result(slow)])
+    rows = [line.split("  ") for line in tables([record(found, CASE)], []).splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    pairs = {(row[0], row[1]): row[2:] for row in cells if len(row) == 4 and row[1] in TIMES}
+    assert set(pairs) == set(itertools.combinations(TIMES, 2))
+    assert pairs["torch-gpipe", "torch-1f1b"] == ["0.700 [0.700, 0.700]", "slower"]
+    assert pairs["ours", "torch-1f1b"] == ["1.050 [1.050, 1.050]", "faster"]
+    peaks = {row[0]: row[1] for row in cells if len(row) == 2 and "bytes, " in row[1]}
+    assert peaks == dict.fromkeys(TIMES, "1000 bytes, 1000 bytes")
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [([0.2, 0.22, 0.22, 0.2] * 3, "within the noise"), ([0.2, 0.1] * 6, "void")],
+)
+def test_no_engine_is_called_faster_that_the_control_does_not_let(ours: list[float], said: str) -> None:
+    found = outcome(job(), [result({**TIMES, "ours": ours})])
+    rows = [line.split() for line in tables([record(found, CASE)], []).splitlines()]
+    (row,) = [row for row in rows if row[:2] == ["ours", "torch-1f1b"]]
+    assert " ".join(row[5:]) == said
+
+
+@pytest.mark.parametrize(("rounds", "is_judged"), [(2, False), (4, False), (5, True)])
+def test_nothing_is_judged_from_so_few_rounds_that_their_interval_is_none(
+    rounds: int, is_judged: bool
+) -> None:
+    times = {name: samples[: 2 * rounds] for name, samples in TIMES.items()}
+    text = tables([record(outcome(job(), [result(times)]), CASE)], [])
+    said = {line.rpartition("  ")[2].strip() for line in text.splitlines()}
+    assert ("too few rounds" in said) != is_judged
+    assert bool(said & {"yes", "NO", "faster", "slower"}) == is_judged
+
+
+def kept(folder: Path, *engines: str) -> Path:
+    """A results folder with a run of `peers` for each choice of engines."""
+    store = Store(folder)
+    for engine in engines:
+        times = {**TIMES, **{name.partition("@")[0]: [0.25] * 12 for name in own_engines(engine)}}
+        found = outcome(job(extra=engine), [result(times)])
+        options = {"engine": engine}
+        store.append(record(found, CASE, options=options, revision=EXPERIMENT.revision))
+    return folder
+
+
+def test_compare_and_report_show_the_runs_in_which_an_engine_took_part(tmp_path: Path) -> None:
+    results = kept(tmp_path, "all", USERS, "yours:Engine@76543210")
+    for name, there in (("mine:Engine", 5), ("yours:Engine", 5), ("torch-1f1b", 5)):
+        status, out, err = call("compare", "peers", "--results", results, "--engine", name)
+        assert status == 0, err
+        assert sum(line.startswith(f"{name} ") or f"  {name} " in line for line in out.splitlines()) >= there
+    status, out, err = call("compare", "peers", "--results", results, "--engine", "mine:Engin")
+    assert (status, out) == (2, "")
+    assert "no record has it (did you mean 'mine:Engine'?); there are: all, ours, torch-gpipe" in err
+    status, _, err = call("compare", "table1", "--results", REFERENCE / "cpu-2-cores", "--engine", "ours")
+    assert (status, err) == (2, "error: --engine ours: table1 runs no engine; leave the option out\n")
+
+    (view,) = [each for each in build(results, figures=False).experiments if each.name == "peers"]
+    assert all(f"--engine {name}\n" in view.text for name in ("all", USERS, "yours:Engine@76543210"))
+    page = build(results, figures=False, engine="mine:Engine")
+    (view,) = [each for each in page.experiments if each.name == "peers"]
+    assert view.text.startswith(f"--engine {USERS}\n")
+    with pytest.raises(ValueError, match="no record has it"):
+        build(results, figures=False, engine="nobody:Engine")

@@ -10,12 +10,14 @@ from dataclasses import replace
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.experiments.report.readings import environment_warnings, readable, shown_of
-from gpipe_bench.experiments.report.records import select_records
+from gpipe_bench.experiments.report.records import check_engine_is_there, engines_of, select_records
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.verdict import NO_RECORD
+from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import Loaded, Problem, Store, left_out, lines_of
 from gpipe_bench.harness.report.replies import replies_markdown
 from gpipe_bench.harness.report.table import markdown_table
@@ -32,7 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = store.load(experiment.name)
     for line in lines_of(loaded.problems):
         print(f"warning: {line}", file=sys.stderr)
-    records = select_records(loaded.records, experiment, arguments.profile)
+    records = select_records(
+        _of_engine(loaded.records, experiment, arguments.engine), experiment, arguments.profile
+    )
     if not records:
         raise ValueError(_nothing(experiment.name, arguments, loaded))
     groups = {tuple(sorted(record.options.items(), key=str)): record.options for record in records}
@@ -58,11 +62,21 @@ def run(arguments: argparse.Namespace) -> int:
         answers = replies_markdown(comparisons)
         print("\n\n".join([*([answers] if answers else []), markdown_table(comparisons)]))
     else:
-        print(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
-        print(shown.text)
+        say(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
+        say(shown.text)
     if loaded.problems and not arguments.json:
-        print(f"\n{left_out(loaded.problems, experiment.name)}")
+        say(f"\n{left_out(loaded.problems, experiment.name)}")
     return exits.DONE
+
+
+def _of_engine(records: Sequence[Record], experiment: Experiment, engine: str | None) -> Sequence[Record]:
+    """The records in which an engine took part; all without one. ValueError where there are none."""
+    if engine is None or not records:
+        return records
+    if not experiment.engines:
+        raise ValueError(f"--engine {engine}: {experiment.name} runs no engine; leave the option out")
+    check_engine_is_there(engine, records)
+    return [record for record in records if engine in engines_of(record)]
 
 
 def _with_reasons(cells: Sequence[Comparison], problems: Sequence[Problem]) -> Sequence[Comparison]:

@@ -27,7 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb."""
     with unpacked(arguments.with_) as folders:
         others = [(path.stem, folder) for path, folder in zip(arguments.with_, folders, strict=True)]
-        page = build(arguments.results, figures=not (arguments.no_figures or arguments.json), others=others)
+        page = build(
+            arguments.results, figures=not (arguments.no_figures or arguments.json), others=others,
+            engine=arguments.engine,
+        )  # fmt: skip
     for warning in page.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if arguments.json:

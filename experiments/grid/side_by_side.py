@@ -145,11 +145,13 @@ def _torchs_divided(job: Job, model: nn.Sequential, batch: Tensor, target: Tenso
     def step() -> None:
         model.zero_grad()
         for m, (inputs, wanted) in enumerate(parts):
-            last = m == len(parts) - 1
+            # With ZeRO-3 every micro-batch scatters its gradients, as ours do: kept whole until the last one
+            # they would take the memory that the level saves.
+            ends = m == len(parts) - 1 or not keeps
             for layer in divided:
-                layer.set_is_last_backward(last)
-                layer.set_requires_gradient_sync(last)
-                layer.set_reshard_after_backward(last or not keeps)
+                layer.set_is_last_backward(ends)
+                layer.set_requires_gradient_sync(ends)
+                layer.set_reshard_after_backward(ends)
             torch.autograd.backward(loss(model(inputs), wanted) / len(parts))
 
     return step

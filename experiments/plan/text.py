@@ -136,8 +136,9 @@ def _peaks(records: Sequence[Record]) -> str:
         columns=["model", "configurations", "of the fullest worker", "of any worker"],
         lines=lines,
         notes=[
-            "The model has one receive posted ahead. How many messages wait where is the transport's: small "
-            "ones are all received at once, and memory that processes share is no storage of a tensor."
+            "Both are what a worker's device would hold: storages, and the buffers that messages come into, "
+            "which lie here in memory that two processes map. What ranks tell one another beside them, a few "
+            "hundred bytes, is counted and not predicted."
         ],
     ).text()
 

@@ -221,21 +221,36 @@ def predict(
 
 
 def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Bytes of each worker at its fullest, and when. What a grid shares out is for whoever searches grids."""
+    """Bytes of each worker at its fullest, and when, which is not said of what several processes hold."""
     candidate = layout.candidate
+    unsaid = ("",) * candidate.num_workers
     if layout.costs.profiles is None:
-        return (0,) * candidate.num_workers, ("",) * candidate.num_workers
+        return (0,) * candidate.num_workers, unsaid
+    from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
+    from gpipe_bench.pipeline.memory.stages.rows.messages import Transport
     from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 
     split = any(action.kind is Kind.W for action in layout.schedule)
     profile = layout.costs.profiles(layout.size, split)
+    transport = Transport(accelerated=request.device_type != MEASURED)
+    if candidate.replicas > 1:
+        sharing = Sharing(candidate.dp, candidate.fsdp, candidate.fsdp_level or 2)
+        held = [
+            held_stage(
+                profile.layers[span.start : span.stop],
+                profile.loss if span is candidate.cut[-1] else None,
+                sharing,
+            )
+            for span in candidate.cut
+        ]
+        return grid_peak_bytes(held, layout.schedule, request.optimizer, receive_ahead=transport), unsaid
     found = pipeline_memory(
         profile.layers,
         profile.loss,
         candidate.cut,
         layout.schedule,
         request.optimizer,
-        receive_ahead=1 if candidate.num_workers > 1 else 0,
+        receive_ahead=transport,
     )
     return tuple(each.peak for each in found), tuple(each.when for each in found)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpipe_bench.experiments.report.figures import Picture, pictures_of
 from gpipe_bench.experiments.report.readings import Reading, answers, readings
-from gpipe_bench.experiments.report.records import folders, load_all, sources
+from gpipe_bench.experiments.report.records import check_engine_is_there, folders, load_all, sources
 from gpipe_bench.experiments.report.tables import table_infos
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison
@@ -27,9 +27,16 @@ from gpipe_bench.harness.report.summary import summary
 COMMAND = "nox -s report"
 
 
-def build(results: Path, *, figures: bool = True, others: Sequence[tuple[str, Path]] = ()) -> Page:
+def build(
+    results: Path,
+    *,
+    figures: bool = True,
+    others: Sequence[tuple[str, Path]] = (),
+    engine: str | None = None,
+) -> Page:
     """The whole report as data, from the records in `results`, the committed reference records and `others`,
-    which are names of machines and folders.
+    which are names of machines and folders. Where the `engine` took part, its runs come first; ValueError
+    where it is in no record.
     """
     experiments, warnings = load_all()
     places = folders(results)
@@ -42,9 +49,11 @@ def build(results: Path, *, figures: bool = True, others: Sequence[tuple[str, Pa
     paper = load_paper()
     found: dict[str, list[Reading]] = {}
     for experiment in experiments:
-        groups, problems = sources(experiment, places)
+        groups, problems = sources(experiment, places, engine)
         found[experiment.name], left_out = readings(experiment, groups)
         warnings += lines_of(problems) + [f"{short_path(group.folder)}: {line}" for group, line in left_out]
+    if engine is not None:
+        check_engine_is_there(engine, [each.source for several in found.values() for each in several])
     given: dict[tuple[str, str, str, str, str], Answer] = {}
     for experiment in experiments:
         for answer in answers(found[experiment.name]):
@@ -61,7 +70,7 @@ def build(results: Path, *, figures: bool = True, others: Sequence[tuple[str, Pa
         tables=tables,
         summary=summary(tables, paper),
         experiments=tuple(
-            _view(experiment, shown[experiment.name], pictures)
+            _view(experiment, shown[experiment.name], pictures, _text(found[experiment.name]))
             for experiment in experiments
             if shown[experiment.name]
         ),
@@ -80,7 +89,25 @@ def _shown(several: Sequence[Reading]) -> list[Reading]:
     return list(first.values())
 
 
-def _view(experiment: Experiment, several: Sequence[Reading], pictures: Sequence[Picture]) -> ExperimentView:
+def _text(several: Sequence[Reading]) -> str:
+    """What the first reading says, and what the same machine's other runs of that profile say, which had
+    other engines.
+    """
+    first = several[0].source if several else None
+    beside = [
+        each for each in several
+        if first is not None and (each.source.folder, each.source.profile) == (first.folder, first.profile)
+    ]  # fmt: skip
+    if len(beside) < 2:
+        return several[0].shown.text if several else ""
+    return "\n\n".join(
+        f"--engine {each.source.records[-1].options.get('engine')}\n\n{each.shown.text}" for each in beside
+    )
+
+
+def _view(
+    experiment: Experiment, several: Sequence[Reading], pictures: Sequence[Picture], text: str
+) -> ExperimentView:
     charts = several[0].charts
     return ExperimentView(
         name=experiment.name,
@@ -96,7 +123,7 @@ def _view(experiment: Experiment, several: Sequence[Reading], pictures: Sequence
             )
             for each in several
         ),
-        text=several[0].shown.text,
+        text=text,
         pictures=tuple(
             picture
             for picture in pictures

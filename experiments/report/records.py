@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.experiments.registry import EXPERIMENTS, load, suggestion
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.record import Record
@@ -28,6 +28,16 @@ def select_records(records: Sequence[Record], experiment: Experiment, profile: s
     if profile is None and current:
         profile = current[-1].profile
     return list(latest(record for record in current if record.profile == profile).values())
+
+
+def engines_of(record: Record) -> tuple[str, ...]:
+    """The engines that took part: those asked for, without the digests of their files, then those that the
+    experiment set beside them.
+    """
+    asked = str(record.options.get("engine") or "").split(",")
+    beside = record.details.get("engines")
+    names = [name.partition("@")[0] for name in asked] + (list(beside) if isinstance(beside, dict) else [])
+    return tuple(dict.fromkeys(filter(None, names)))
 
 
 def merge(stored: Sequence[Record], new: Sequence[Record]) -> list[Record]:
@@ -51,6 +61,11 @@ class Source:
         """The last command that made one of them."""
         return self.records[-1].command
 
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """All that took part in any of them."""
+        return tuple(dict.fromkeys(name for record in self.records for name in engines_of(record)))
+
 
 def folders(results: Path, references: Path = REFERENCE) -> list[tuple[str, Path]]:
     """(name, folder) of the results asked for, then of every reference machine."""
@@ -67,10 +82,12 @@ def folders(results: Path, references: Path = REFERENCE) -> list[tuple[str, Path
     return found
 
 
-def sources(experiment: Experiment, places: Iterable[tuple[str, Path]]) -> tuple[list[Source], list[Problem]]:
+def sources(
+    experiment: Experiment, places: Iterable[tuple[str, Path]], engine: str | None = None
+) -> tuple[list[Source], list[Problem]]:
     """The groups of records of an experiment, in the order in which they are asked, and unreadable lines.
 
-    The first of `places` is the user's own.
+    The first of `places` is the user's own. Groups in which the `engine` took part come first.
     """
     found: list[Source] = []
     problems: list[Problem] = []
@@ -85,16 +102,29 @@ def sources(experiment: Experiment, places: Iterable[tuple[str, Path]]) -> tuple
             Source(experiment.name, machine, folder, profile, tuple(records), place == 0)
             for (profile, _), records in groups.items()
         ]
-    return sorted(found, key=lambda source: _order(source, experiment)), problems
+    return sorted(found, key=lambda source: _order(source, experiment, engine)), problems
 
 
-def _order(source: Source, experiment: Experiment) -> tuple[object, ...]:
+def _order(source: Source, experiment: Experiment, wanted: str | None) -> tuple[object, ...]:
     engine = source.records[-1].options.get("engine")
     usual = engine is None or not experiment.engines or engine == experiment.engines[0]
     profile = _PROFILES.index(source.profile) if source.profile in _PROFILES else len(_PROFILES)
     return (
-        source.profile == "smoke", not usual, not source.own, profile, -len(source.records), source.machine,
+        wanted is not None and wanted not in source.engines, source.profile == "smoke", not usual,
+        not source.own, profile, -len(source.records), source.machine,
     )  # fmt: skip
+
+
+def check_engine_is_there(engine: str, found: Iterable[Source | Record]) -> None:
+    """ValueError, naming those that took part, unless the engine is one of them."""
+    known = dict.fromkeys(
+        name for each in found for name in (each.engines if isinstance(each, Source) else engines_of(each))
+    )
+    if engine not in known:
+        raise ValueError(
+            f"--engine {engine}: no record has it{suggestion(engine, known)}; there are: "
+            f"{', '.join(known) or 'none'}"
+        )
 
 
 def load_all() -> tuple[list[Experiment], list[str]]:

@@ -12,8 +12,9 @@ from itertools import pairwise
 
 import torch
 
+from gpipe_bench.pipeline.plan.receiving.memory import rings
 from gpipe_bench.pipeline.plan.receiving.posting import postings
-from gpipe_bench.pipeline.plan.receiving.ring import activation_ring, gradient_ring, turns
+from gpipe_bench.pipeline.plan.receiving.ring import turns
 from gpipe_bench.pipeline.plan.schedule import Schedule, channels
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_MESSAGES, first_tag
 from gpipe_bench.pipeline.ranks.messages.connection import Connection
@@ -82,14 +83,14 @@ def receivers(
         stages = tuple(dict.fromkeys(order))
         in_turn = Turns(order) if len(stages) > 1 else None
         for stage in stages:
-            make = gradient_ring if gradients else activation_ring
+            mine = rings(schedule, stage, gradients=gradients, accelerated=gate is not None)
             found[stage] = Receiver(
                 ways[gradients, rank > source],
                 source,
-                make(schedule, stage),
+                mine.tight,
                 device,
                 tags=[first_tag(stage, m, schedule.num_stages) for m in range(schedule.num_microbatches)],
-                small=gradient_ring(schedule, stage, small=True) if gradients else None,
+                small=mine.small,
                 turns=in_turn,
                 gate=gate,
                 posting=None if gate is None else postings(schedule)[stage, gradients],

@@ -36,8 +36,8 @@ GRIDS = (
     Mutant(
         name="gathered parameters stay whole in the optimizer's step",
         file="pipeline/memory/stages/grids.py",
-        old="        mine = [stages[stage].rest for stage in schedule.stages_of(worker)]",
-        new="        mine = [stages[stage].step for stage in schedule.stages_of(worker)]",
+        old="    rests = all_received_apart([stage.rest for stage in stages], schedule, receive_ahead)\n",
+        new="    rests = all_received_apart([stage.step for stage in stages], schedule, receive_ahead)\n",
         why="ZeRO would look as if it saved nothing where the optimizer decides",
         tests=("tests/test_grid_memory.py::test_modelled_peaks_are_those_of_real_steps",),
     ),

@@ -9,6 +9,7 @@ FOOTPRINT = ("tests/test_footprint.py::test_a_storage_is_freed_by_the_earliest_l
 MEMORY = ("tests/test_memory.py::test_what_is_charged_at_the_fullest_moment",)
 SPLIT_MEMORY = "tests/test_split_memory.py::"
 COPIES = "tests/test_copies_memory.py::"
+OVER_PROCESSES = "tests/test_memory_over_processes.py::"
 
 CUTTING = "tests/test_cutting.py::"
 
@@ -64,8 +65,8 @@ MODELLED = (
     Mutant(
         name="memory without the boundary",
         file="pipeline/memory/stages/peaks.py",
-        old="        boundary=user_bytes + boundary + copies.boundary,\n",
-        new="        boundary=user_bytes + copies.boundary,\n",
+        old="        boundary=user_bytes + stage.messages.buffer_bytes + boundary + copies.boundary,\n",
+        new="        boundary=user_bytes + stage.messages.buffer_bytes + copies.boundary,\n",
         why="M kept inputs are what re-materialization costs",
         tests=MEMORY,
     ),
@@ -87,7 +88,7 @@ MODELLED = (
     ),
     Mutant(
         name="a storage belongs to its latest holder",
-        file="pipeline/memory/stages/footprint.py",
+        file="pipeline/memory/stages/layerwise.py",
         old="            if name not in links.boundary and name not in holder:\n"
         "                holder[name] = index\n"
         "                saved += links.sizes[name]\n",
@@ -99,7 +100,7 @@ MODELLED = (
     ),
     Mutant(
         name="a storage charged by every holder",
-        file="pipeline/memory/stages/footprint.py",
+        file="pipeline/memory/stages/layerwise.py",
         old="            if name not in links.boundary and name not in holder:\n",
         new="            if name not in links.boundary:\n",
         why="neighbours keep the same tensor, which exists once",
@@ -107,7 +108,7 @@ MODELLED = (
     ),
     Mutant(
         name="a forward that runs twice works on what was received",
-        file="pipeline/memory/stages/footprint.py",
+        file="pipeline/memory/stages/layerwise.py",
         old="        loose = sum([links.sizes[name] for name in inputs - links.whole])\n",
         new="        loose = sum([links.sizes[name] for name in inputs - links.boundary])\n",
         why="an input that the layers overwrite is copied for F and for R",
@@ -166,11 +167,27 @@ HALVES_MODELLED = (
     ),
     Mutant(
         name="messages wait with nobody",
-        file="pipeline/memory/stages/workers.py",
+        file="pipeline/memory/stages/rows/row.py",
         old="            home[target].waiting += num_bytes\n",
         new="            home[target].waiting += 0\n",
         why="what has come and is not needed yet takes memory",
         tests=(SPLIT_MEMORY + "test_every_action_holds_what_is_modelled[awkward-3]",),
+    ),
+    Mutant(
+        name="what is received takes no buffers",
+        file="pipeline/memory/stages/rows/messages.py",
+        old="    return found.of(message_bytes).num_slots * message_bytes\n",
+        new="    return message_bytes\n",
+        why="the buffers of a ring stay from step to step, one for each of its slots",
+        tests=(OVER_PROCESSES + "test_peaks_are_those_of_real_steps[small]",),
+    ),
+    Mutant(
+        name="what is sent is gone at once",
+        file="pipeline/memory/stages/rows/messages.py",
+        old="        self.held_bytes += held_bytes\n",
+        new="        self.held_bytes += 0\n",
+        why="a sender keeps its latest messages, and small ones until the step ends",
+        tests=(OVER_PROCESSES + "test_peaks_are_those_of_real_steps[large]",),
     ),
     Mutant(
         name="the optimizer's state of a shared weight counted twice",

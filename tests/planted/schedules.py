@@ -145,9 +145,9 @@ SCHEDULES = (
     ),
     Mutant(
         name="one stage of a worker at a time",
-        file="pipeline/memory/stages/workers.py",
-        old="            self.fullest = _sum([now, *rests], transients=self.waiting)\n",
-        new="            self.fullest = _sum([now], transients=self.waiting)\n",
+        file="pipeline/memory/stages/rows/row.py",
+        old="            self.fullest = summed([now, *rests], transients=messages)\n",
+        new="            self.fullest = summed([now], transients=messages)\n",
         why="the other stages of a worker keep what they hold",
         tests=("tests/test_worker_memory.py::test_modelled_peaks_are_those_of_real_steps[never]",),
     ),

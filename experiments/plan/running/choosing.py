@@ -1,14 +1,14 @@
 """The plan for two processes, and which of its candidates are run.
 
 All schedules that two workers can take, every number of micro-batches that divides the mini-batch, with and
-without re-materialization; each is cut by its own step. The best five are run, and five others that lie
-evenly in the rest of the ranking, so that a plan that is wrong about the slow ones is found out, too. Only
-the standard library and `pipeline.plan` are imported.
+without re-materialization; each is cut by its own step. And two replicas of the whole model. The best five
+are run, and five others that lie evenly in the rest of the ranking, so that a plan that is wrong about the
+slow ones is found out, too. Only the standard library and `pipeline.plan` are imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from gpipe_bench.experiments.plan.rules import CHOSEN, OTHERS
 from gpipe_bench.experiments.planning.candidate import Candidate
@@ -28,6 +28,8 @@ WAYS = (
     ("interleaved", 2, "always"), ("breadth-first", 2, "never"), ("zb-v", 2, "never"), ("v-half", 2, "never"),
 )  # fmt: skip
 """Schedule, stages per worker, re-materialization."""
+REPLICATED = (("1f1b", "never"), ("1f1b", "always"))
+"""The same of two replicas of the whole model, which is one stage each; in 1F1B they hold the least."""
 
 
 def candidates(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Candidate]:
@@ -61,6 +63,27 @@ def candidates(costs: Costs, request: Request, numbers: Sequence[int]) -> list[C
                         stages_per_worker=per_worker, remat=(remat,) * schedule.num_stages,
                     )
                 )  # fmt: skip
+    if not costs.parameter_bytes:  # nothing is known of what replicas would sum
+        return found
+    return found + replicated(costs.num_layers, request.batch_size, numbers, frozenset(costs.sizes))
+
+
+def replicated(
+    num_layers: int, batch_size: int, numbers: Sequence[int], sizes: Container[int]
+) -> list[Candidate]:
+    """Two replicas of the whole model, whose micro-batches are as large as those of so many for one."""
+    found = []
+    for number in numbers:
+        own, rest = divmod(number, NUM_WORKERS)
+        if rest or batch_size % number or batch_size // number not in sizes:
+            continue
+        for name, remat in REPLICATED:
+            found.append(
+                Candidate(
+                    cut=(range(num_layers),), schedule=name, num_microbatches=own, remat=(remat,),
+                    num_workers=1, dp=NUM_WORKERS,
+                )
+            )  # fmt: skip
     return found
 
 
@@ -101,8 +124,19 @@ def to_run(
     return [(place, ranking[place]) for place in places]
 
 
+def with_replicas(
+    chosen: Sequence[tuple[int, Prediction]], ranking: Sequence[Prediction]
+) -> list[tuple[int, Prediction]]:
+    """Those, and the best one of replicas if none is among them."""
+    best = next(((place, each) for place, each in enumerate(ranking) if each.candidate.replicas > 1), None)
+    if best is None or any(each.candidate.replicas > 1 for _, each in chosen):
+        return list(chosen)
+    return sorted([*chosen, best], key=lambda one: one[0])
+
+
 def title(candidate: Candidate) -> str:
     """`zb-v, M = 4, always`."""
     remat = sorted(set(candidate.remat))
     again = "" if remat == ["never"] else ", remat " + " / ".join(remat)
-    return f"{candidate.schedule}, M = {candidate.num_microbatches}{again}"
+    grid = "" if candidate.dp == 1 else f"dp = {candidate.dp}, "
+    return f"{grid}{candidate.schedule}, M = {candidate.num_microbatches}{again}"

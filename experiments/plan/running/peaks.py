@@ -2,7 +2,9 @@
 
 Every way to train of the plan, with four micro-batches; the layers are cut evenly, because bytes need no
 clock. In each process a dispatch mode follows every storage from the operation that makes it to its death,
-the optimizer's and those that messages arrive in, too.
+the optimizer's too. The buffers that messages arrive in are counted with them: they lie in memory that both
+processes map, are no storages that an operation makes, and stay from step to step. Both numbers are what the
+worker's device would hold if it were an accelerator, where these buffers lie on it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 from gpipe_bench.experiments.plan.measures import Peaks
 from gpipe_bench.experiments.plan.models import MODELS, Planned
-from gpipe_bench.experiments.plan.running.choosing import NUM_WORKERS, WAYS, title
+from gpipe_bench.experiments.plan.running.choosing import NUM_WORKERS, WAYS, replicated, title
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
@@ -66,7 +68,7 @@ def ways(planned: Planned, number: int) -> list[Candidate]:
                 remat=(remat,) * stages, num_workers=NUM_WORKERS, stages_per_worker=per_worker,
             )
         )  # fmt: skip
-    return found
+    return found + replicated(layers, planned.batch_size, (number,), (planned.batch_size // number,))
 
 
 def predicted(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[int, ...]]:
@@ -77,35 +79,48 @@ def predicted(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[i
     from gpipe_bench.experiments.planning.request import Request
     from gpipe_bench.pipeline.plan.links import FREE
 
-    layers = candidates[0].cut[-1].stop
-    second = dict.fromkeys(("F", "G", "R", "B", "I", "W"), (1.0,) * layers)
+    layers = planned.subject.build()[0]
+    second = dict.fromkeys(("F", "G", "R", "B", "I", "W"), (1.0,) * len(layers))
     sizes = {candidate.microbatch_size(planned.batch_size) for candidate in candidates}
     costs = Costs(
-        sizes=dict.fromkeys(sizes, SizeCosts(layers_s=second)), profiles=profiles_of(planned.subject)
+        sizes=dict.fromkeys(sizes, SizeCosts(layers_s=second)),
+        parameter_bytes=tuple(
+            tuple(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers
+        ),
+        profiles=profiles_of(planned.subject),
     )
     request = Request(
         accelerators=NUM_WORKERS, memory_bytes=2**60, batch_size=planned.batch_size, link=FREE,
         optimizer=OPTIMIZER,
     )  # fmt: skip
-    return [predict(each, costs, request, parts=False).peak_bytes for each in candidates]
+    found = [predict(each, costs, request, parts=False).peak_bytes for each in candidates]
+    return [each * (NUM_WORKERS // len(each)) for each in found]  # replicas hold the same
 
 
-def count(planned: Planned, candidates: Sequence[Candidate]) -> list[int]:
-    """What one process does: the most bytes that lived in it in the second step of each candidate."""
+def count(planned: Planned, candidates: Sequence[Candidate], *, share_memory: bool = True) -> list[int]:
+    """What one process does: the most bytes that lived in it in the second step of each candidate, whose
+    messages go through memory that processes share, or through gloo.
+    """
     import torch
     from torch import distributed as dist
 
     torch.manual_seed(1811)
     layers, loss = planned.subject.build()
-    batch, target = planned.subject.batch(planned.batch_size)
-    return [_count(layers, loss, batch, target, each, dist.get_rank()) for each in candidates]
+    found = []
+    for each in candidates:
+        batch, target = planned.subject.batch(planned.batch_size // each.replicas)
+        rank = dist.get_rank()
+        found.append(_count(layers, loss, batch, target, each, rank, share_memory=share_memory))
+    return found
 
 
-def _count(layers: Any, loss: Any, batch: Any, target: Any, candidate: Candidate, rank: int) -> int:
+def _count(
+    layers: Any, loss: Any, batch: Any, target: Any, candidate: Candidate, rank: int, *, share_memory: bool
+) -> int:
     import torch
-    from torch import distributed as dist
 
     from gpipe_bench.experiments.engines.setup import clear
+    from gpipe_bench.experiments.plan.running.replicas import processes_of
     from gpipe_bench.experiments.planning.predict import schedule_of
     from gpipe_bench.pipeline import Pipeline
     from gpipe_bench.pipeline.memory.tracker import LiveMemory
@@ -113,7 +128,8 @@ def _count(layers: Any, loss: Any, batch: Any, target: Any, candidate: Candidate
 
     clear(layers)
     schedule, memory = schedule_of(candidate), LiveMemory()
-    mine = [layers[layer] for stage in schedule.stages_of(rank) for layer in candidate.cut[stage]]
+    worker = rank % candidate.num_workers
+    mine = [layers[layer] for stage in schedule.stages_of(worker) for layer in candidate.cut[stage]]
     with memory, memory.owned_by(rank):
         memory.watch(t for layer in mine for t in (*layer.parameters(), *layer.buffers()))
         pipeline = Pipeline(
@@ -122,7 +138,8 @@ def _count(layers: Any, loss: Any, batch: Any, target: Any, candidate: Candidate
             num_microbatches=schedule.num_microbatches,
             schedule=schedule,
             cost=[1 / len(span) for span in candidate.cut for _ in span],
-            group=dist.group.WORLD,
+            **processes_of(candidate),
+            share_memory=share_memory,
         )
         with pipeline:
             parameters = [p for layer in mine for p in layer.parameters()]
@@ -133,13 +150,14 @@ def _count(layers: Any, loss: Any, batch: Any, target: Any, candidate: Candidate
                 pipeline.step(batch, target, loss)
                 optimizer.step()
                 optimizer.zero_grad()
+            shared_bytes = pipeline.shared_message_bytes
     # The mini-batch and its targets are the user's, and lived before.
     users = {}
     for here, tree in ((schedule.worker(0), batch), (schedule.worker(schedule.num_stages - 1), target)):
-        for tensor in tensors_of(tree, "the mini-batch") if here == rank else ():
+        for tensor in tensors_of(tree, "the mini-batch") if here == worker else ():
             storage = tensor.untyped_storage()
             users[storage.data_ptr()] = storage.nbytes()
-    return memory.peak_bytes[rank] + sum(users.values())
+    return memory.peak_bytes[rank] + shared_bytes + sum(users.values())
 
 
 def peaks(record: Record) -> list[Peaks]:

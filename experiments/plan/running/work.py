@@ -18,7 +18,8 @@ import torch
 
 from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.experiments.plan.models import Planned
-from gpipe_bench.experiments.plan.running.choosing import planned, title, to_run
+from gpipe_bench.experiments.plan.running.choosing import planned, title, to_run, with_replicas
+from gpipe_bench.experiments.plan.running.replicas import processes_of
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.costs.measured import measured
 from gpipe_bench.experiments.planning.costs.probes import Bench, ProbeJob, probe
@@ -82,7 +83,7 @@ def work(job: PlanJob) -> PlanResult:
     start_s = perf_counter()
     ranking = bench.everyone(planned(costs, request, subject.numbers) if bench.rank == 0 else None)[0]
     plan_s = perf_counter() - start_s
-    chosen = to_run(ranking, subject.chosen, subject.others)
+    chosen = with_replicas(to_run(ranking, subject.chosen, subject.others), ranking)
     runs = {title(each.candidate): _run_of(bench, each) for _, each in chosen}
     for each in runs.values():
         for _ in range(2):
@@ -138,8 +139,10 @@ def _run_of(bench: Bench, prediction: Prediction) -> _Run:
     candidate = prediction.candidate
     schedule = schedule_of(candidate)
     size = candidate.microbatch_size(prediction.batch_size)
-    pipeline, step = bench.pipeline(schedule, size, candidate.cut, shared=True)
-    mine = [layer for stage in schedule.stages_of(bench.rank) for layer in candidate.cut[stage]]
+    over = processes_of(candidate, bench.device.type)
+    pipeline, step = bench.pipeline(schedule, size, candidate.cut, over=over)
+    worker = bench.rank % candidate.num_workers
+    mine = [layer for stage in schedule.stages_of(worker) for layer in candidate.cut[stage]]
     return _Run(bench, pipeline, step, mine)
 
 

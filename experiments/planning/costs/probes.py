@@ -17,7 +17,7 @@ reference's median speed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -124,9 +124,11 @@ class Bench:
         self.reference_s = 0.0  # once the probes are over
 
     def pipeline(
-        self, schedule: Schedule, size: int, cut: Partition, *, shared: bool = False
+        self, schedule: Schedule, size: int, cut: Partition, *, over: Mapping[str, Any] | None = None
     ) -> tuple[Pipeline, Callable[[], object]]:
-        """A pipeline of the layers and its step; `shared` over all processes."""
+        """A pipeline of the layers and its step, `over` a group or a mesh of processes, as `Pipeline` has
+        them; in this one alone if not given. Each replica has a mini-batch of its own.
+        """
         number = schedule.num_microbatches
         batch, target = self.job.subject.batch(size * number, str(self.device))
         pipeline = Pipeline(
@@ -135,7 +137,7 @@ class Bench:
             num_microbatches=number,
             schedule=schedule,
             cost=[1 / len(span) for span in cut for _ in span],
-            group=dist.group.WORLD if shared else None,
+            **(over or {}),
         )
         if pipeline.partition != tuple(cut):
             raise RuntimeError(f"the pipeline was cut into {pipeline.partition} and not into {tuple(cut)}")
@@ -250,7 +252,9 @@ def _probe(
 ) -> _Probe:
     name, remat = way
     schedule = named(name, len(cut), NUM_MICROBATCHES, remat=remat)
-    pipeline, step = bench.pipeline(schedule, size, cut, shared=not fine and bench.processes > 1)
+    together = not fine and bench.processes > 1
+    over = {"group": dist.group.WORLD} if together else None
+    pipeline, step = bench.pipeline(schedule, size, cut, over=over)
     return _Probe(size, fine, schedule, pipeline, step, tuple(num_bytes[span.stop - 1] for span in cut[:-1]))
 
 

@@ -8,8 +8,8 @@ for its R has a copy, and R works on one more (gpipe_bench.pipeline.stage).
     as it was received                    1           1         until it    -
     copy                                  1           -         is copied   1
 
-The first stage receives nothing: its inputs are the user's mini-batch, which stays. Over processes a buffer
-of the ring holds what was received until the end of B. There the copy comes on top.
+Inputs that are there anyway (``is_apart``) do not count: the first stage has the mini-batch of the user. Over
+processes a buffer of the ring holds what was received until the end of B. There the copy comes on top.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Counts(Protocol):
         """Whether what was received stays until the end of B, as over processes."""
 
 
-def held(stage: Footprint, counts: Counts, *, is_first: bool) -> Copies:
+def held(stage: Footprint, counts: Counts, *, is_apart: bool) -> Copies:
     """What is held between actions, and of other micro-batches in one."""
     buffers = counts.unrecomputed * stage.changing_buffer_bytes
     if not stage.copied_input_bytes:
         return Copies(buffers, 0, 0, 0)
     boundary = activations = 0
-    if is_first:
+    if is_apart:
         boundary = counts.again_graphs * stage.kept_copied_bytes
         if stage.halves is not None:
             waits = min(stage.halves.kept_input_bytes, stage.copied_input_bytes)
@@ -83,12 +83,12 @@ def held(stage: Footprint, counts: Counts, *, is_first: bool) -> Copies:
     return Copies(buffers, boundary, activations, 0)
 
 
-def in_action(stage: Footprint, demand: Demand, moment_bytes: int, *, is_first: bool) -> Copies:
+def in_action(stage: Footprint, demand: Demand, moment_bytes: int, *, is_apart: bool) -> Copies:
     """What is held in an action, whose own moment has ``moment_bytes``, with the copies that F works on."""
-    found = held(stage, demand, is_first=is_first)
+    found = held(stage, demand, is_apart=is_apart)
     if not demand.is_recomputation:
         return found
     copied = stage.copied_input_bytes
     # Elsewhere the copy takes the place of what was received once it is made, before the first layer runs.
-    transients = copied if is_first or demand.stays else max(copied - moment_bytes, 0)
+    transients = copied if is_apart or demand.stays else max(copied - moment_bytes, 0)
     return found._replace(buffers=found.buffers + stage.changing_buffer_bytes, transients=transients)

@@ -17,11 +17,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
-from gpipe_bench.pipeline.memory.stages.links import Links, link, names_in
-from gpipe_bench.pipeline.memory.stages.moments import Halves, Moment
+from gpipe_bench.pipeline.memory.stages.layerwise import (
+    Forward,
+    fullest,
+    walk_backward,
+    walk_forward,
+    walk_free,
+)
+from gpipe_bench.pipeline.memory.stages.links import Links, link
+from gpipe_bench.pipeline.memory.stages.moments import NO_MESSAGES, Halves, Messages, Moment
 from gpipe_bench.pipeline.memory.stages.split_footprint import halves_of
-from gpipe_bench.pipeline.memory.story import BufferRole, LayerProfile, Received, Story
+from gpipe_bench.pipeline.memory.story import BufferRole, LayerProfile
 from gpipe_bench.pipeline.stage.state.buffers import SMALL_BYTES
 
 
@@ -52,6 +60,7 @@ class Footprint:
     changing_buffer_bytes: int = 0  # copied for each micro-batch that waits for its R
     shadow_buffer_bytes: int = 0  # copied once where anything is recomputed
     again: Moment | None = None  # R, where it holds more than F with a graph
+    messages: Messages = NO_MESSAGES  # what it sends, and receives over processes
 
 
 def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> Footprint:
@@ -59,7 +68,11 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
     walked = (*layers, loss) if loss is not None else tuple(layers)
     targets = loss.inputs.tensors[len(layers[-1].outputs.tensors) :] if loss is not None else ()
     links = link(walked)
-    saved_bytes, holder, forward = walk_forward(walked, links)
+    forward = walk_forward(walked, links)
+    saved_bytes, holder, _ = forward
+    backward_first, backward = (
+        walk_backward(walked, links, holder, saved_bytes, first=first) for first in (True, False)
+    )
     inputs = layers[0].inputs
     saved_names = {
         names[storage]
@@ -68,12 +81,13 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
     }
     changing, shadows = _buffer_copies(walked)
     lingers = any(layer.replaced_bytes for layer in layers)
-    again = walk_forward(walked, links, again=True)[2] if lingers else None
+    again = fullest(walk_forward(walked, links, again=True).layers) if lingers else None
+    halves = halves_of(walked, links, holder, saved_bytes)
     kept_inputs = [
         index for index in inputs.distinct if inputs.tensors[index].requires_grad or index in saved_names
     ]
     return Footprint(
-        halves=halves_of(walked, links, holder, saved_bytes),
+        halves=halves,
         num_parameters=sum(layer.num_parameters for layer in layers),
         parameter_bytes=sum(layer.parameter_bytes for layer in layers),
         trained_sizes=tuple(chain.from_iterable(layer.trained_sizes for layer in layers)),
@@ -84,16 +98,50 @@ def footprint(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) 
         target_bytes=sum(target.num_bytes for target in targets),
         output_gradient_bytes=0 if loss is not None else layers[-1].output_gradient_bytes,
         saved_bytes=saved_bytes,
-        free=_walk_free(walked, links),
-        forward=forward,
-        backward_first=_walk_backward(walked, links, holder, saved_bytes, first=True),
-        backward=_walk_backward(walked, links, holder, saved_bytes, first=False),
+        free=fullest(walk_free(walked, links)),
+        forward=fullest(forward.layers),
+        backward_first=fullest(backward_first.layers),
+        backward=fullest(backward.layers),
         copied_input_bytes=sum(links.sizes[name] for name in links.copied if name < len(inputs.tensors)),
         kept_copied_bytes=sum(links.sizes[name] for name in links.copied.intersection(kept_inputs)),
         changing_buffer_bytes=changing,
         shadow_buffer_bytes=shadows,
         again=again,
+        messages=Messages(
+            sent_back_bytes=backward.sent_back_bytes,
+            **({} if loss is not None else _sent(layers, links, forward, halves)),
+        ),
     )
+
+
+def _sent(
+    layers: Sequence[LayerProfile], links: Links, forward: Forward, halves: Halves | None
+) -> dict[str, Any]:
+    """What `Messages` says of a stage that sends its outputs on."""
+    last, (saved_bytes, holder, _) = layers[-1], forward
+    names = {links.names[-1][storage] for storage in last.first.outputs} - links.boundary
+    of_graph = names & holder.keys()
+    received = sum(last.first.sizes[each] for each in last.first.output_gradients if each is not None)
+    found = {
+        "sent_bytes": sum(links.sizes[name] for name in names),
+        "of_graph_bytes": sum(links.sizes[name] for name in of_graph),
+        "received_bytes": received,
+    }
+    if not of_graph:
+        return found
+    # Storages that nobody frees stay until the end.
+    longer = {name: layer for name, layer in holder.items() if name not in of_graph}
+
+    def more(*, first: bool) -> int:
+        fuller, plain = (
+            fullest(walk_backward(layers, links, each, saved_bytes, first=first).layers).total
+            for each in (longer, holder)
+        )
+        return fuller - plain
+
+    half = halves_of(layers, links, longer, saved_bytes)
+    of_half = 0 if half is None or halves is None else half.inputs.total - halves.inputs.total
+    return found | {"longer": (more(first=True), more(first=False), of_half)}
 
 
 def _buffer_copies(layers: Sequence[LayerProfile]) -> tuple[int, int]:
@@ -109,92 +157,3 @@ def _buffer_copies(layers: Sequence[LayerProfile]) -> tuple[int, int]:
             elif role is BufferRole.STILL:
                 once += small
     return changing, once
-
-
-def _walk_free(chain: Sequence[LayerProfile], links: Links) -> Moment:
-    peak = lingers = 0
-    for layer, inputs in zip(chain, links.inputs, strict=True):
-        loose = sum([links.sizes[name] for name in inputs - links.whole])
-        peak = max(peak, loose + lingers + layer.free.forward_peak)
-        lingers += layer.replaced_bytes  # what was in their place is looked at in the end (`stage.buffers`)
-    return Moment(transients=peak)
-
-
-def walk_forward(
-    chain: Sequence[LayerProfile], links: Links, *, again: bool = False
-) -> tuple[int, dict[int, int], Moment]:
-    """Bytes saved at the end, the earliest layer whose graph holds each storage, and the fullest moment.
-
-    With ``again``, of R: what was in the place of a replaced buffer is looked at when all layers are through.
-    """
-    saved, holder, fullest, most, lingers = 0, dict[int, int](), Moment(), 0, 0
-    for index, layer in enumerate(chain):
-        story, names = layer.first, links.names[index]
-        loose = sum([links.sizes[name] for name in links.inputs[index] - links.boundary - holder.keys()])
-        if saved + loose + lingers + story.forward_peak > most:
-            fullest = Moment(activations=saved, transients=loose + lingers + story.forward_peak)
-            most = fullest.total
-        lingers += layer.replaced_bytes * again
-        saved += story.kept_inside
-        for storage in story.kept_ends:
-            name = names[storage]
-            if name not in links.boundary and name not in holder:
-                holder[name] = index
-                saved += links.sizes[name]
-    return saved, holder, fullest
-
-
-def _walk_backward(
-    chain: Sequence[LayerProfile], links: Links, holder: dict[int, int], saved: int, *, first: bool
-) -> Moment:
-    gradients, fullest, most = 0, Moment(), 0
-    last = chain[-1].first if first else chain[-1].later
-    received = tuple(
-        None if storage is None else Received(index, last.sizes[storage], is_held=True)
-        for index, storage in enumerate(last.output_gradients)
-    )
-    held = sum(each.num_bytes for each in received if each is not None)
-    for index in range(len(chain) - 1, -1, -1):
-        layer = chain[index]
-        story = layer.first if first else layer.later
-        names = links.names[index] if first else names_in(layer.later, layer.first, links.names[index])
-        received = received[: len(story.outputs)]  # without the target's place
-        # A layer may hold a name more than once: two slices of one storage are two storages to it.
-        holds: dict[int, int] = {}
-        for storage in story.kept_ends:
-            holds[names[storage]] = holds.get(names[storage], 0) + 1
-        # Gradients of activations and temporaries.
-        other = held + sum([each.num_bytes for each in {*received} if each is not None and not each.is_held])
-        for stretch in story.stretches(received):
-            if stretch.peak > most - saved - gradients - other:
-                fullest = Moment(
-                    saved + stretch.peak_saved, gradients + stretch.peak_gradients, other + stretch.peak_other
-                )
-                most = fullest.total
-            saved += stretch.saved
-            gradients += stretch.gradients
-            other += stretch.other
-            if stretch.released is not None:
-                name = names[stretch.released]
-                holds[name] = holds.get(name, 0) - 1
-                if holder.get(name) == index and holds[name] == 0:
-                    saved -= links.sizes[name]
-        received = passed_back(story, received)
-    return fullest
-
-
-def passed_back(story: Story, received: tuple[Received | None, ...]) -> tuple[Received | None, ...]:
-    """The gradients of a layer's inputs, as the layer before receives them. Storages are numbered as they
-    turn up, so that equal layers receive equal gradients wherever they stand.
-    """
-    known = dict(zip(story.output_gradients, received, strict=True))
-    numbers: dict[int, int] = {}
-    passed: list[Received | None] = []
-    for storage in story.input_gradients:
-        if storage is not None and storage not in known:
-            known[storage] = Received(-1 - storage, story.sizes[storage], is_held=False)
-        each = None if storage is None else known[storage]
-        if each is not None:
-            each = Received(numbers.setdefault(each.storage, len(numbers)), each.num_bytes, each.is_held)
-        passed.append(each)
-    return tuple(passed)

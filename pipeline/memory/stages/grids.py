@@ -23,13 +23,14 @@ of torch.distributed allocates of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.layerwise import Pass, Passes, passes
 from gpipe_bench.pipeline.memory.stages.moments import Moment
 from gpipe_bench.pipeline.memory.stages.peaks import memory_at, optimizer_state, rule_of
+from gpipe_bench.pipeline.memory.stages.rows.messages import Ahead, all_received_apart
 from gpipe_bench.pipeline.memory.stages.workers import action_bytes
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.reductions import bucket_bytes_of
@@ -85,11 +86,15 @@ class HeldStage:
 
 def held_stage(layers: Sequence[LayerProfile], loss: LayerProfile | None, sharing: Sharing) -> HeldStage:
     """Of a stage's layers; ``loss`` is the loss of the last stage."""
-    whole, each = footprint(layers, loss), passes(layers, loss)
+    return shared_stage(footprint(layers, loss), lambda: passes(layers, loss), sharing)
+
+
+def shared_stage(whole: Footprint, each: Callable[[], Passes], sharing: Sharing) -> HeldStage:
+    """Of a stage whose footprint is known; ``each`` finds its layers' passes, where they matter."""
     if sharing.shards > 1:
-        return (_gathered_once if sharing.level == 2 else _gathered_always)(whole, each, sharing)
+        return (_gathered_once if sharing.level == 2 else _gathered_always)(whole, each(), sharing)
     if sharing.replicas > 1:
-        return _replicated(whole, each, sharing)
+        return _replicated(whole, each(), sharing)
     return HeldStage(whole, whole, (0, 0), (0, 0, 0, 0))
 
 
@@ -98,7 +103,7 @@ def grid_peak_bytes(
     schedule: Schedule,
     optimizer: str = "rmsprop",
     *,
-    receive_ahead: int | None = 1,
+    receive_ahead: Ahead = 1,
 ) -> tuple[int, ...]:
     """Most bytes that each worker holds in a training step; arguments and errors as of `workers.peak_bytes`.
 
@@ -112,9 +117,10 @@ def grid_peak_bytes(
         in_step[first] += stage.first[not schedule.recomputes(first.microbatch, index)]
         only = sum(action.kind is last.kind for action in row) == 1
         in_step[last] += stage.last[2 * (last.kind is Kind.W) + (not only)]
+    rests = all_received_apart([stage.rest for stage in stages], schedule, receive_ahead)
     found = []
     for worker in range(schedule.num_workers):
-        mine = [stages[stage].rest for stage in schedule.stages_of(worker)]
+        mine = [rests[stage] for stage in schedule.stages_of(worker)]
         updates = [
             memory_at(
                 stage,

@@ -1,7 +1,8 @@
 """What each layer of a stage holds at its own fullest moment, and when it is through.
 
-The peak of an action needs the fullest layer alone (`footprint`). On a grid, what is gathered, copied into a
-bucket or scattered comes on top of whichever layer runs then, so the same walk is taken here layer by layer:
+A stage is walked layer by layer, with what the layers before have kept and those behind still hold. Its own
+fullest moment (`footprint`) is that of the fullest layer. On a grid, what is gathered, copied into a bucket
+or scattered comes on top of whichever layer runs then (`passes`):
 
     backward     [layer 2][layer 1][layer 0]
     gathered         2        1        0        comes on top of what that layer holds, and of nothing else
@@ -11,10 +12,134 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gpipe_bench.pipeline.memory.stages.footprint import passed_back, walk_forward
 from gpipe_bench.pipeline.memory.stages.links import Links, link, names_in
-from gpipe_bench.pipeline.memory.story import LayerProfile, Received
+from gpipe_bench.pipeline.memory.stages.moments import Moment
+from gpipe_bench.pipeline.memory.story import LayerProfile, Received, Story
+
+
+class LayerMoment(NamedTuple):
+    """One layer in a pass over its stage, beyond the stage's boundary inputs; the ends in bytes."""
+
+    before: int
+    fullest: Moment
+    after: int
+
+
+class Forward(NamedTuple):
+    """A forward with a graph: bytes saved, and the earliest layer whose graph holds each storage."""
+
+    saved_bytes: int
+    holder: dict[int, int]
+    layers: list[LayerMoment]
+
+
+class Backward(NamedTuple):
+    """A backward, layers in the order of the forward; bytes of the gradients of the stage's inputs."""
+
+    layers: list[LayerMoment]
+    sent_back_bytes: int
+
+
+def fullest(layers: Sequence[LayerMoment]) -> Moment:
+    """Of all layers, the first one of equals."""
+    return max((each.fullest for each in layers), key=lambda moment: moment.total, default=Moment())
+
+
+def walk_free(chain: Sequence[LayerProfile], links: Links) -> list[LayerMoment]:
+    """A forward without a graph."""
+    found, lingers = [], 0
+    ends = [*links.inputs[1:], None]
+    for layer, inputs, following in zip(chain, links.inputs, ends, strict=True):
+        loose = sum([links.sizes[name] for name in inputs - links.whole])
+        after = 0 if following is None else sum([links.sizes[name] for name in following - links.whole])
+        moment = Moment(transients=loose + lingers + layer.free.forward_peak)
+        found.append(LayerMoment(loose + lingers, moment, after + lingers))
+        lingers += layer.replaced_bytes  # what was in their place is looked at in the end (`stage.buffers`)
+    return found
+
+
+def walk_forward(chain: Sequence[LayerProfile], links: Links, *, again: bool = False) -> Forward:
+    """A forward with a graph.
+
+    With ``again``, of R: what was in the place of a replaced buffer is looked at when all layers are through.
+    """
+    saved, holder, found, lingers = 0, dict[int, int](), list[LayerMoment](), 0
+    for index, layer in enumerate(chain):
+        story, names = layer.first, links.names[index]
+        loose = sum([links.sizes[name] for name in links.inputs[index] - links.boundary - holder.keys()])
+        before = saved + loose + lingers
+        moment = Moment(activations=saved, transients=loose + lingers + story.forward_peak)
+        lingers += layer.replaced_bytes * again
+        saved += story.kept_inside
+        for storage in story.kept_ends:
+            name = names[storage]
+            if name not in links.boundary and name not in holder:
+                holder[name] = index
+                saved += links.sizes[name]
+        found.append(LayerMoment(before, moment, saved + lingers))
+    return Forward(saved, holder, found)
+
+
+def walk_backward(
+    chain: Sequence[LayerProfile], links: Links, holder: dict[int, int], saved: int, *, first: bool
+) -> Backward:
+    """A backward, from the last layer to the first; ``first`` is one that makes the parameters' gradients."""
+    last = chain[-1].first if first else chain[-1].later
+    received = tuple(
+        None if storage is None else Received(index, last.sizes[storage], is_held=True)
+        for index, storage in enumerate(last.output_gradients)
+    )
+    held = sum(each.num_bytes for each in received if each is not None)
+    gradients, found = 0, list[LayerMoment]()
+    for index in range(len(chain) - 1, -1, -1):
+        layer = chain[index]
+        story = layer.first if first else layer.later
+        names = links.names[index] if first else names_in(layer.later, layer.first, links.names[index])
+        received = received[: len(story.outputs)]  # without the target's place
+        # A layer may hold a name more than once: two slices of one storage are two storages to it.
+        holds: dict[int, int] = {}
+        for storage in story.kept_ends:
+            holds[names[storage]] = holds.get(names[storage], 0) + 1
+        # Gradients of activations and temporaries.
+        other = held + sum([each.num_bytes for each in {*received} if each is not None and not each.is_held])
+        before, moment, most = saved + gradients + other, Moment(), -1
+        for stretch in story.stretches(received):
+            if saved + gradients + other + stretch.peak > most:
+                moment = Moment(
+                    saved + stretch.peak_saved, gradients + stretch.peak_gradients, other + stretch.peak_other
+                )
+                most = moment.total
+            saved += stretch.saved
+            gradients += stretch.gradients
+            other += stretch.other
+            if stretch.released is not None:
+                name = names[stretch.released]
+                holds[name] = holds.get(name, 0) - 1
+                if holder.get(name) == index and holds[name] == 0:
+                    saved -= links.sizes[name]
+        received = _passed_back(story, received)
+        found.append(LayerMoment(before, moment, saved + gradients + other))
+    sent_back = sum([each.num_bytes for each in {*received} if each is not None and not each.is_held])
+    return Backward(found[::-1], sent_back)
+
+
+def _passed_back(story: Story, received: tuple[Received | None, ...]) -> tuple[Received | None, ...]:
+    """The gradients of a layer's inputs, as the layer before receives them. Storages are numbered as they
+    turn up, so that equal layers receive equal gradients wherever they stand.
+    """
+    known = dict(zip(story.output_gradients, received, strict=True))
+    numbers: dict[int, int] = {}
+    passed: list[Received | None] = []
+    for storage in story.input_gradients:
+        if storage is not None and storage not in known:
+            known[storage] = Received(-1 - storage, story.sizes[storage], is_held=False)
+        each = None if storage is None else known[storage]
+        if each is not None:
+            each = Received(numbers.setdefault(each.storage, len(numbers)), each.num_bytes, each.is_held)
+        passed.append(each)
+    return tuple(passed)
 
 
 @dataclass(frozen=True)
@@ -57,92 +182,28 @@ def passes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> 
     """Of a stage's layers; ``loss`` is the loss of the last stage."""
     walked = (*layers, loss) if loss is not None else tuple(layers)
     links = link(walked)
-    saved_bytes, holder, _ = walk_forward(walked, links)
-    count = len(layers)
+    forward, count = walk_forward(walked, links), len(layers)
+
+    def backward(*, first: bool) -> Pass:
+        walk = walk_backward(walked, links, forward.holder, forward.saved_bytes, first=first)
+        return _joined(walk.layers, count, back=True)
+
     return Passes(
         parameter_sizes=tuple(layer.parameter_sizes for layer in layers),
         trained_sizes=tuple(layer.trained_sizes for layer in layers),
-        free=_joined(_free(walked, links), count),
-        forward=_joined(_forward(walked, links), count),
-        backward_first=_joined(
-            _backward(walked, links, holder, saved_bytes, first=True)[::-1], count, back=True
-        ),
-        backward=_joined(_backward(walked, links, holder, saved_bytes, first=False)[::-1], count, back=True),
+        free=_joined(walk_free(walked, links), count),
+        forward=_joined(forward.layers, count),
+        backward_first=backward(first=True),
+        backward=backward(first=False),
     )
 
 
-_Triple = tuple[int, int, int]
-"""Bytes before, at most, and after."""
-
-
-def _joined(found: Sequence[_Triple], count: int, *, back: bool = False) -> Pass:
+def _joined(found: Sequence[LayerMoment], count: int, *, back: bool = False) -> Pass:
     """By layer in the order of the forward pass; what is behind the last layer is the loss."""
-    *rest, last = found[:count]
-    for more in found[count:]:
+    each = [(one.before, one.fullest.total, one.after) for one in found]
+    *rest, last = each[:count]
+    for more in each[count:]:
         most = max(last[1], more[1])
         last = (more[0], most, last[2]) if back else (last[0], most, more[2])
     before, most_, after = zip(*rest, last, strict=True)
     return Pass(before, most_, after)
-
-
-def _free(walked: Sequence[LayerProfile], links: Links) -> list[_Triple]:
-    found: list[_Triple] = []
-    ends = [*links.inputs[1:], None]
-    for layer, inputs, following in zip(walked, links.inputs, ends, strict=True):
-        loose = sum([links.sizes[name] for name in inputs - links.whole])
-        after = 0 if following is None else sum([links.sizes[name] for name in following - links.whole])
-        found.append((loose, loose + layer.free.forward_peak, after))
-    return found
-
-
-def _forward(walked: Sequence[LayerProfile], links: Links) -> list[_Triple]:
-    saved, found = 0, list[_Triple]()
-    held: set[int] = set()
-    for index, layer in enumerate(walked):
-        story, names = layer.first, links.names[index]
-        loose = sum([links.sizes[name] for name in links.inputs[index] - links.boundary - held])
-        before, most = saved + loose, saved + loose + story.forward_peak
-        saved += story.kept_inside
-        for storage in story.kept_ends:
-            name = names[storage]
-            if name not in links.boundary and name not in held:
-                held.add(name)
-                saved += links.sizes[name]
-        found.append((before, most, saved))
-    return found
-
-
-def _backward(
-    walked: Sequence[LayerProfile], links: Links, holder: dict[int, int], saved: int, *, first: bool
-) -> list[_Triple]:
-    """From the last layer to the first; as `footprint` walks, which says what is what."""
-    last = walked[-1].first if first else walked[-1].later
-    received = tuple(
-        None if storage is None else Received(index, last.sizes[storage], is_held=True)
-        for index, storage in enumerate(last.output_gradients)
-    )
-    held = sum(each.num_bytes for each in received if each is not None)
-    gradients, found = 0, list[_Triple]()
-    for index in range(len(walked) - 1, -1, -1):
-        layer = walked[index]
-        story = layer.first if first else layer.later
-        names = links.names[index] if first else names_in(layer.later, layer.first, links.names[index])
-        received = received[: len(story.outputs)]
-        holds: dict[int, int] = {}
-        for storage in story.kept_ends:
-            holds[names[storage]] = holds.get(names[storage], 0) + 1
-        other = held + sum([each.num_bytes for each in {*received} if each is not None and not each.is_held])
-        before = most = saved + gradients + other
-        for stretch in story.stretches(received):
-            most = max(most, saved + gradients + other + stretch.peak)
-            saved += stretch.saved
-            gradients += stretch.gradients
-            other += stretch.other
-            if stretch.released is not None:
-                name = names[stretch.released]
-                holds[name] = holds.get(name, 0) - 1
-                if holder.get(name) == index and holds[name] == 0:
-                    saved -= links.sizes[name]
-        received = passed_back(story, received)
-        found.append((before, most, saved + gradients + other))
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,17 @@ class Moment:
     def total(self) -> int:
         return self.activations + self.gradients + self.transients
 
+    def without(self, num_bytes: int) -> Moment:
+        """The same where so many bytes of what passes are held elsewhere."""
+        return replace(self, transients=self.transients - num_bytes)
+
 
 @dataclass(frozen=True)
 class Halves:
     """What a stage holds in I, in W and in between, for one micro-batch.
 
-    Where it is ``whole`` I does all of a backward, and W has nothing to do.
+    Where it is ``whole`` I does all of a backward, and W has nothing to do. ``apart`` is the same where the
+    gradients of the stage's outputs come into memory that is there anyway; None for ``whole`` halves.
     """
 
     whole: bool
@@ -33,3 +38,32 @@ class Halves:
     weights: Moment  # every later W
     own_weights_first: Moment  # the same without boundary inputs, where these are the user's and stay
     own_weights: Moment
+    apart: Halves | None = None
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What a stage sends and receives of one micro-batch, by where it lives.
+
+    What is sent stays until its sender has waited for it, which may be longer than the stage needs it.
+
+    Args:
+        sent_bytes: of what F makes for the next stage, without what the stage was given itself
+        of_graph_bytes: of these, what a graph that F makes holds too
+        longer: how much fuller a first B, a later B and I are where what F has sent is still on its way
+        sent_back_bytes: of the gradients that B or I makes for the stage before
+        received_bytes: of the gradients of outputs, which are held throughout a B or I
+        apart: whether inputs come into memory that is there anyway
+        buffer_bytes: of all buffers that inputs and gradients come into, where these stay
+    """
+
+    sent_bytes: int = 0
+    of_graph_bytes: int = 0
+    longer: tuple[int, int, int] = (0, 0, 0)
+    sent_back_bytes: int = 0
+    received_bytes: int = 0
+    apart: bool = False
+    buffer_bytes: int = 0
+
+
+NO_MESSAGES = Messages()

@@ -52,7 +52,7 @@ class StageMemory:
     buffers: int
     gradients: int
     optimizer_state: int
-    boundary: int  # inputs kept per micro-batch; on the first and last stage the mini-batch itself
+    boundary: int  # inputs kept per micro-batch, or buffers of messages; the mini-batch and its targets
     activations: int  # held by the graphs of micro-batches in flight, recomputed or not
     transients: int  # gradients of activations, passing outputs, temporaries, receive buffers
     when: str  # the action of the peak, or "optimizer"
@@ -133,7 +133,7 @@ _OWN_MOMENTS = {
 }
 
 
-def _moment(stage: Footprint, demand: Demand, *, is_first: bool) -> Moment:
+def _moment(stage: Footprint, demand: Demand, *, is_apart: bool) -> Moment:
     """What the action of a demand holds of its own; ValueError where the profiles know of no halves."""
     if (demand.is_half or demand.halves) and stage.halves is None:
         raise ValueError(
@@ -148,7 +148,7 @@ def _moment(stage: Footprint, demand: Demand, *, is_first: bool) -> Moment:
     if demand.is_recomputation and stage.again is not None:
         return stage.again
     # The copy of a user's input that a recomputation works on waits for W as what is received does.
-    own = is_first and not (demand.recomputed and stage.copied_input_bytes)
+    own = is_apart and not (demand.recomputed and stage.copied_input_bytes)
     moment: Moment = (_OWN_MOMENTS if own else _MOMENTS)[demand.moment](stage)
     return moment
 
@@ -172,22 +172,24 @@ def memory_at(
     """What a stage holds in the action of a demand, or in the optimizer's step; ``state`` as
     `optimizer_state` says.
     """
-    received, kept = (0, 0) if is_first else (stage.input_bytes, stage.kept_input_bytes)
+    # What is received into memory that stays is, like the user's, there anyway.
+    is_apart = is_first or stage.messages.apart
+    received, kept = (0, 0) if is_apart else (stage.input_bytes, stage.kept_input_bytes)
     gradients, boundary, activations, receives = stage.gradient_bytes, 0, 0, 0
     copies = NO_COPIES
     if demand is None:
         moment = Moment(transients=_update_transients(rule, stage.trained_sizes))
         gradients -= stage.summed_gradient_bytes
     else:
-        moment = _moment(stage, demand, is_first=is_first)
+        moment = _moment(stage, demand, is_apart=is_apart)
         gradients = stage.gradient_bytes if _has_gradients(stage, demand) else 0
         boundary = demand.inputs * received + demand.graph_inputs * kept
         activations = demand.graphs * stage.saved_bytes
         if stage.halves is not None:
-            boundary += 0 if is_first else demand.halves * stage.halves.kept_input_bytes
+            boundary += 0 if is_apart else demand.halves * stage.halves.kept_input_bytes
             activations += demand.halves * stage.halves.saved_bytes
         receives = demand.inputs_ahead * received + demand.output_gradients * stage.output_gradient_bytes
-        copies = in_action(stage, demand, moment.total, is_first=is_first)
+        copies = in_action(stage, demand, moment.total, is_apart=is_apart)
     # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
     user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
     return StageMemory(
@@ -195,7 +197,7 @@ def memory_at(
         buffers=stage.buffer_bytes + copies.buffers,
         gradients=gradients + moment.gradients,
         optimizer_state=state,
-        boundary=user_bytes + boundary + copies.boundary,
+        boundary=user_bytes + stage.messages.buffer_bytes + boundary + copies.boundary,
         activations=activations + moment.activations + copies.activations,
         transients=moment.transients + receives + copies.transients,
         when="optimizer" if demand is None else demand.when,

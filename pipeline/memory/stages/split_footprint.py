@@ -24,6 +24,7 @@ from gpipe_bench.pipeline.stage.halves.waiting import MANY_BYTES
 
 _Name = tuple[Any, ...]
 """Of a storage within a stage: at the ends of layers, inside a layer, or come from the next stage."""
+_RECEIVED = "from the next stage"
 
 
 def halves_of(
@@ -44,17 +45,25 @@ def halves_of(
     num_inputs = len(chain[0].inputs.same_as)
     users = {("end", name) for name in links.boundary}
     received = {("end", name) for name in links.boundary if name < num_inputs}
-    own = {name: 0 if name in users else size for name, size in walk.sizes.items()}
-    theirs = {name: size if name in received else own[name] for name, size in walk.sizes.items()}
-    return Halves(
-        whole=False,
-        kept_input_bytes=sum(theirs.values()) - sum(own.values()),
-        saved_bytes=sum(own.values()),
-        inputs=walk.fullest,
-        weights_first=_weights(walk.parts, theirs, first=True),
-        weights=_weights(walk.parts, theirs, first=False),
-        own_weights_first=_weights(walk.parts, own, first=True),
-        own_weights=_weights(walk.parts, own, first=False),
+
+    def halves(sizes: Mapping[_Name, int], inputs: Moment, apart: Halves | None) -> Halves:
+        own = {name: 0 if name in users else size for name, size in sizes.items()}
+        theirs = {name: size if name in received else own[name] for name, size in sizes.items()}
+        return Halves(
+            whole=False,
+            kept_input_bytes=sum(theirs.values()) - sum(own.values()),
+            saved_bytes=sum(own.values()),
+            inputs=inputs,
+            weights_first=_weights(walk.parts, theirs, first=True),
+            weights=_weights(walk.parts, theirs, first=False),
+            own_weights_first=_weights(walk.parts, own, first=True),
+            own_weights=_weights(walk.parts, own, first=False),
+            apart=apart,
+        )
+
+    sizes = {name: 0 if name[0] == _RECEIVED else size for name, size in walk.sizes.items()}
+    return halves(
+        walk.sizes, walk.fullest, halves(sizes, walk.fullest.without(walk.received_bytes), apart=None)
     )
 
 
@@ -80,6 +89,7 @@ class _Inputs:
     ) -> None:
         self._chain, self._stories, self._links, self._holder = chain, stories, links, holder
         self.fullest = Moment()
+        self.received_bytes = 0  # of gradients, which are held throughout
         self.parts: list[_Part] = []  # in the order in which W takes them
         self.sizes: dict[_Name, int] = {}
         self._held: dict[_Name, int] = {}  # gradients that somebody holds, by now
@@ -89,10 +99,11 @@ class _Inputs:
         """Back through the layers; ``saved`` is what the graph holds."""
         story = self._stories[-1].inputs
         received: list[tuple[_Name, int] | None] = [
-            None if storage is None else (("from the next stage", position), story.sizes[storage])
+            None if storage is None else ((_RECEIVED, position), story.sizes[storage])
             for position, storage in enumerate(story.output_gradients)
         ]
         self._held = dict(each for each in received if each is not None)
+        self.received_bytes = sum(self._held.values())
         for index in range(len(self._chain) - 1, -1, -1):
             story = self._stories[index].inputs
             names = names_in(story, self._chain[index].first, self._links.names[index])

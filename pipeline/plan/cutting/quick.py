@@ -39,11 +39,7 @@ class QuickSteps:
         homes = [schedule.worker(stage) for stage in range(schedule.num_stages)]
         self._workers = schedule.num_workers
         self._homes = homes
-        codes = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
-        self._order = [
-            (codes[action.kind], action.stage, action.microbatch, homes[action.stage])
-            for action in execution_order(schedule)
-        ]
+        self._order = _some_order(schedule, homes)
         # Links from worker to worker by number, each direction for itself; -1 within a worker.
         numbers: dict[tuple[int, int], int] = {}
         self._ahead, self._back = (
@@ -123,3 +119,52 @@ class QuickSteps:
         for stage, worker in enumerate(self._homes):
             free[worker] += stages[stage].after_s
         return max(free)
+
+
+_CODES = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
+_Coded = tuple[int, int, int, int]
+"""Kind, stage, micro-batch, worker."""
+
+
+def _some_order(schedule: Schedule, homes: Sequence[int]) -> list[_Coded]:
+    """All actions, each behind what it waits for: every worker goes on as far as it can, in turn.
+
+    Which of the many such orders it is does not matter: messages leave a worker in the order of its row.
+    """
+    rows = [
+        [(_CODES[action.kind], action.stage, action.microbatch, homes[action.stage]) for action in row]
+        for row in schedule.actions
+    ]
+    last, count = schedule.num_stages - 1, schedule.num_microbatches
+    # Whether the input and the gradient of a micro-batch have been made; one more place stays untouched.
+    inputs = [bytearray(count) for _ in range(last + 2)]
+    gradients = [bytearray(count) for _ in range(last + 1)]
+    inputs[0], gradients[last] = bytearray(b"\1" * count), bytearray(b"\1" * count)
+    order: list[_Coded] = []
+    places = [0] * len(rows)
+    waiting = list(range(len(rows)))[::-1]
+    while waiting:
+        worker = waiting.pop()
+        row = rows[worker]
+        for place in range(places[worker], len(row)):
+            code, stage, microbatch, _ = each = row[place]
+            target = worker
+            if code == 0:
+                if not inputs[stage][microbatch]:
+                    break
+                inputs[stage + 1][microbatch] = 1
+                if stage < last:
+                    target = homes[stage + 1]
+            elif code < 3:
+                if not (gradients[stage][microbatch] and inputs[stage + 1][microbatch]):
+                    break
+                if stage:
+                    gradients[stage - 1][microbatch] = 1
+                    target = homes[stage - 1]
+            order.append(each)
+            places[worker] = place + 1
+            if target != worker and target not in waiting:
+                waiting.append(target)
+    if len(order) < sum(map(len, rows)):
+        execution_order(schedule)  # says what waits for what
+    return order

@@ -52,6 +52,11 @@ class Ties:
         self._connections.append(Connection(ways, len(self._connections), near, types))
         return self._connections[-1]
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of the buffers in memory shared with other processes; the first connection has all neighbours."""
+        return self._connections[0].shared_bytes if self._connections else 0
+
     def look_out(self) -> None:
         """Watches for failures elsewhere from now on, on accelerators; on a grid that has begun before."""
         if self.is_accelerated and not self.job.is_grid:

@@ -18,8 +18,6 @@ MOST_TENSORS = 64
 MOST_MESSAGES = 2**28 // MOST_TENSORS
 # Kinds of steps that are known at a time; with one more the ranks begin anew.
 MOST_AGREEMENTS = 256
-# Messages on their way, in one direction, whose memory does not matter.
-SMALL_BYTES = 2**18
 
 
 class Outline(NamedTuple):

@@ -96,6 +96,11 @@ class Connection:
         self._backend, self._channel, self._neighbours = backend, channel, neighbours
         self._types = types
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of the buffers that neighbours write into, of all connections to them."""
+        return sum(neighbour.buffer_bytes for neighbour in self._neighbours.values())
+
     def over_network(self) -> Connection:
         """The same without neighbours."""
         return Connection(self._backend, self._channel, {}, self._types)

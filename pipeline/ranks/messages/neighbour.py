@@ -57,6 +57,7 @@ class Neighbour:
         self._unread = self._unwritten = b""
         self._descriptors: deque[int] = deque()
         self._mine: list[Segment] = []  # memory to receive into
+        self.buffer_bytes = 0  # of it, what buffers take; they are used again, and stay
         self._places: dict[int, tuple[int, int]] = {}  # address of a buffer -> segment, offset
         self._holders: dict[int, Holders] = {}  # address of a buffer -> whether tensors live in it
         self._unused: dict[int, list[Tensor]] = {}  # buffers that were given back, by their length
@@ -84,6 +85,7 @@ class Neighbour:
             self._mine.append(Segment(max(size, _SMALLEST_SEGMENT)))
             self._announce(self._mine[-1])
         offset = self._mine[-1].take(size)
+        self.buffer_bytes += size
         buffer = torch.frombuffer(self._mine[-1].memory, dtype=torch.uint8, count=num_bytes, offset=offset)
         self._places[buffer.data_ptr()] = (len(self._mine) - 1, offset)
         self._holders[buffer.data_ptr()] = Holders(buffer)

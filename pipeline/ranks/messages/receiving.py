@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gpipe_bench.pipeline.plan.receiving.memory import SMALL_BYTES, Rings
 from gpipe_bench.pipeline.plan.receiving.posting import FORWARDS_AHEAD, Posting
 from gpipe_bench.pipeline.plan.receiving.ring import Ring
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.messages.agreement import SMALL_BYTES, Outline
+from gpipe_bench.pipeline.ranks.messages.agreement import Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Work
 from gpipe_bench.pipeline.ranks.messages.gate import Gate
 
@@ -72,9 +73,10 @@ class Receiver:
             gate.expect(self, False, posting.after_forward)
         self._connection, self._source, self._device = connection, source, device
         self._tags, self._turns = tags, turns
-        self._tight, self._small = ring, small or ring
+        self._rings = Rings(ring, small or ring)
         self._ring = ring
-        self._slots: list[tuple[Outline, tuple[Buffer | None, ...]] | None] = [None] * self._small.num_slots
+        most = self._rings.small.num_slots
+        self._slots: list[tuple[Outline, tuple[Buffer | None, ...]] | None] = [None] * most
         self._posted: dict[int, tuple[tuple[Buffer | None, ...], list[Work]]] = {}
         self._unposted: deque[int] = deque()  # have a slot, but perhaps no known outline yet
         self._later: deque[int] = deque()  # have none; without a backward
@@ -99,7 +101,7 @@ class Receiver:
     def _choose_ring(self) -> None:
         known = all(length in self._outlines for length in self._lengths)
         largest = max((outline.num_bytes for outline in self._outlines.values()), default=0)
-        ring = self._small if known and largest * self._small.num_slots <= SMALL_BYTES else self._tight
+        ring = self._rings.of(largest, SMALL_BYTES) if known else self._rings.tight
         if ring is not self._ring:
             for position in range(ring.num_slots, len(self._slots)):
                 kept, self._slots[position] = self._slots[position], None

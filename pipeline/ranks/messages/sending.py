@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.plan.receiving.ring import SENDS_ON_THE_WAY
+from gpipe_bench.pipeline.plan.receiving.memory import SMALL_BYTES, is_one_too_many
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.messages.agreement import SMALL_BYTES, Outline
+from gpipe_bench.pipeline.ranks.messages.agreement import Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Work, flat
 
 
@@ -41,8 +41,7 @@ class Sender:
         self, tensors: list[Tensor], tag: int, action: Action | None = None, *, bounded: bool = False
     ) -> None:
         """Starts to send flat tensors, with `tag` and the following ones, to `action`, which an error will
-        name; if `bounded`, waits for earlier ones where more than `SENDS_ON_THE_WAY` take more than
-        `SMALL_BYTES` together.
+        name; if `bounded`, waits for the oldest one where it is one too many.
         """
         target = self._target
         works = [
@@ -52,7 +51,7 @@ class Sender:
         ]
         queue = self._queue
         queue.append(_Sending(works, tensors, action))
-        if bounded and len(queue) > SENDS_ON_THE_WAY and len(queue) * queue[0].num_bytes > SMALL_BYTES:
+        if bounded and is_one_too_many(len(queue), queue[0].num_bytes, SMALL_BYTES):
             self._wait(queue.popleft())
 
     def finish(self) -> None:

@@ -1,0 +1,18 @@
+"""How a candidate is laid over the processes of a case: a pipeline over all of them, or a replica in each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from gpipe_bench.experiments.planning.candidate import Candidate
+
+
+def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, Any]:
+    """What a `Pipeline` is given of the processes; all must call."""
+    if candidate.dp == 1:
+        return {"group": dist.group.WORLD}
+    sizes = (candidate.dp, candidate.num_workers)
+    return {"mesh": init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "pp"))}

@@ -1,0 +1,33 @@
+"""The memory model of workers in processes of their own, beside real steps of two, counted to the byte.
+
+In these models messages are most of what a worker holds, so that a buffer too many is many percent.
+"""
+
+from __future__ import annotations
+
+import over_processes_cases as cases
+import pytest
+
+from gpipe_bench.experiments.plan.running import peaks
+from gpipe_bench.pipeline.ranks.launch import launch
+
+
+@pytest.fixture(scope="module")
+def counted() -> list[dict[str, list[int]]]:
+    """By process, model and way."""
+    return launch(cases.count_all, 2, device="cpu")
+
+
+@pytest.mark.parametrize("name", cases.MODELS)
+def test_peaks_are_those_of_real_steps(name: str, counted: list[dict[str, list[int]]]) -> None:
+    """Every worker, under every schedule of the experiment."""
+    ways = cases.ways()
+    for place, modelled in enumerate(peaks.predicted(cases.planned(name), ways)):
+        real = [found[name][place] for found in counted]
+        assert modelled == pytest.approx(real, rel=0.01), peaks.title(ways[place])
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_through_gloo_messages_take_as_much(name: str, counted: list[dict[str, list[int]]]) -> None:
+    for found in counted:
+        assert found[f"{name} over gloo"] == pytest.approx(found[name][:4], rel=0.01)

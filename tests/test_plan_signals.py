@@ -48,7 +48,7 @@ PLAN = "plan {} --accelerators 2 --memory-gib 1 --batch-size 8 --pp 2 --schedule
 SIZE = "size {} --accelerators 2 --memory-gib 1"
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("command", "moment", "number"),
     [

@@ -153,7 +153,7 @@ TWO = Request(accelerators=2, memory_bytes=2**30, batch_size=4, link=LINKS["loop
 SMALL = {"num_layers": 2, "d_model": 16, "ffn_dim": 32, "num_heads": 4, "vocab_size": 32, "seq_len": 8}
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.parametrize("dimension", ["tp", "dp"])
 def test_the_script_of_a_plan_without_a_pipeline_runs(tmp_path: Path, dimension: str) -> None:
     """What is tensor parallel is divided by the script itself, and learns what the whole model learns."""

@@ -29,7 +29,7 @@ from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.experiment import select as chosen
 from gpipe_bench.harness.records.store import Store
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 LONG_S = 900.0  # for a hang, which would be a failure; nothing is asserted about time
 ENDINGS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 INT, TERM = ENDINGS

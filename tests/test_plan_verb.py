@@ -208,7 +208,7 @@ def test_ones_own_plan_of_tensor_parallelism_is_applied() -> None:
         ("planning_models:indivisible", "returned type int as its fifth value; give a function of (layers"),
         ("gpt2 --num-layers 2", "--tp 2: no layer can be divided, since layers share a weight"),
         ("unet-5-64", "--tp 2: unet-5-64: no plan is known for layer "),
-        ("llama-7b --num-layers 2 --tp 3", "--tp 3: llama-7b: the key and value heads of block_0 is 32"),
+        ("llama-7b --num-layers 2 --tp 3", "--tp 3: llama-7b: the key and value heads of layer_1 is 32"),
     ],
 )
 def test_tensor_parallelism_without_a_plan_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -94,8 +95,9 @@ class Model:
             )
         from gpipe_bench.models.parallel import check_divisible
 
+        named = OrderedDict((f"layer_{index}", layer) for index, layer in enumerate(self.layers))
         try:
-            check_divisible(nn.Sequential(*self.layers), ranks)
+            check_divisible(nn.Sequential(named), ranks)
         except ValueError as error:
             raise ValueError(f"--tp {ranks}: {self.name}: {error}; leave --tp out") from error
 

@@ -77,14 +77,14 @@ def all_received_apart(
     if not isinstance(receive_ahead, Transport):
         return tuple(stages)
     found = [received_apart(stage, index, schedule, receive_ahead) for index, stage in enumerate(stages)]
-    for index, stage in enumerate(stages):
+    for index in range(len(stages)):
         if _is_held_by_sender(stages, schedule, index):
             found[index] = replace(found[index], messages=replace(found[index].messages, apart=True))
     return tuple(found)
 
 
 def _is_held_by_sender(stages: Sequence[Footprint], schedule: Schedule, index: int) -> bool:
-    """Whether a stage's input is on its own worker in the graph of the stage before, which outlives its own."""
+    """Whether the stage before, on the same worker, has the input in its graph, which outlives this one's."""
     if index == 0 or comes_from_another(schedule, index, gradients=False):
         return False
     recomputed = any(action.kind is Kind.R for action in schedule.row(index - 1))

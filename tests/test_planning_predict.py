@@ -8,7 +8,7 @@ import pytest
 
 from gpipe_bench.experiments.plan.elsewhere import published as elsewhere
 from gpipe_bench.experiments.plan.running import waiting
-from gpipe_bench.experiments.plan.running.choosing import candidates, planned, title
+from gpipe_bench.experiments.plan.running.choosing import candidates, planned, title, with_replicas
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
 from gpipe_bench.experiments.planning.predict import Layout, pipeline_link, predict, replica_link
@@ -153,3 +153,18 @@ def test_published_orders_are_found_again() -> None:
     ones = elsewhere.zero_bubble()
     assert len(ones) == 6
     assert all(each.predicted[0] == min(each.predicted) for each in ones)  # 1F1B is the slowest
+
+
+def test_two_replicas_are_planned_and_the_best_of_them_runs() -> None:
+    ranking = planned(costs(8, parameter_bytes=((4,),) * 8), request(), (2, 4))
+    replicas = [each for each in ranking if each.candidate.dp == 2]
+    assert {title(each.candidate) for each in replicas} == {
+        f"dp = 2, 1f1b, M = {number}{again}" for number in (1, 2) for again in ("", ", remat always")
+    }
+    # Two whole models, each with half of the examples, one micro-batch after another.
+    assert replicas[0].step_s == pytest.approx(3 * 8)
+    pipelines = [(place, each) for place, each in enumerate(ranking) if each.candidate.dp == 1]
+    chosen = with_replicas(pipelines[:2], ranking)
+    assert [each for _, each in chosen if each.candidate.dp == 2] == replicas[:1]
+    assert [place for place, _ in chosen] == sorted(place for place, _ in chosen)
+    assert with_replicas(chosen, ranking) == chosen

@@ -156,7 +156,7 @@ def _count(
     for here, tree in ((schedule.worker(0), batch), (schedule.worker(schedule.num_stages - 1), target)):
         for tensor in tensors_of(tree, "the mini-batch") if here == worker else ():
             storage = tensor.untyped_storage()
-            users[storage.data_ptr()] = storage.nbytes()
+            users[storage.data_ptr()] = tensor.nbytes  # a part of an example may lie in the whole one
     return memory.peak_bytes[rank] + shared_bytes + sum(users.values())
 
 

@@ -76,9 +76,19 @@ def all_received_apart(
     """The stages as they are over processes, if there is a transport."""
     if not isinstance(receive_ahead, Transport):
         return tuple(stages)
-    return tuple(
-        [received_apart(stage, index, schedule, receive_ahead) for index, stage in enumerate(stages)]
-    )
+    found = [received_apart(stage, index, schedule, receive_ahead) for index, stage in enumerate(stages)]
+    for index in range(len(stages)):
+        if _is_held_by_sender(stages, schedule, index):
+            found[index] = replace(found[index], messages=replace(found[index].messages, apart=True))
+    return tuple(found)
+
+
+def _is_held_by_sender(stages: Sequence[Footprint], schedule: Schedule, index: int) -> bool:
+    """Whether the stage before, on the same worker, has the input in its graph, which outlives this one's."""
+    if index == 0 or comes_from_another(schedule, index, gradients=False):
+        return False
+    recomputed = any(action.kind is Kind.R for action in schedule.row(index - 1))
+    return not recomputed and stages[index - 1].messages.of_graph_bytes == stages[index].input_bytes > 0
 
 
 @dataclass

@@ -141,9 +141,11 @@ class Row:
         self._most = self.fullest.peak
 
     def message_bytes(self, stage: int, kind: Kind) -> int:
-        """What an action of a stage receives."""
+        """What an action of a stage receives, where this worker does not hold it anyway."""
         received = self._stages[stage]
-        return received.input_bytes if kind is Kind.F else received.output_gradient_bytes
+        if kind is not Kind.F:
+            return received.output_gradient_bytes
+        return 0 if received.messages.apart else received.input_bytes
 
     def take(self, action: Action) -> int:
         """Most bytes in the next action of the row; the message that it needs no longer waits."""

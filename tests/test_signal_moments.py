@@ -166,7 +166,7 @@ def test_before_the_first_case(
         (
             "consistency",
             Moment("gpipe_bench.experiments.consistency.training:train", TERM, in_a_child=True),
-            ("--only", "processes=2", "--only", "model=text"),
+            ("--only", "processes=2"),
         ),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ Always on standard error, so that standard output holds results alone.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -58,7 +59,7 @@ class Remaining:
         if not self._estimated_s or not self._spent_s:
             return self._left_s / self._jobs
         trust = self._estimated_s / (self._estimated_s + self._doubt_s)
-        return float(self._left_s * (self._spent_s / self._estimated_s) ** trust / self._jobs)
+        return self._left_s * math.pow(self._spent_s / self._estimated_s, trust) / self._jobs
 
 
 def words(seconds: float) -> str:

@@ -149,17 +149,23 @@ class Search:
 
     def _even_s(self, way: Way) -> float:
         """What a way that is too large to be cut exactly takes at about least: its step with even stages and
-        messages that take no time, whatever fits. 0 of one that is not too large.
+        messages that take no time, whatever fits. With a layer for each stage it is the step of the only cut
+        there is, and a bound; 0 of a way that is not too large.
         """
         stages, layers = way.num_stages, self.costs.num_layers
-        if comb(layers - 1, stages - 1) <= FEW_CUTS:
+        times = self.times(way, self.places(way))
+        if stages == layers:
+            takes, share = tuple(times.stage(layer, layer + 1) for layer in range(layers)), 1.0
+        elif comb(layers - 1, stages - 1) > FEW_CUTS:
+            whole = times.stage(0, layers)
+            takes = (StageTimes(*(each / stages for each in whole[:5]), 0.0),) * stages
+            share = EVEN
+        else:
             return 0.0
-        whole = self.times(way, self.places(way)).stage(0, layers)
-        even = StageTimes(*(each / stages for each in whole[:5]), 0.0)
-        key = (*self._rows_of(way), even)
+        key = (*self._rows_of(way), takes)
         if key not in self._even:
             steps = self._quick.of(self._rows_of(way), lambda: QuickSteps(self.schedule(way)))
-            self._even[key] = EVEN * steps.makespan_s([even] * stages, ["never"] * stages)
+            self._even[key] = share * steps.makespan_s(takes, ["never"] * stages)
         return self._even[key]
 
     def best_of(self, way: Way, effort: int, memory_bytes: int | None = None) -> Found | None:
@@ -218,7 +224,7 @@ class Search:
 
     def _graphs_of(self, way: Way) -> Graphs:
         """Those of fewer micro-batches, where there are many: of more there are never fewer."""
-        few = min(way.num_microbatches, 2 * way.num_stages)
+        few = min(way.num_microbatches, 2 * way.grid.pp)
         key = self._rows_of(replace(way, num_microbatches=few))
         if key not in self._graphs:
             self._graphs[key] = graphs_of(

@@ -27,6 +27,7 @@ from gpipe_bench.experiments.planning.searching.bounds import (
     by_memory_s,
     by_work_s,
     equals_of,
+    even_share,
     graphs_of,
 )
 from gpipe_bench.experiments.planning.searching.footprints import Footprints
@@ -43,9 +44,6 @@ from gpipe_bench.pipeline.plan.schedules.known import named
 
 KEPT = 8
 """Ways that are kept; those that are printed are fewer."""
-EVEN = 0.95
-"""Share of the step with even stages, less what uneven ones gain where a pipeline is filled, below which the best
-cut of a large way is not expected."""
 FEW_CUTS = 100_000
 """Cuts of a way that is not large."""
 FIRST_EFFORT = 30_000
@@ -160,7 +158,7 @@ class Search:
         elif comb(layers - 1, stages - 1) > FEW_CUTS:
             whole = times.stage(0, layers)
             takes = (StageTimes(*(each / stages for each in whole[:5]), 0.0),) * stages
-            share = EVEN * _uneven(way.grid.pp, way.num_microbatches)
+            share = even_share(way.grid.pp, way.num_microbatches)
         else:
             return 0.0
         key = (*self._rows_of(way), takes)
@@ -301,8 +299,3 @@ class Search:
 def sizes_of(request: Request, space: Space, num_layers: int) -> Sequence[int]:
     """The micro-batch sizes that a search asks the costs of."""
     return sorted({way.microbatch_size for way in ways(request, space, num_layers)})
-
-
-def _uneven(workers: int, count: int) -> float:
-    """How much of the step of a pipeline with even stages the least one takes with uneven ones (`bounds`)."""
-    return workers / (workers + count - 1) / (1 - (1 - 1 / count) ** workers)

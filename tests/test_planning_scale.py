@@ -122,8 +122,8 @@ def test_a_bound_is_below_every_step_and_knows_what_cannot_fit(name: str) -> Non
 def test_more_micro_batches_keep_no_fewer_graphs(name: str) -> None:
     per_worker = NAMED[name].stages_per_worker or 2
     for workers in (2, 3, 5):
-        few = graphs_of(named(name, workers, 2 * workers * per_worker, stages_per_worker=per_worker))
-        for count in range(2 * workers * per_worker, 5 * workers * per_worker, 3):
+        few = graphs_of(named(name, workers, 2 * workers, stages_per_worker=per_worker))
+        for count in range(2 * workers, 5 * workers * per_worker, 3):
             many = graphs_of(named(name, workers, count, stages_per_worker=per_worker))
             assert all(a <= b and c <= d for (a, c), (b, d) in zip(few, many, strict=True))
 

@@ -24,6 +24,9 @@ from gpipe_bench.pipeline.memory.stages.peaks import rule_of
 from gpipe_bench.pipeline.plan.cutting.times import LayerTimes
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
+EVEN = 0.95
+"""Share of the step with even stages, less what uneven ones gain where a pipeline is filled, below which the
+best cut of a large way is not expected."""
 PRECISION = 1e-4
 """To which the bound by memory is narrowed down."""
 _NO_STEP = 64
@@ -43,6 +46,13 @@ def by_work_s(way: Way, times: LayerTimes) -> float:
     if not _fills(way) or count == 1:
         return even_s
     return max(even_s, once_s / (1 - (1 - 1 / count) ** workers))
+
+
+def even_share(workers: int, count: int) -> float:
+    """Of a step with even stages, what a better cut takes at about least. Uneven stages are faster where a
+    pipeline is filled: (M + K - 1) / K with even ones, 1 / (1 - (1 - 1/M)^K) with the best. No bound.
+    """
+    return EVEN * workers / (workers + count - 1) / (1 - (1 - 1 / count) ** workers)
 
 
 def _fills(way: Way) -> bool:

@@ -204,6 +204,8 @@ def _between(first: T, last: T, step: int, steps: int, tensors: tuple[int, tuple
                 else:
                     changes[each.name] = on_the_way(one, other)
             return replace(a, **changes)
+        if isinstance(a, tuple):
+            return tuple(map(on_the_way, a, b))
         if a is None or isinstance(a, bool):
             return a
         if isinstance(a, tuple):

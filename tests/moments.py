@@ -31,7 +31,7 @@ def arrive() -> None:
     if "MOMENT_IN_A_CHILD" in os.environ and __name__ == "__main__":
         return
     passed += 1
-    if passed <= int(os.environ.get("MOMENT_TIMES", "0")):
+    if passed != 1 + int(os.environ.get("MOMENT_TIMES", "0")):  # once in each process
         return
     with open(os.environ["MOMENT_ARRIVED"], "w") as pipe:
         pipe.write(f"{os.getpid()}\n")

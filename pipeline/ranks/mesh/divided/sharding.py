@@ -231,5 +231,7 @@ class _Sharded:
         for parameter in self.module.parameters():  # type: ignore[attr-defined]  # every FSDPModule is one
             parameter.grad = None
         self.sums.forget()
+        if self._state._is_root is None:  # no forward has come as far as this layer
+            return
         with suppress(PeerError):  # of parts that were on their way; why they do not come is told already
             self.conclude()

@@ -13,7 +13,6 @@ import hashlib
 import os
 import runpy
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -110,18 +109,8 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none", tags=["ci"], default=False)
 def smoke(session: nox.Session) -> None:
     """Every experiment's smoke profile, into a fresh folder; as many at a time as there are cores."""
-    python, arguments = prepare(session)
-    results = session.create_tmp()
-
-    def run(name: str) -> str | bool | None:
-        return session.run(
-            python, "-m", "experiments", "run", name, "--profile", "smoke", "--results", results, "--fresh",
-            *arguments, external=True, env=THREADS, silent=True,
-        )  # fmt: skip
-
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        for said in pool.map(run, REGISTRY["EXPERIMENTS"]):  # what fails shows its output by itself
-            print(said, flush=True)
+    results, cores = session.create_tmp(), str(usable_cores())
+    run_python(session, "-m", "tests.smoke", "--cores", cores, "--results", results, "--fresh")
 
 
 @nox.session(venv_backend="none", tags=["ci"], default=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,8 @@ EXPERIMENTS: dict[str, str] = {
     "grid": "gpipe_bench.experiments.grid.experiment",
     "plan": "gpipe_bench.experiments.plan.experiment",
 }
+VERBS_TOO = ("plan",)
+"""Experiments that have the name of a verb, which it stays on the command line."""
 
 
 def load(name: str) -> Experiment:
@@ -42,6 +44,13 @@ def load(name: str) -> Experiment:
         )
     experiment: Experiment = importlib.import_module(EXPERIMENTS[name]).EXPERIMENT
     return experiment
+
+
+def spelled_out(words: Sequence[str]) -> list[str]:
+    """Arguments of the command line, with the verb `run` before an experiment whose name stands alone."""
+    if words and words[0] in EXPERIMENTS and words[0] not in VERBS_TOO:
+        return ["run", *words]
+    return list(words)
 
 
 def title(name: str) -> str:

@@ -22,5 +22,8 @@ def is_checkout() -> bool:
 
 
 def own_results() -> Path:
-    """`results/local` of the checkout; of the working directory, where the project is installed."""
-    return (ROOT if is_checkout() else Path.cwd()) / "results" / "local"
+    """`results/local` of the checkout, for who works in it; of the working directory, for whom the project is
+    only installed or on the path.
+    """
+    here = Path.cwd().resolve()
+    return (ROOT if is_checkout() and here.is_relative_to(ROOT) else here) / "results" / "local"

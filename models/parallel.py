@@ -103,6 +103,23 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = Fals
         raise ValueError(
             f"the mesh has {mesh.ndim} dimensions: give the one of the tensor parallelism, mesh['tp']"
         )
+    for layer, plan in _plans(model, mesh.size(), sequence):
+        for path, style in plan:
+            parallelize_module(layer, mesh, {path: style})
+        for module in layer.modules():
+            _count(module, mesh, sequence)
+    return model
+
+
+def check_divisible(model: nn.Module, ranks: int) -> None:
+    """Whether `tensor_parallel` divides `model` over so many ranks, without processes: `ValueError` where it
+    does not, as that raises.
+    """
+    _plans(model, ranks, sequence=False)
+
+
+def _plans(model: nn.Module, ranks: int, sequence: bool) -> list[tuple[nn.Module, Plan]]:
+    """Every layer with the styles of its modules."""
     places: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in places:
@@ -111,15 +128,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = Fals
                 "model with separate weights (num_tables=2, tied=False)"
             )
         places[parameter] = name
-    plans = [
-        (name, layer, _plan(name, layer, mesh.size(), sequence)) for name, layer in model.named_children()
-    ]
-    for _, layer, plan in plans:
-        for path, style in plan:
-            parallelize_module(layer, mesh, {path: style})
-        for module in layer.modules():
-            _count(module, mesh, sequence)
-    return model
+    return [(layer, _plan(name, layer, ranks, sequence)) for name, layer in model.named_children()]
 
 
 def _plan(name: str, layer: nn.Module, ranks: int, sequence: bool) -> Plan:

@@ -135,7 +135,9 @@ class Assembled(nn.Module):
             with building(job):
                 self._joint.start_alike(mine, self)
         if self._divided is not None:
-            self._divided.divide(self._layers)
+            self._divided.check_own(self._layers)
+            with building(job):  # a rank that fails here is not to be awaited in what follows
+                self._divided.divide(self._layers)
         self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
         self._ranks: PointToPoint | None = None
         apart = len(set(self._devices)) > 1

@@ -6,43 +6,29 @@ Two cores run the whole suite, so every test uses one compute thread; a test tha
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import multiprocessing
 import os
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from case_runner import Outcomes, outcomes_of, selected
-from torch.distributed.launcher.api import LaunchConfig
 
 from gpipe_bench.harness.records.store import Store
-from gpipe_bench.pipeline.ranks import launch
 
-ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
 # torch looks up the name behind every connection that it accepts; a lost request costs five seconds each.
+os.environ.pop("COLUMNS", None)  # a terminal's width is for whoever sits before it
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def forking() -> Iterator[None]:
-    """Launched processes are forked from one that has imported torch, which takes them two seconds
-    otherwise. Where starting them is what is tested, `spawning` undoes it.
-    """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "LaunchConfig", _forking)
+    """Where starting processes is what is tested, `spawning` undoes it."""
+    with forked.forking():
         yield
-
-
-def _forking(**options: object) -> LaunchConfig:
-    with contextlib.chdir(ROOT):  # wherever a test runs: what is preloaded is found from there
-        forkserver.ensure_running()
-    return LaunchConfig(**{**options, "start_method": "forkserver"})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,9 +41,10 @@ def frozen() -> None:
 
 
 @pytest.fixture
-def spawning(monkeypatch: pytest.MonkeyPatch) -> None:
+def spawning() -> Iterator[None]:
     """Launches start their processes as they do for users."""
-    monkeypatch.setattr(launch, "LaunchConfig", LaunchConfig)
+    with forked.spawning():
+        yield
 
 
 @pytest.fixture(scope="module")

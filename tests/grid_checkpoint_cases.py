@@ -9,10 +9,10 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from divided_steps import grid, words
+from divided_steps import on as on_mesh
 from mesh_grids import on_grid, own_part
-from ranks import raises, shared_folder
-from sharding_cases import grid, words
-from sharding_cases import on as on_mesh
+from ranks import on_first_rank, raises, shared_folder
 from tiny_models import mlp_batch, seeded
 from torch import distributed as dist
 from torch import nn
@@ -179,21 +179,30 @@ def in_one_process(folder: Path) -> dict[str, torch.Tensor]:
 
 def divided_parameters_are_whole_between_grids() -> None:
     """Each grid reads what the one before wrote, writes it again as it is, and goes on from there."""
-    folder, last = shared_folder(), None
+    folder = shared_folder()
+    trained: list[dict[str, torch.Tensor]] = []  # what the checkpoints hold, on the first rank
     for number, (sizes, zero) in enumerate(GRIDS):
         pipeline = divided(sizes, zero, seed=number)
         optimizer = adam(pipeline)
-        if last is not None:
+        if number:
             checkpoint.load(folder / f"{number - 1} trained", pipeline, optimizer)
             checkpoint.save(folder / f"{number} read", pipeline, optimizer)
-            read = in_one_process(folder / f"{number} read")
-            assert read.keys() == last.keys()
-            for name, value in last.items():
-                assert torch.equal(read[name], value), (sizes, zero, name)
+
+            def is_the_same(number: int = number, how: tuple = (sizes, zero)) -> None:
+                read = in_one_process(folder / f"{number} read")
+                assert read.keys() == trained[-1].keys()
+                for name, value in trained[-1].items():
+                    assert torch.equal(read[name], value), (*how, name)
+
+            on_first_rank(is_the_same)
         train_on_words(pipeline, optimizer)
         checkpoint.save(folder / f"{number} trained", pipeline, optimizer)
-        last = in_one_process(folder / f"{number} trained")
-        assert last["steps"] == number + 1
+
+        def has_all_steps(number: int = number) -> None:
+            trained.append(in_one_process(folder / f"{number} trained"))
+            assert trained[-1]["steps"] == number + 1
+
+        on_first_rank(has_all_steps)
         pipeline.close()
 
 

@@ -13,14 +13,16 @@ from unittest import mock
 
 import torch
 from mesh_grids import CLOSE, assert_gradients, joint_step, mesh_of, on_grid, own_part
-from odd_layers import Picky, TwiceCheckpointed
-from ranks import raises
+from odd_layers import Picky, Reentrant, TwiceCheckpointed
+from ranks import TIMEOUT_S, raises
 from tied_cases import tied_model, words
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench import models
+from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
 from gpipe_bench.pipeline.plan.schedules.known import named
 
@@ -306,6 +308,19 @@ def a_replica_that_fails() -> None:
         pipeline.step(*own_part(pipeline, parts), mse_loss)
 
 
+def a_tied_weight_in_a_layer_that_runs_again_in_the_backward_is_refused() -> None:
+    """Its gradient comes past the leaves that replicas sum. The mesh is its own and ends with the step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    layers = seeded(lambda: tied_model(3))
+    layers[2] = Reentrant(layers[2])
+    pipeline = Pipeline(
+        layers, mesh=mesh, num_microbatches=3, cost=[1] * 4, remat="never", timeout_s=TIMEOUT_S
+    )
+    parts = [words(UNEVEN[r], seed=r) for r in range(2)]
+    with raises(RuntimeError, "use checkpoint(..., use_reentrant=False)"):
+        pipeline.step(*own_part(pipeline, parts), cross_entropy)
+
+
 CASES = (
     transparency_2_1,
     transparency_1_2,
@@ -324,5 +339,6 @@ CASES = (
     tied_weights,
     clipping,
     one_decision_for_all_scalers,
+    a_tied_weight_in_a_layer_that_runs_again_in_the_backward_is_refused,
     a_replica_that_fails,
 )

@@ -41,6 +41,15 @@ def plain() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
     return layers, torch.empty(16, WIDTH), torch.empty(16, WIDTH), nn.functional.mse_loss
 
 
+def divided() -> tuple[Any, ...]:
+    """With a plan of its own for tensor parallelism."""
+    return *plain(), lambda layers, mesh: None
+
+
+def indivisible() -> tuple[Any, ...]:
+    return *plain(), 2
+
+
 def costs_of(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Costs:
     """Seconds that grow with the micro-batch and differ from layer to layer; profiles are real."""
     number = len(model.layers)

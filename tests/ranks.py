@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -48,6 +50,18 @@ def shared_folder() -> Path:
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     return Path(folder[0])
+
+
+def on_first_rank(check: Callable[[], None]) -> None:
+    """What one process can look at for all: where it finds something wrong, the check fails on every rank."""
+    found: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            check()
+        except Exception:
+            found = [traceback.format_exc()]
+    dist.broadcast_object_list(found)
+    assert found[0] is None, found[0]
 
 
 def assert_own_gradients(pipeline: Pipeline, wanted: dict[str, Tensor | None], **tolerance: float) -> None:

@@ -6,13 +6,16 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.parsing.parser import parser
+from gpipe_bench.experiments.guard import scene
+from gpipe_bench.experiments.guard.text import HEADERS
 
 ROOT = Path(__file__).parents[1]
 ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
@@ -31,6 +34,19 @@ def play(tmp_path: Path, given: dict[str, str]) -> list[list[str]]:
             f"open({str(log)!r}, 'a').write(json.dumps([{program!r}, *sys.argv[1:]]) + '\\n')\n"
         )
         script.chmod(0o755)
+    done = carried_out(
+        given, check=True, PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+        GITHUB_STEP_SUMMARY="/summary.md",
+    )  # fmt: skip
+    assert done is not None
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def carried_out(
+    given: dict[str, str], *, cwd: Path | None = None, check: bool = False, capture_output: bool = False,
+    text: bool = False, **variables: str,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Runs the steps one after another; the last one's ending."""
     inputs = {name: given.get(name, each.get("default")) for name, each in ACTION["inputs"].items()}
     values = {f"inputs.{name}": value for name, value in inputs.items()}
     values["github.action_path"] = "/action"
@@ -45,15 +61,11 @@ def play(tmp_path: Path, given: dict[str, str]) -> list[list[str]]:
                 continue
         assert not EXPRESSION.search(step["run"]), "an input that is pasted into a script could run as one"
         environment = {name: replaced(value) for name, value in step["env"].items()}
-        subprocess.run(
+        done = subprocess.run(
             ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
-            env={
-                "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
-                "GITHUB_STEP_SUMMARY": "/summary.md", **environment,
-            },
-            check=True,
+            env={**variables, **environment}, cwd=cwd, check=check, capture_output=capture_output, text=text,
         )  # fmt: skip
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    return done
 
 
 def test_the_least_that_can_be_said(tmp_path: Path) -> None:
@@ -88,7 +100,7 @@ def test_the_command_line_knows_every_option_of_the_action(tmp_path: Path) -> No
         "history": "h",
     }
     (guard,) = play(tmp_path, {**given, "install": "false", "require-conclusive": "true"})
-    options = cli._parser().parse_args(guard[1:])
+    options = parser().parse_args(guard[1:])
     assert (options.repo, options.base, options.engine) == (Path("."), "b", "m:e")
     assert (options.path, options.build, options.require_conclusive) == (["src"], "make", True)
 
@@ -103,3 +115,42 @@ def test_the_example_gives_the_action_what_it_needs() -> None:
     assert required <= ours["with"].keys() <= ACTION["inputs"].keys()
     assert workflow["permissions"] == {"contents": "read"}
     assert all("description" in each for each in ACTION["inputs"].values())
+
+
+def test_the_steps_of_the_example_guard_somebody_elses_repository(tmp_path: Path) -> None:
+    """Carried out by this checkout's command, as the runner does in the folder that was checked out: what
+    lies in the job's summary is what was printed, and the tools of trends get what they read.
+    """
+    theirs = scene.make(tmp_path / "theirs")
+    scene.slow_down(theirs, 3.0)
+    given = {"base": "HEAD", "benchmarks": "benchmarks.py", "history": "guard-history", "budget-s": "3"}
+    summary = tmp_path / "summary.md"
+    summary.write_text("what an earlier step said\n")
+    program = tmp_path / "bin" / "gpipe-bench"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m gpipe_bench.experiments "$@"\n')
+    program.chmod(0o755)
+    done = carried_out(
+        {**given, "install": "false"}, cwd=theirs, capture_output=True, text=True,
+        PATH=f"{program.parent}{os.pathsep}{os.environ['PATH']}", PYTHONPATH=str(ROOT),
+        GITHUB_STEP_SUMMARY=str(summary), GITHUB_ACTIONS="true", HOME=str(tmp_path),
+    )  # fmt: skip
+    printed, told = done.stdout.splitlines(), summary.read_text()
+    assert done.returncode in (0, 1), done.stderr
+    assert told.startswith("what an earlier step said\n### guard: ")
+    assert printed[-1] == told.splitlines()[1].removeprefix("### ")
+    (sentence,) = [line for line in printed if line.startswith("rows: ")]
+    assert f"- {sentence}\n" in told
+    (row,) = [line for line in told.splitlines() if line.startswith("| rows")][:1]
+    assert len(row.split("|")) == len(HEADERS) + 2
+    assert "title=guard::rows: " in done.stderr  # slower by three: a failure, or a warning on a busy machine
+    assert (done.returncode == 1) == ("::error" in done.stderr) == (printed[-1] == "guard: FAILED")
+    github, bencher = (json.loads((theirs / "guard-history" / f"{name}.json").read_text())
+                       for name in ("github", "bencher"))  # fmt: skip
+    assert [each["name"] for each in github] == ["rows", "rows against its base"]
+    assert all(each["value"] > 0 and each["unit"] for each in github)
+    assert set(bencher) == {"rows"}
+    assert set(bencher["rows"]) == {"latency", "time-against-base"}
+    for measure in bencher["rows"].values():
+        assert measure["lower_value"] <= measure["value"] <= measure["upper_value"]
+    assert github[1]["value"] == pytest.approx(1 / bencher["rows"]["time-against-base"]["value"])

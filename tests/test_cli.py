@@ -17,7 +17,7 @@ from records import record
 from gpipe_bench.experiments.commands import doctor
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.commands.run import sees_no_cuda
-from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, load, spelled_out
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.models import zoo
 
@@ -472,3 +472,14 @@ def test_the_doctor_names_missing_packages_and_how_to_get_them(monkeypatch, caps
 def test_an_unknown_experiment_is_an_error_for_programs_too():
     with pytest.raises(ValueError, match="unknown experiment 'tabel1' .did you mean 'table1'"):
         load("tabel1")
+
+
+def test_an_experiments_name_alone_runs_it(tmp_path):
+    assert spelled_out(["table1", "--json"]) == ["run", "table1", "--json"]
+    assert spelled_out(["list"]) == ["list"]
+    assert spelled_out([]) == []
+    verbs = set(re.findall(r"^    ([a-z-]+) ", call("--help")[1], re.M))
+    assert {"run", "guard", "plan"} <= verbs
+    assert set(VERBS_TOO) == verbs & set(EXPERIMENTS)
+    status, out, _ = call("fake", "--device", "cpu", "--json", "--results", tmp_path)
+    assert (status, len(lines(out))) == (0, 5)

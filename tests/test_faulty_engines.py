@@ -231,7 +231,7 @@ def test_three_bad_engines_and_a_good_one_are_three_reasons_and_a_result(
 ) -> None:
     tiny = {"num_layers": 6, "vocab_size": 8, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8}
     monkeypatch.setitem(MODELS, "transformer", (MODELS["transformer"][0], tiny, 2, "a tiny Transformer"))
-    monkeypatch.setattr(peers, "TRIAL_S", 20.0)
+    monkeypatch.setattr(peers, "TRIAL_S", 8.0)
     names = [f"scene_engines:{name}" for name in ("Raises", "Hangs", "Wrong", "Good")]
     status, out, err = call(
         "run", "peers", "--profile", "smoke", "--engine", ",".join(names), "--results", scene / "results",
@@ -243,7 +243,7 @@ def test_three_bad_engines_and_a_good_one_are_three_reasons_and_a_result(
     faulty = found["details"]["faulty"]
     assert list(faulty) == names[:3]
     assert faulty[names[0]].startswith("RuntimeError: boom of the engine, in line 14 of scene_engines.py")
-    assert faulty[names[1]].startswith("no answer within 20 s: process 0 was in line 20 of scene_engines.py")
+    assert faulty[names[1]].startswith("no answer within 8 s: process 0 was in line 20 of scene_engines.py")
     assert "gradients of scene_engines:Wrong are wrong" in faulty[names[2]]
     numbers = {quantity["name"]: quantity for quantity in found["quantities"]}
     for engine in ("ours", "torch-gpipe", "torch-1f1b", names[3]):

@@ -44,15 +44,23 @@ def test_a_link_is_that_of_which_two_sums_took_as_long() -> None:
 
 
 def test_the_replay_of_what_ran_has_the_sums_behind_what_they_cannot_hide_in() -> None:
-    """Four forwards of 1 s and backwards of 2 s; the second bucket's sum is behind the last backward."""
+    """Four forwards of 1 s and backwards of 2 s, the last one of 3 s, since a sum is inside of it; the second
+    bucket's sum is behind it. The other replica needs half as long.
+    """
     job = machine.Job(2, 1, {}, 8, 1, 0)
     half = machine.BUCKET_BYTES
-    actions_s = {(0, "F"): 1.0, (0, "B"): 2.0}
-    found = machine.Ran([12.0], actions_s, [[[half], [half]]], 0, (0.0, 0.0))
+    backwards_s = (3.0, 2.0, 2.0, 2.0)  # GPipe's last one is of the first micro-batch
+    actions_s = {(0, "B", m): each for m, each in enumerate(backwards_s)} | {
+        (0, "F", m): 1.0 for m in range(4)
+    }
+    quick_s = {action: seconds / 2 for action, seconds in actions_s.items()}
+    slow, quick = (
+        machine.Ran([13.0], [each], [[[half], [half]]], 0, (0.0, 0.0)) for each in (actions_s, quick_s)
+    )
     link = machine.link_of((machine.SUM_BYTES[0] * 1e-7, machine.SUM_BYTES[1] * 1e-7))
     sum_s = half * 1e-7
     assert sum_s < 1
-    assert machine.laid_out_s(job, found, link) == pytest.approx(4 * 3 + sum_s)
+    assert machine.laid_out_s(job, [quick, slow], link) == pytest.approx(4 * 3 + 1 + sum_s)
 
 
 def test_grids_are_all_powers_of_two_and_only_transformers_are_divided() -> None:

@@ -18,6 +18,7 @@ import yaml
 
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.commands import guard as verb_guard
+from gpipe_bench.experiments.commands.parsing.parser import parser
 from gpipe_bench.experiments.guard import subject as guard_subject
 from gpipe_bench.experiments.guard import trials as guard_trials
 from gpipe_bench.experiments.guard.arms import Arm, arms_of
@@ -28,6 +29,7 @@ from gpipe_bench.harness.guard.counters import encode
 from gpipe_bench.harness.guard.judge import Change, Judgement, Look
 from gpipe_bench.harness.guard.process import WorkerError
 from gpipe_bench.harness.guard.tree import Base
+from gpipe_bench.harness.running import trials as harness_trials
 
 ROOT = Path(__file__).parents[1]
 NONE = Change(0.0, -0.01, 0.01)
@@ -294,7 +296,7 @@ def test_the_workflow_is_valid_and_its_commands_too() -> None:
     assert len(commands) == 2
     for command in commands:
         _, _, arguments = command.partition("nox -s guard")
-        given = cli._parser().parse_args(["guard", *shlex.split(arguments.replace(" -- ", " "))])
+        given = parser().parse_args(["guard", *shlex.split(arguments.replace(" -- ", " "))])
         assert given.verb == "guard"
 
 
@@ -303,7 +305,7 @@ def test_commands_of_the_documentation_are_accepted() -> None:
     commands = re.findall(r"(?:nox -s guard|python -m experiments guard)\b(?! ?`)([^\n`#|]*)", text)
     assert len(commands) >= 5
     for command in commands:
-        cli._parser().parse_args(["guard", *shlex.split(command.replace(" -- ", " "))])
+        parser().parse_args(["guard", *shlex.split(command.replace(" -- ", " "))])
 
 
 def test_the_trials_are_mixed_and_all_there() -> None:
@@ -316,20 +318,20 @@ def test_the_trials_are_mixed_and_all_there() -> None:
 
 def test_a_trial_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
     path = tmp_path / "trials.jsonl"
-    guard_trials.append(path, {"number": 0})
+    harness_trials.append(path, {"number": 0})
     with path.open("a") as file:
         file.write('{"number": 1, "ki')
-    assert guard_trials.load(path) == [{"number": 0}]
-    guard_trials.append(path, {"number": 1})
-    assert guard_trials.load(path) == [{"number": 0}, {"number": 1}]
+    assert harness_trials.load(path) == [{"number": 0}]
+    harness_trials.append(path, {"number": 1})
+    assert harness_trials.load(path) == [{"number": 0}, {"number": 1}]
     path.write_text('{"number": 0}\nnonsense\n{"number": 1}\n')
     with pytest.raises(ValueError, match=r"trials.jsonl:2: no JSON"):
-        guard_trials.load(path)
+        harness_trials.load(path)
 
 
 def test_the_committed_trials_hold_what_is_promised() -> None:
     """At most one false alarm, none confirmed; four fifths of the slow-downs found; 3 minutes at most."""
-    records = guard_trials.load(guard_trials.RECORDS)
+    records = harness_trials.load(guard_trials.SERIES.records)
     same = [record for record in records if record["kind"] == "same"]
     slower = [record for record in records if record["kind"] == "slower"]
     assert sum(any(run["verdict"] == "regression" for run in record["runs"]) for record in same) <= 1
@@ -342,14 +344,14 @@ def test_the_committed_trials_hold_what_is_promised() -> None:
 
 
 def test_the_page_says_what_the_trials_say() -> None:
-    text = guard_trials.DOCS.read_text(encoding="utf-8")
-    assert guard_trials.rewritten(text, guard_trials.load(guard_trials.RECORDS)) == text, (
+    text = guard_trials.SERIES.docs.read_text(encoding="utf-8")
+    assert guard_trials.SERIES.rewritten(text, harness_trials.load(guard_trials.SERIES.records)) == text, (
         "stale: --write-docs"
     )
     with pytest.raises(ValueError, match="has lost its markers"):
-        guard_trials.rewritten(text.replace(guard_trials.END, ""), [])
+        guard_trials.SERIES.rewritten(text.replace(harness_trials.END, ""), [])
 
 
 def test_intervals_of_rates_are_exact() -> None:
-    assert guard_trials.rate(0, 40) == "0 of 40 (0.0%, 95 % interval 0.0% to 8.8%)"
-    assert guard_trials.rate(20, 20) == "20 of 20 (100.0%, 95 % interval 83.2% to 100.0%)"
+    assert harness_trials.rate(0, 40) == "0 of 40 (0.0%, 95 % interval 0.0% to 8.8%)"
+    assert harness_trials.rate(20, 20) == "20 of 20 (100.0%, 95 % interval 83.2% to 100.0%)"

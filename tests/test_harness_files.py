@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,21 @@ def test_folders_are_made_and_the_file_replaced(tmp_path: Path) -> None:
         assert path.read_text(encoding="utf-8") == text
     assert path.stat().st_mode & 0o777 == 0o644
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]
+
+
+def test_an_interrupt_right_behind_the_replacement_is_that_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def interrupted(source: str, target: Path) -> None:
+        replace(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "page.html", "new")
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("page.html", "new")]
 
 
 def test_no_room_for_the_new_leaves_the_one_before(tmp_path: Path) -> None:

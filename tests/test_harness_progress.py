@@ -51,7 +51,7 @@ def test_lines_say_what_happened_and_how_long_it_takes():
     tell(PlainReporter(stream))
     assert stream.getvalue().splitlines() == [
         "3 cases, about 30 s",
-        "[2/3] step=2: done in 20.0 s, 20 s left",
+        "[2/3] step=2: done in 20.0 s, 17 s left",
         "warning: [bold]mind the gap[/bold]",
         "[3/3] step=3: failed: wheel [off], 0 s left",
         "1 of 3 cases were on record already",
@@ -98,9 +98,28 @@ def test_the_time_left_learns_from_what_was_run_and_not_from_what_was_on_record(
     remaining.finished(CASES[0], 0.0, reused=True)
     assert remaining.left_s == 20
     remaining.finished(CASES[1], 40.0, reused=False)
-    assert remaining.left_s == 40
+    assert 25 < remaining.left_s <= 40
     remaining.finished(CASES[2], 1.0, reused=False)
     assert remaining.left_s == 0
+
+
+def test_a_first_case_that_loads_what_all_need_says_little_of_the_others():
+    """It took a hundred times its estimate; that of the others is right."""
+    first, *others = [Case({"step": step}, estimate_s=0.1) for step in range(100)]
+    remaining = Remaining([first, *others])
+    remaining.finished(first, 10.0, reused=False)
+    assert 9.9 < remaining.left_s < 20
+    for case in others[:50]:
+        remaining.finished(case, 0.1, reused=False)
+    assert 4.9 < remaining.left_s < 4.9 * 3
+
+
+def test_a_machine_that_is_ten_times_as_slow_is_believed_before_half_is_done():
+    cases = [Case({"step": step}, estimate_s=1.0) for step in range(20)]
+    remaining = Remaining(cases, jobs=2)
+    for case in cases[:8]:
+        remaining.finished(case, 10.0, reused=False)
+    assert 0.6 * 60 < remaining.left_s <= 60
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,20 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+
+from gpipe_bench.experiments.guard import scene
+from gpipe_bench.harness.places import own_results
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what a wheel of the working tree installs."""
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`gpipe-bench` of a fresh environment with a wheel of the working tree and this one's other packages."""
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
     ignored = shutil.ignore_patterns("__pycache__", "local", "figures")
@@ -24,17 +28,26 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
-    # Into a folder: the same as unpacking the wheel, without asking the registry for a build environment.
-    build = [
-        "-c",
-        "import setuptools; setuptools.setup()",
-        "-q",
-        "build",
-        "--build-lib",
-        str(folder / "site"),
-    ]
-    subprocess.run([sys.executable, *build], cwd=tree, check=True, capture_output=True, timeout=300)
-    return folder / "site"
+    pip, quiet = [sys.executable, "-m", "pip", "--disable-pip-version-check"], {"check": True, "timeout": 300}
+    # Without asking the registry for a build environment.
+    build = ["wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(folder), str(tree)]
+    subprocess.run([*pip, *build], **quiet)
+    (wheel,) = folder.glob("gpipe_bench-*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], **quiet)
+    python = str(folder / "venv" / "bin" / "python")
+    subprocess.run(
+        [*pip, "--python", python, "install", "-q", "--no-deps", "--no-index", str(wheel)], **quiet
+    )
+    (site,) = (folder / "venv" / "lib").glob("python3.*/site-packages")
+    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return folder / "venv" / "bin" / "gpipe-bench"
+
+
+@pytest.fixture
+def site(program: Path) -> Path:
+    """Where it is installed."""
+    (found,) = (program.parents[1] / "lib").glob("python3.*/site-packages")
+    return found
 
 
 @pytest.fixture
@@ -48,16 +61,17 @@ def elsewhere(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from gpipe_bench.experiments.commands.cli import main; sys.exit(main())"
+def run(program: Path, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(site)},
+        [program, *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=600,
+        env=environment, check=False,
     )  # fmt: skip
 
 
 def test_all_that_is_installed_lies_in_one_package(site: Path) -> None:
-    assert [path.name for path in site.iterdir()] == ["gpipe_bench"]
+    names = {path.name for path in site.iterdir() if not path.name.endswith((".dist-info", ".pth"))}
+    assert names == {"gpipe_bench"}
     for path in (
         "results/paper.csv",
         "results/guard/counters.json",
@@ -67,20 +81,50 @@ def test_all_that_is_installed_lies_in_one_package(site: Path) -> None:
     modules = {
         path.relative_to(ROOT) for name in ("pipeline", "experiments") for path in (ROOT / name).rglob("*.py")
     }
-    assert {path.relative_to(site / "gpipe_bench") for path in site.rglob("*.py")} >= modules
+    assert {
+        path.relative_to(site / "gpipe_bench") for path in (site / "gpipe_bench").rglob("*.py")
+    } >= modules
 
 
-def test_a_user_with_packages_of_the_same_names_runs_and_compares(site: Path, elsewhere: Path) -> None:
-    ran = run(site, elsewhere, "run", "figure2", "--profile", "smoke", "--only", "part=bubble", "--json")
+def test_a_user_with_packages_of_the_same_names_runs_and_compares(
+    program: Path, site: Path, elsewhere: Path
+) -> None:
+    ran = run(program, elsewhere, "table1", "--profile", "smoke", "--only", "half=transformer", "--json")
     assert ran.returncode == 0, ran.stderr
-    kept = elsewhere / "results" / "local" / "figure2.jsonl"
+    kept = elsewhere / "results" / "local" / "table1.jsonl"
     assert len(kept.read_text().splitlines()) == len(ran.stdout.splitlines()) > 0
 
     reference = site / "gpipe_bench" / "results" / "reference" / "cpu-2-cores"
-    compared = run(site, elsewhere, "compare", "table1", "--json", "--results", str(reference))
+    compared = run(program, elsewhere, "compare", "table1", "--json", "--results", reference)
     assert compared.returncode == 0, compared.stderr
     cells = [json.loads(line) for line in compared.stdout.splitlines()]
     assert any(cell["printed"] == "318M" and cell["verdict"] == "identity" for cell in cells)
+
+
+@pytest.mark.slow
+def test_it_examines_and_guards_an_engine_that_has_a_folder_models_of_its_own(
+    program: Path, tmp_path: Path
+) -> None:
+    theirs = scene.make(tmp_path / "theirs")
+    asked = run(program, theirs, "check-engine", scene.ENGINE)
+    assert (asked.returncode, asked.stderr) == (0, ""), asked.stdout
+    assert asked.stdout.startswith(f"{scene.ENGINE}: 16 checks passed, 2 that it can't")
+    guarded = run(
+        program, theirs, "guard", "--repo", ".", "--base", "HEAD", "--engine", scene.ENGINE,
+        "--only", "tiny-layers", "--budget-s", "1",
+    )  # fmt: skip
+    assert guarded.returncode == 0, guarded.stderr
+    assert "both are the same code: any difference is noise" in guarded.stdout
+    assert guarded.stdout.splitlines()[-1].startswith("guard: ")
+
+
+def test_results_go_where_one_works_also_with_a_checkout_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT / "docs")
+    assert own_results() == ROOT / "results" / "local"
+    monkeypatch.chdir(tmp_path)
+    assert own_results() == tmp_path / "results" / "local"
 
 
 def test_a_checkout_without_symbolic_links_works_too(tmp_path: Path) -> None:

@@ -91,10 +91,10 @@ def result(times: dict[str, list[float]], refused: dict[str, str] | None = None)
 
 
 TIMES = {
-    "ours": [0.2, 0.2, 0.2, 0.2],
-    "torch-gpipe": [0.3, 0.3, 0.3, 0.3],
-    "torch-1f1b": [0.21, 0.21, 0.21, 0.21],
-    ALWAYS: [0.22, 0.22, 0.22, 0.22],
+    "ours": [0.2] * 12,
+    "torch-gpipe": [0.3] * 12,
+    "torch-1f1b": [0.21] * 12,
+    ALWAYS: [0.22] * 12,
 }
 
 
@@ -113,11 +113,11 @@ CASE = {"model": "transformer", "where": "processes", "remat": "except_last", "n
 
 
 def test_speeds_are_ratios_of_the_same_round_over_the_slowest_process() -> None:
-    fast = {name: [0.1] * 4 for name in TIMES}
+    fast = {name: [0.1] * 12 for name in TIMES}
     found = outcome(job(), [result(fast), result(TIMES)])
     numbers = {quantity.name: quantity for quantity in found.quantities}
-    assert numbers["step of torch-gpipe"].samples == (300.0,) * 4
-    assert numbers["ours against torch-gpipe"].samples == pytest.approx((1.5, 1.5))
+    assert numbers["step of torch-gpipe"].samples == (300.0,) * 12
+    assert numbers["ours against torch-gpipe"].samples == pytest.approx((1.5,) * 6)
     assert numbers["ours against torch-1f1b"].value == pytest.approx(1.05)
     assert numbers["shortest action"].value == pytest.approx(6.0)
     assert {quantity.provenance for quantity in numbers.values()} == {"measured"}
@@ -128,7 +128,12 @@ def test_speeds_are_ratios_of_the_same_round_over_the_slowest_process() -> None:
 
 def test_an_engine_is_set_against_ours_with_the_same_schedule() -> None:
     engines = engines_of("processes", "never", None)
-    times = {"ours": [0.2] * 4, "torch-gpipe": [0.3] * 4, "torch-1f1b": [0.15] * 4, "ours-1f1b": [0.1] * 4}
+    times = {
+        "ours": [0.2] * 12,
+        "torch-gpipe": [0.3] * 12,
+        "torch-1f1b": [0.15] * 12,
+        "ours-1f1b": [0.1] * 12,
+    }
     assert set(engines) == set(times)
     found = outcome(job()._replace(engines=engines, num_microbatches=8), [result(times)])
     numbers = {quantity.name: quantity.value for quantity in found.quantities}
@@ -157,7 +162,7 @@ def test_the_table_shows_what_holds_and_what_does_not() -> None:
 
 def test_an_engine_that_cannot_run_a_case_is_there_with_its_reason() -> None:
     refused = {"mine:Engine": "needs a process group", "torchgpipe": "torchgpipe is not installed"}
-    found = outcome(job("one process", USERS), [result({"ours": [0.2] * 4}, refused)])
+    found = outcome(job("one process", USERS), [result({"ours": [0.2] * 12}, refused)])
     text = tables([record(found, {**CASE, "where": "one process"})], [])
     lines = lines_of(text)
     assert lines["mine:Engine"].endswith("skipped: needs a process group")
@@ -222,7 +227,7 @@ def test_each_engine_is_set_against_every_other_one_with_its_interval_and_its_me
 
 @pytest.mark.parametrize(
     ("ours", "said"),
-    [([0.2, 0.22, 0.22, 0.2], "within the noise"), ([0.2, 0.1, 0.2, 0.1], "void")],
+    [([0.2, 0.22, 0.22, 0.2] * 3, "within the noise"), ([0.2, 0.1] * 6, "void")],
 )
 def test_no_engine_is_called_faster_that_the_control_does_not_let(ours: list[float], said: str) -> None:
     found = outcome(job(), [result({**TIMES, "ours": ours})])
@@ -231,11 +236,22 @@ def test_no_engine_is_called_faster_that_the_control_does_not_let(ours: list[flo
     assert " ".join(row[5:]) == said
 
 
+@pytest.mark.parametrize(("rounds", "is_judged"), [(2, False), (4, False), (5, True)])
+def test_nothing_is_judged_from_so_few_rounds_that_their_interval_is_none(
+    rounds: int, is_judged: bool
+) -> None:
+    times = {name: samples[: 2 * rounds] for name, samples in TIMES.items()}
+    text = tables([record(outcome(job(), [result(times)]), CASE)], [])
+    said = {line.rpartition("  ")[2].strip() for line in text.splitlines()}
+    assert ("too few rounds" in said) != is_judged
+    assert bool(said & {"yes", "NO", "faster", "slower"}) == is_judged
+
+
 def kept(folder: Path, *engines: str) -> Path:
     """A results folder with a run of `peers` for each choice of engines."""
     store = Store(folder)
     for engine in engines:
-        times = {**TIMES, **{name.partition("@")[0]: [0.25] * 4 for name in own_engines(engine)}}
+        times = {**TIMES, **{name.partition("@")[0]: [0.25] * 12 for name in own_engines(engine)}}
         found = outcome(job(extra=engine), [result(times)])
         options = {"engine": engine}
         store.append(record(found, CASE, options=options, revision=EXPERIMENT.revision))
@@ -251,6 +267,8 @@ def test_compare_and_report_show_the_runs_in_which_an_engine_took_part(tmp_path:
     status, out, err = call("compare", "peers", "--results", results, "--engine", "mine:Engin")
     assert (status, out) == (2, "")
     assert "no record has it (did you mean 'mine:Engine'?); there are: all, ours, torch-gpipe" in err
+    status, _, err = call("compare", "peers", "--machines", results, "--engine", "mine:Engine")
+    assert (status, "leave it out" in err) == (2, True)
     status, _, err = call("compare", "table1", "--results", REFERENCE / "cpu-2-cores", "--engine", "ours")
     assert (status, err) == (2, "error: --engine ours: table1 runs no engine; leave the option out\n")
 

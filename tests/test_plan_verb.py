@@ -7,15 +7,22 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import NO_TORCH, ROOT
 
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.planning import answer
+from gpipe_bench.experiments.planning.candidate import Candidate
+from gpipe_bench.experiments.planning.models import built, model_of
+from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.script import command, script
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline.plan.links import LINKS
 
 OWN = "plan planning_models:tied --memory-gib 1 --batch-size 8 --optimizer sgd --device-type a10 --link pcie"
 ASKED = OWN.split()
@@ -130,10 +137,102 @@ def test_the_printed_command_runs(two: tuple[dict[str, Any], Path, str]) -> None
     assert re.findall(r"^step \d: loss [\d.]+$", ran.stdout, re.MULTILINE) != []
 
 
+def run_script(text: str, folder: Path) -> list[float]:
+    """The losses that a script prints over two processes."""
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "STEPS": "2", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=540,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", ran.stdout, re.MULTILINE)]
+
+
+TWO = Request(accelerators=2, memory_bytes=2**30, batch_size=4, link=LINKS["loopback"])
+SMALL = {"num_layers": 2, "d_model": 16, "ffn_dim": 32, "num_heads": 4, "vocab_size": 32, "seq_len": 8}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dimension", ["tp", "dp"])
+def test_the_script_of_a_plan_without_a_pipeline_runs(tmp_path: Path, dimension: str) -> None:
+    """What is tensor parallel is divided by the script itself, and learns what the whole model learns."""
+    model = built("small", "llama", SMALL, 4)
+    request = replace(TWO, optimizer="sgd")
+    candidate = Candidate(
+        cut=(range(4),), schedule="1f1b", num_microbatches=2, remat=("never",), num_workers=1,
+        **{dimension: 2},
+    )  # fmt: skip
+    losses = run_script(script(model, candidate, request), tmp_path)
+    torch.manual_seed(0)
+    layers = MODELS["llama"](**SMALL)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
+    batch, target = example_batch("llama", 4 if dimension == "tp" else 2, **SMALL)
+    wanted = []
+    for _ in range(2):
+        loss = loss_fn("llama", **SMALL)(layers(batch), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    assert losses == pytest.approx(wanted, abs=2e-6)
+
+
+def test_ones_own_plan_of_tensor_parallelism_is_applied() -> None:
+    model = model_of("planning_models:divided", 4)
+    candidate = Candidate(
+        cut=(range(6),), schedule="1f1b", num_microbatches=2, remat=("never",), num_workers=1, tp=2
+    )
+    text = script(model, candidate, TWO)
+    lines = [line.strip() for line in text.splitlines()]
+    assert "layers, inputs, target, loss_fn, divide = divided()" in lines
+    assert lines.index('divide(layers, mesh["tp"])') < lines.index("pipeline = Pipeline(")
+    compile(text, "train.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            "planning_models:plain",
+            "nothing says how the layers of planning_models:plain are divided; return a",
+        ),
+        (
+            "planning_models:tied",
+            "--tp 2: no layer can be divided, since layers share a weight; leave --tp out",
+        ),
+        (
+            "planning_models:divided --compiled",
+            "since compiled layers keep their parameters whole; leave --tp",
+        ),
+        ("planning_models:indivisible", "returned type int as its fifth value; give a function of (layers"),
+        ("gpt2 --num-layers 2", "--tp 2: no layer can be divided, since layers share a weight"),
+        ("unet-5-64", "--tp 2: unet-5-64: no plan is known for layer "),
+        ("llama-7b --num-layers 2 --tp 3", "--tp 3: llama-7b: the key and value heads of layer_1 is 32"),
+    ],
+)
+def test_tensor_parallelism_without_a_plan_is_refused(
+    capsys: pytest.CaptureFixture[str], model: str, message: str
+) -> None:
+    options = "--accelerators 6 --memory-gib 24 --batch-size 4 --device-type a10 --link pcie --tp 2 --pp 1"
+    name, *more = model.split()
+    given = [each for each in options.split() if "--tp" not in more or each not in ("--tp", "2")]
+    assert main(["plan", name, *given, "--no-fsdp", "--pp", "3", "--pp", "2", *more]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert message in err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--accelerators 0", "--accelerators 0: give 1 or more"),
+        ("--accelerators 2 --pp -2", "--pp -2: give 1 or more"),
+        ("--accelerators 2 --pp 2 --tp 0", "--tp 0: give 1 or more"),
+        ("--accelerators 2 --num-microbatches -1", "--num-microbatches -1: give 1 or more"),
+        ("--accelerators 2 --memory-gib -8", "--memory-gib -8: give the GiB of one accelerator"),
+        ("--accelerators 2 --num-layers -8", "--num-layers -8: give 1 or more"),
+        ("--accelerators 2 --num-filters 8", "--num-filters 8 is AmoebaNet's; leave it out"),
         ("--accelerators 2 --device-type h1000", "unknown accelerator 'h1000'; known: p100-12, p100, v100"),
         ("--accelerators 2 --link nvlik", "--link nvlik: unknown link 'nvlik'; known: nvlink, pcie"),
         ("--accelerators 4 --hosts 2", "--hosts 2 needs --between LINK, such as infiniband"),
@@ -163,9 +262,18 @@ def test_what_does_not_fit_says_the_smallest_peak_and_what_would_do(
     status, out, err = plan(capsys, *options, "--memory-gib", "2e-5")
     assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert "planning_models:tied does not fit: the smallest peak is 0.00 GiB, on stage " in err
-    assert "with pp 2, 8 micro-batches and everything recomputed" in err
+    assert re.search(r"with pp 2, (gpipe|1f1b), 8 micro-batches and everything recomputed", err)
     assert "What would do: " in err
     assert "--optimizer sgd" in err or "--accelerators" in err or "--memory-gib" in err
+
+
+def test_nothing_is_planned_that_the_engine_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--accelerators 2 --memory-gib 1 --batch-size 8 --device-type a10 --link pcie --schedule 1f1b"
+    shards = {}
+    for model in ("tied", "plain"):
+        assert main(f"plan planning_models:{model} {options} --num-microbatches 4 --json".split()) == 0
+        shards[model] = {each["fsdp"] for each in json.loads(capsys.readouterr().out)["plans"]}
+    assert shards == {"tied": {1}, "plain": {1, 2}}
 
 
 def test_an_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +296,6 @@ def test_a_typing_error_needs_no_torch() -> None:
 def test_several_hosts_meet_somewhere() -> None:
     from planning_models import planned
     from test_planning_search import FAR, NEAR
-
-    from gpipe_bench.experiments.planning.candidate import Candidate
-    from gpipe_bench.experiments.planning.request import Request
 
     request = Request(
         accelerators=8, memory_bytes=1, batch_size=16, link=NEAR, between=FAR, hosts=2, precision="bfloat16"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import planning_models
 import pytest
 
 from gpipe_bench.experiments.plan.elsewhere import published as elsewhere
 from gpipe_bench.experiments.plan.running import waiting
-from gpipe_bench.experiments.plan.running.choosing import candidates, planned, title, with_replicas
+from gpipe_bench.experiments.plan.running.choosing import WAYS, planned, searched, title, with_replicas
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
 from gpipe_bench.experiments.planning.predict import Layout, pipeline_link, predict, replica_link
 from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.experiments.planning.searching.search import Search
+from gpipe_bench.experiments.planning.searching.space import Space
 from gpipe_bench.pipeline.plan.collectives import all_reduce_s
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition
@@ -134,14 +137,31 @@ def test_stages_that_wait_are_predicted_exactly() -> None:
 
 
 def test_a_plan_has_each_way_once_and_the_fastest_first() -> None:
-    found = planned(costs(8), request(), (1, 2, 4))
+    model = planning_models.planned("tied", 8)
+    known = planning_models.costs_of(model, (2, 4, 8))
+    asked = request(batch_size=8)
+    found = planned(known, asked, (1, 2, 4))
     assert [each.step_s for each in found] == sorted(each.step_s for each in found)
     names = [title(each.candidate) for each in found]
     assert len(names) == len(set(names))
-    assert {each.candidate.num_microbatches for each in found} == {1, 2, 4}
-    alone = [title(each) for each in candidates(costs(8), request(), (1,))]
-    assert "1f1b, M = 1" not in alone  # its rows are GPipe's
-    assert "gpipe, M = 1" in alone
+    assert {each.candidate.microbatch_size(8) for each in found} == {2, 4, 8}
+    assert {each.candidate.dp for each in found} == {1, 2}
+    assert "1f1b, M = 1" not in names  # its rows are GPipe's
+    assert "gpipe, M = 1" in names
+    assert {each.candidate.remat[0] for each in found} == {"never", "except_last", "always"}
+
+
+def test_what_is_ranked_is_what_the_search_of_the_verb_finds() -> None:
+    """Each with the cut that it lays out, and of what recomputes nothing its first is the ranking's."""
+    model = planning_models.planned("tied", 8)
+    known = planning_models.costs_of(model, (2, 4))
+    asked = request(batch_size=8)
+    names = tuple(name for name, _, remat in WAYS if remat == "never")
+    space = Space(schedules=names, microbatches=(2, 4), pp=(2,), remats=("never",), sharded=False)
+    (best,) = Search(known, asked, space).run(kept=1)
+    ranked = searched(known, asked, (2, 4))
+    never = [each for each in ranked if each.remat[0] == "never" and each.dp == 1]
+    assert best.candidate == never[0]
 
 
 def test_published_orders_are_found_again() -> None:
@@ -156,13 +176,17 @@ def test_published_orders_are_found_again() -> None:
 
 
 def test_two_replicas_are_planned_and_the_best_of_them_runs() -> None:
-    ranking = planned(costs(8, parameter_bytes=((4,),) * 8), request(), (2, 4))
+    known = planning_models.costs_of(planning_models.planned("tied", 8), (2, 4))
+    ranking = planned(known, request(batch_size=8), (2, 4))
     replicas = [each for each in ranking if each.candidate.dp == 2]
     assert {title(each.candidate) for each in replicas} == {
         f"dp = 2, 1f1b, M = {number}{again}" for number in (1, 2) for again in ("", ", remat always")
     }
-    # Two whole models, each with half of the examples, one micro-batch after another.
-    assert replicas[0].step_s == pytest.approx(3 * 8)
+    # Each has the whole model and half of the examples, all at once: forwards, backwards twice as long,
+    # updates, and what each of the two actions costs.
+    forward_s, backward_s = (sum(known.at(4).layers_s[kind]) for kind in ("F", "B"))
+    parts_s = forward_s + backward_s + sum(known.update_s)
+    assert parts_s <= replicas[0].step_s <= parts_s + 0.003
     pipelines = [(place, each) for place, each in enumerate(ranking) if each.candidate.dp == 1]
     chosen = with_replicas(pipelines[:2], ranking)
     assert [each for _, each in chosen if each.candidate.dp == 2] == replicas[:1]

@@ -14,6 +14,7 @@ from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.experiments.planning.searching.search import Search
 from gpipe_bench.experiments.planning.searching.space import Space, Way, check, ways
 from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
+from gpipe_bench.pipeline.memory.stages.ties import shared_weights
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.cutting.best import Cut
 from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
@@ -103,11 +104,39 @@ def test_a_tied_weight_is_one_where_one_worker_has_both_its_layers() -> None:
     size = 40 * 16 * 4
     assert tie.num_bytes == size
     assert twice.parameters - alone.parameters == size
-    assert twice.optimizer_state - alone.optimizer_state == 2 * size
+    assert twice.optimizer_state - alone.optimizer_state == 2 * size + 4, "and the count of its steps"
     search.ties = (tie,)
     two = Way(Grid(2, 2), "1f1b", 1, 4, 2)
     halves = search.found(two, Cut((range(4), range(4, 8)), ("never",) * 2, 1.0, 1.0))
     assert sum(each.parameters for each in halves.memory) == alone.parameters + size
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("remat", ["never", "always"])
+@pytest.mark.parametrize(("name", "workers"), [("1f1b", 1), ("gpipe", 2), ("1f1b", 2), ("zb-v", 2)])
+def test_a_tied_weight_takes_what_the_memory_model_says(
+    name: str, workers: int, remat: str, optimizer: str
+) -> None:
+    """One weight and one state on a worker, but a gradient of each use, and what another owner sends."""
+    request = replace(TWO, accelerators=workers, batch_size=8, optimizer=optimizer)
+    search = search_of(request, Space(schedules=(name,)), "tied")
+    way = next(
+        w
+        for w in ways(request, search.space, 8)
+        if w.grid == Grid(workers) and w.num_microbatches == 4 and w.schedule == name
+    )
+    bounds = [0, *range(3, 2 + way.num_stages), 8] if way.num_stages > 1 else [0, 8]
+    cut = tuple(range(a, b) for a, b in pairwise(bounds))
+    found = search.found(way, Cut(cut, (remat,) * len(cut), 1.0, 1.0))
+    model = planned("tied")
+    profile = model.profile_of(way.microbatch_size, "float32", split_backward=way.splits)
+    expected = pipeline_memory(
+        profile.layers, profile.loss, cut,
+        named(name, workers, 4, remat=remat, stages_per_worker=way.stages_per_worker), optimizer,
+        receive_ahead=int(workers > 1), ties=shared_weights(model.layers),
+    )  # fmt: skip
+    assert [each.peak for each in found.memory] == [each.peak for each in expected]
+    assert [each.when for each in found.memory] == [each.when for each in expected]
 
 
 @pytest.mark.parametrize("grid", [Grid(2, 2), Grid(2, 1, 2, 2), Grid(2, 1, 2, 3)])

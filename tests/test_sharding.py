@@ -1,14 +1,15 @@
-"""Parameters divided over processes: the cases of `sharding_cases`."""
+"""Parameters divided over processes: whole layers in parts, and parts of layers."""
 
 from __future__ import annotations
 
 import pytest
 import sharding_cases
+import tensor_parallel_cases
 from case_runner import Outcomes, assert_passed, named, outcomes_of
 
 pytestmark = pytest.mark.processes  # four at a time
-CASES = named(*sharding_cases.CASES)
-OF_EIGHT = named(*sharding_cases.OF_EIGHT)
+CASES = named(*sharding_cases.CASES, *tensor_parallel_cases.CASES)
+OF_EIGHT = named(*tensor_parallel_cases.OF_EIGHT)
 
 
 @pytest.mark.parametrize("case", CASES)

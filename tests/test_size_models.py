@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.experiments.commands.sizing.given import Question
 from gpipe_bench.experiments.planning import models as size_models
 from gpipe_bench.models import MODELS, SHAPES, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.ties import shared_weights
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.schedules.known import named
 
 
 def size(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -26,7 +29,7 @@ def size(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 
 def peaks(found: dict[str, list[dict[str, int]]]) -> list[int]:
-    return [sum(value for name, value in stage.items() if name != "when") for stage in found["stages"]]
+    return [worker["peak"] for worker in found["workers"]]
 
 
 def test_the_stages_of_a_shape_are_the_memory_models(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +61,7 @@ def test_the_largest_of_all_is_profiled_by_one_of_its_blocks(capsys: pytest.Capt
     found = json.loads(out)
     assert found["num_parameters"] == 405_853_388_800
     assert found["layers_per_stage"] == [1] * 128
-    assert len({json.dumps({**each, "when": ""}) for each in found["stages"][1:-1]}) == 1
+    assert len({json.dumps({**each, "when": "", "stages": []}) for each in found["workers"][1:-1]}) == 1
     model = size_models.model_of("llama-405b")
     profile = model.profile(32, "float32")
     assert len({id(layer) for layer in profile.layers}) == 3, "embedding, block, output"
@@ -69,8 +72,8 @@ def test_a_unet_of_a_thousand_layers_is_cut_by_what_its_layers_hold(
 ) -> None:
     status, out, _ = size(capsys, "unet-24-128", "--num-stages", 2, "--cap-gib", 60, "--num-microbatches", 32)
     assert status == 0
-    assert "unet-24-128: 4,993,859,008 parameters on 2 x 60 GiB (modelled)" in out
-    assert "every one recomputed, cut by what the layers hold" in out
+    assert "unet-24-128: 4,993,859,008 parameters under gpipe on 2 x 60 GiB (modelled)" in out
+    assert "in 32 micro-batches, every one recomputed" in out
 
 
 def test_the_fewest_microbatches_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,28 +89,58 @@ def test_the_fewest_microbatches_that_fit(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_does_not_fit_says_where_and_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("gpt2", "--num-stages", 1, "--num-layers", 6, "--batch-size", 4)
-    status, out, err = size(capsys, *asked, "--cap-gib", 1.5, "--num-microbatches", 1)
+    given = {"--accelerators": "1", "--num-layers": "6", "--batch-size": "4", "--memory-gib": "4.5",
+             "--num-microbatches": "1", "--remat": "never"}  # fmt: skip
+
+    def asked(options: dict[str, str]) -> tuple[int, str, str]:
+        return size(capsys, "gpt2", *(each for pair in options.items() for each in pair))
+
+    status, out, err = asked(given)
     assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert "gpt2 does not fit: the smallest peak is " in err
     assert "GiB, on stage 0 (layers 0-7) at " in err
-    assert "with 1 stages and 1 micro-batches; the cap is 1.5 GiB. What would do: " in err
-    options = err.split("What would do: ")[1].split(", or ")
-    assert options[-1].startswith("--cap-gib ")
+    assert "with pp 1, gpipe, 1 micro-batches and nothing recomputed; there are 4.5 GiB" in err
+    options = err.strip().split("What would do: ")[1].split(", or ")
+    assert options[-1].startswith("--memory-gib ")
+    assert len(options) >= 2, err
     for option in options:  # each does, in the place of what was given
-        name, value = option.split()
-        given = dict(zip(("--num-stages", "--num-layers", "--batch-size", "--cap-gib", "--num-microbatches"),
-                         (1, 6, 4, 1.5, 1), strict=True))  # fmt: skip
-        given = {**given, name: value}
-        arguments = [each for pair in given.items() for each in pair]
-        assert size(capsys, "gpt2", *arguments)[0] == 0, option
+        if option == "no --num-microbatches":
+            found = {name: value for name, value in given.items() if name != "--num-microbatches"}
+        else:
+            name, value = option.split()
+            found = {**given, name: value}
+        assert asked(found)[0] == 0, option
+
+
+def test_plan_says_the_same_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["gpt2", "--num-layers", "6", "--accelerators", "2", "--batch-size", "4"]
+    options = [*options, "--memory-gib", "0.5"]
+    err = size(capsys, *options)[2]
+    assert main(["plan", *options, "--pp", "2", "--schedule", "gpipe"]) == 2
+    theirs = capsys.readouterr().err
+    place = re.compile(r"smallest peak is [\d.]+ GiB, on stage \d \(layers [\d-]+\)")
+    assert place.findall(err) == place.findall(theirs) != []
+    assert (err.count("What would do: "), theirs.count("What would do: ")) == (1, 1)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 1), ("zb-v", 2)])
+def test_a_tied_matrix_is_one_where_one_worker_has_both_its_uses(
+    capsys: pytest.CaptureFixture[str], schedule: str, stages: int
+) -> None:
+    out = size(
+        capsys, "gpt2", "--accelerators", stages, "--memory-gib", 99, "--num-layers", 2, "--batch-size", 2,
+        "--num-microbatches", 2, "--schedule", schedule, "--json",
+    )[1]  # fmt: skip
+    found = json.loads(out)
+    held = [worker["parameters"] for worker in found["workers"]]
+    assert sum(held) == 4 * found["num_parameters"], "bytes of float32, the matrix once"
 
 
 def test_the_optimizers_state_is_the_one_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--num-stages", 1, "--cap-gib", 99, "--num-layers", 2, "--num-microbatches", 1, "--json")
     for model in ("gpt2", "transformer-lm"):
         sgd, adam = (
-            json.loads(size(capsys, model, *asked, "--optimizer", name)[1])["stages"][0]
+            json.loads(size(capsys, model, *asked, "--optimizer", name)[1])["workers"][0]
             for name in ("sgd", "adam")
         )
         assert sgd["optimizer_state"] == 0
@@ -122,26 +155,48 @@ def test_a_shape_under_another_schedule(capsys: pytest.CaptureFixture[str]) -> N
     assert [worker["stages"] for worker in found["workers"]] == [[0, 3], [1, 2]]
     status, _, err = size(capsys, *asked, "--cap-gib", 0.5, "--schedule", "1f1b")
     assert status == 2
-    assert "gpt2 of this size needs " in err
-    assert "on its fullest accelerator, worker " in err
+    assert "gpt2 does not fit: the smallest peak is " in err
+    assert ", 1f1b, 4 micro-batches and everything recomputed" in err
 
 
 def test_1f1b_is_cut_for_what_each_stage_keeps(capsys: pytest.CaptureFixture[str]) -> None:
     """Under 1F1B the first stages keep more, so an even cut needs more than the best one."""
-    asked = ("gpt2", "--num-stages", 3, "--num-layers", 9, "--batch-size", 6, "--num-microbatches", 6)
-    asked = (*asked, "--schedule", "1f1b", "--json")
+    out = size(
+        capsys, "gpt2", "--num-stages", 3, "--num-layers", 6, "--batch-size", 6, "--num-microbatches", 6,
+        "--schedule", "1f1b", "--remat", "never", "--cap-gib", 99, "--json",
+    )[1]  # fmt: skip
+    found = json.loads(out)
+    model = size_models.model_of("gpt2", 6, 6)
+    profile = model.profile(6, "float32")
 
-    def fullest(cap_gib: float) -> tuple[int, list[int]]:
-        status, out, err = size(capsys, *asked, "--cap-gib", cap_gib)
-        assert status == 0, err
-        found = json.loads(out)
-        return max(worker["peak"] for worker in found["workers"]), found["layers_per_stage"]
+    def fullest(*ends: int) -> int:
+        cut = tuple(range(a, b) for a, b in pairwise((0, *ends, 8)))
+        schedule = named("1f1b", 3, 6)
+        return max(
+            each.peak
+            for each in pipeline_memory(
+                profile.layers, profile.loss, cut, schedule, "adam", receive_ahead=1,
+                ties=shared_weights(model.layers),
+            )
+        )  # fmt: skip
 
-    even, cut = fullest(99)
-    lean, other = fullest((even - 1) / 2**30)
-    assert lean < even
-    assert other != cut
-    assert sum(other) == sum(cut)
+    every = {(a, b): fullest(a, b) for a in range(1, 7) for b in range(a + 1, 8)}
+    first, second, _ = found["layers_per_stage"]
+    assert max(peaks(found)) == min(every.values()) == every[first, first + second]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_compiled_layers_go_with_schedules_of_whole_backwards(
+    capsys: pytest.CaptureFixture[str], schedule: str
+) -> None:
+    asked = ("gpt2", "--accelerators", 2, "--memory-gib", 99, "--num-layers", 2, "--batch-size", 2)
+    asked = (*asked, "--num-microbatches", 2, "--schedule", schedule, "--remat", "never", "--json")
+    eager, compiled = (json.loads(size(capsys, *asked, *more)[1]) for more in ((), ("--compiled",)))
+    assert compiled["schedule"] == schedule
+    parameters = [[each["parameters"] for each in found["workers"]] for found in (eager, compiled)]
+    assert parameters[0] == parameters[1]
+    kept = [[each["activations"] for each in found["workers"]] for found in (eager, compiled)]
+    assert kept[0] != kept[1]
 
 
 OWN = """
@@ -176,10 +231,10 @@ def test_ones_own_model_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         found = json.loads(out)
         assert (status, found["layers_per_stage"], found["batch_size"]) == (0, [2, 2], 8)
         assert found["num_parameters"] == 4 * (256 * 256 + 256)
-        assert [stage["parameters"] for stage in found["stages"]] == [2 * 4 * (256 * 256 + 256)] * 2
-    model = size_models.model_of("own_size_models:whole", batch_size=16)
-    assert model.batch_size == 16
-    assert Question(model, 2, 4, "float32", "sgd").answer().peak > max(peaks(found))
+        assert [worker["parameters"] for worker in found["workers"]] == [2 * 4 * (256 * 256 + 256)] * 2
+    more = json.loads(size(capsys, "own_size_models:whole", *asked, "--batch-size", 16)[1])
+    assert more["batch_size"] == 16
+    assert max(peaks(more)) > max(peaks(found))
 
 
 @pytest.mark.usefixtures("own")
@@ -195,20 +250,26 @@ def test_ones_own_model_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         ("own_size_models:", "is no module:function, such as my_models:small"),
         ("own_size_models:small --num-layers 3", "own_size_models:small has the layers it has"),
         ("unet-5-64 --num-layers 3", "--num-layers 3: unet-5-64 has the layers it has"),
-        ("gpt2 --batch-size 0", "--batch-size 0: a mini-batch has at least 1 example"),
+        ("gpt2 --batch-size 0", "--batch-size 0: give 1 or more"),
+        ("gpt2 --num-layers -1", "--num-layers -1: give 1 or more"),
+        ("gpt2 --memory-gib -3", "--memory-gib -3: give the GiB of one accelerator"),
+        ("gpt2 --accelerators -2", "--accelerators -2: give 1 or more"),
+        ("gpt2 --num-layers 2 --schedule 2f2b", "unknown schedule '2f2b'; known: naive, gpipe"),
+        ("gpt2 --num-layers 2 --precision fp4", "--precision fp4: choose one of float32, fp32"),
         ("gpt2 --num-filters 8", "--num-filters 8 is AmoebaNet's; leave it out"),
         ("gpt2 --num-layers 1 --num-microbatches 5", "use one of 1, 2, 4, 8, 16, 32"),
-        ("gpt2 --num-layers 1 --remat always", "--remat always goes with --schedule"),
-        ("gpt2 --num-layers 1 --schedule zb-v", "--schedule needs --num-microbatches M"),
-        ("gpt2 --num-layers 0", "num_layers"),
-        ("transformer-lm --batch-size 8", "--batch-size 8: transformer-lm has Table 1's mini-batch of 32"),
+        ("gpt2 --num-layers 1 --remat 0-2", "--remat 0-2 needs --num-microbatches M"),
+        ("gpt2 --num-layers 1 --remat some", "'some' says nothing about recomputation; choose one of never"),
+        ("gpt2 --compiled --schedule zb-h1", "a compiled layer's backward is not split in two; choose"),
+        ("gpt2 --num-layers 0", "--num-layers 0: give 1 or more"),
+        ("transformer-lm --batch-size 8", "--batch-size 8 needs --num-layers L: the largest"),
         ("vgg", "known: amoebanet-d, transformer-lm, gpt2"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_value_and_the_remedy(
     capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    status, out, err = size(capsys, *arguments.split(), "--num-stages", 1, "--cap-gib", 9)
+    status, out, err = size(capsys, "--num-stages", 1, "--cap-gib", 9, *arguments.split())
     assert status == 2
     assert message in err
     assert err.startswith("error: ")

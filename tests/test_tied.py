@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from odd_layers import Reentrant
 from tied_cases import WORDS, tied_model, train, words
 from tiny_models import seeded
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench import models
 from gpipe_bench.pipeline import Pipeline
@@ -199,21 +199,10 @@ def test_hooks_see_each_use_of_each_micro_batch_and_the_sum_once() -> None:
     assert torch.equal(weight.grad, 2 * other.get_parameter("0.weight").grad)
 
 
-class Checkpointed(nn.Module):
-    """Runs its layer again in the backward, in the way whose graph is another one then."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layer, x, use_reentrant=True)
-
-
 def test_what_a_layer_runs_again_in_the_backward_counts() -> None:
     def build() -> nn.Sequential:
         model = tied_model(3)
-        model[2] = Checkpointed(model[2])
+        model[2] = Reentrant(model[2])
         return model
 
     found = []

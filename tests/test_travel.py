@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ ENVIRONMENT = {
 
 def a_record(**changes: Any) -> Record:
     """One of an experiment that is known."""
-    return record(**{"experiment": "computed", "environment": ENVIRONMENT, **changes})
+    return record(**{"experiment": "computed", "environment": ENVIRONMENT, "duration_s": 12.0, **changes})
 
 
 def lines_of(*records: Record) -> bytes:
@@ -195,6 +197,13 @@ SAMPLES = (1.0, 2.0, 3.0)
             "time has an interval outside",
         ),
         ({"quantities": (quantity(-2.0, unit="bytes"),)}, "time is negative"),
+        (
+            {"quantities": (quantity(-2.0, low=-3.0, high=-1.0, samples=(-1.0, -2.0, -3.0)),)},
+            "time is negative",
+        ),
+        ({"quantities": (quantity(0.3, samples=(0.3, 0.3, 0.3, -0.1)),)}, "time is negative"),
+        ({"quantities": (quantity(3e7, unit="ms"),)}, "time took 30000 s, and the whole case 12 s"),
+        ({"duration_s": -1.0}, "it took -1 s"),
         ({"environment": {}}, "its environment lacks cpu_model, python, versions, code_sha256"),
         (
             {"quantities": (quantity(1.2, name="control", unit="ratio", low=1.1, high=1.3),)},
@@ -213,6 +222,46 @@ def test_what_cannot_be_true_is_refused(tmp_path: Path, changes: dict[str, Any],
     found = refusal(parcel(tmp_path / "it.zip", a_record(**changes)))
     assert said in found
     assert found.startswith("refused: computed ")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "null, 1.0", '"fast"', "-1e-400x"])
+def test_a_line_with_what_is_no_number_is_refused_although_its_digest_fits(
+    tmp_path: Path, number: str
+) -> None:
+    """Written by hand, with the digest and the manifest computed anew."""
+    body = re.sub(rb',"digest":"[0-9a-f]{16}"\}$', b"}", encode(a_record()))
+    body = body.replace(b'"value":1.5', b'"value":' + number.encode())
+    line = body[:-1] + b',"digest":"' + hashlib.sha256(body).hexdigest()[:16].encode() + b'"}\n'
+
+    def put(files: dict[str, bytes]) -> None:
+        manifest = json.loads(files[MANIFEST])
+        manifest["files"]["computed.jsonl"] = {
+            "num_bytes": len(line), "lines": 1, "sha256": hashlib.sha256(line).hexdigest(),
+        }  # fmt: skip
+        files.update({"computed.jsonl": line, MANIFEST: json.dumps(manifest).encode()})
+
+    path = rewritten(parcel(tmp_path / "it.zip"), put)
+    assert refusal(path).startswith("refused: altered: computed.jsonl, line 1: ")
+
+
+def test_two_machines_files_stand_in_one_report(tmp_path: Path) -> None:
+    known = Store(REFERENCE / "cpu-2-cores").load("computed").records
+    paths = []
+    for name in ("laptop", "server"):
+        results = Store(tmp_path / name)
+        for each in known:
+            results.append(dataclasses.replace(each, environment={**each.environment, "cpu_model": name}))
+        paths.append(tmp_path / f"{name}.zip")
+        assert call("export", "--results", tmp_path / name, "--output", paths[-1])[0] == 0
+        assert call("check", paths[-1])[0] == 0
+    command = ["report", "--no-figures", "--results", tmp_path / "none", "--output", tmp_path / "page"]
+    status, _, err = call(*command, "--with", paths[0], "--with", paths[1])
+    assert status == 0, err
+    page = (tmp_path / "page" / "report.md").read_text()
+    assert "- processor: laptop\n" in page
+    assert "- processor: server\n" in page
+    head = next(line for line in page.splitlines() if line.startswith("|") and "laptop" in line)
+    assert "server" in head
 
 
 def test_a_number_that_needs_no_machine_must_be_the_committed_one(tmp_path: Path) -> None:

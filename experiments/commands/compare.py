@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.experiments.report.readings import environment_warnings, readable, shown_of
 from gpipe_bench.experiments.report.records import check_engine_is_there, engines_of, select_records
@@ -26,6 +26,10 @@ from gpipe_bench.harness.report.table import markdown_table
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb."""
     experiment = load(arguments.name)
+    if arguments.machines and arguments.engine is not None:
+        raise ValueError(
+            f"--engine {arguments.engine}: machines are set side by side by their latest runs; leave it out"
+        )
     if arguments.machines:
         from gpipe_bench.experiments.commands.compare_machines import run as run_machines
 
@@ -62,10 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
         answers = replies_markdown(comparisons)
         print("\n\n".join([*([answers] if answers else []), markdown_table(comparisons)]))
     else:
-        print(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
-        print(shown.text)
+        say(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
+        say(shown.text)
     if loaded.problems and not arguments.json:
-        print(f"\n{left_out(loaded.problems, experiment.name)}")
+        say(f"\n{left_out(loaded.problems, experiment.name)}")
     return exits.DONE
 
 

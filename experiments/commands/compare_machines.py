@@ -15,7 +15,7 @@ from types import MappingProxyType
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.registry import suggestion
 from gpipe_bench.experiments.report.readings import Shown, readable, shown_of
 from gpipe_bench.experiments.report.records import select_records
@@ -51,10 +51,10 @@ def run(arguments: argparse.Namespace, experiment: Experiment) -> int:
         _print_json(side)
     else:
         heading = ", ".join(f"{name} (profile {profiles[name]})" for name in found)
-        print(f"{experiment.title}: {heading}\n")
-        print(side_markdown(side) if arguments.markdown else side_text(side))
+        say(f"{experiment.title}: {heading}\n")
+        print(side_markdown(side)) if arguments.markdown else say(side_text(side))
         if problems:
-            print(f"\n{left_out(problems, experiment.name)}")
+            say(f"\n{left_out(problems, experiment.name)}")
     return exits.DONE
 
 

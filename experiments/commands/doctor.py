@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.gpu import packages
 from gpipe_bench.experiments.gpu.device import ask_torch, gpus_of, why_none
 from gpipe_bench.experiments.gpu.plan import MODELLED, plan
 from gpipe_bench.experiments.gpu.results import Results
+from gpipe_bench.harness.report.width import labelled
 
 Status = Literal["ok", "missing", "optional"]
 
@@ -53,15 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         width = max(len(check.name) for check in checks)
         for check in checks:
-            print(f"{check.status:<9}{check.name:<{width}}  {check.found}")
+            say(labelled(f"{check.status:<9}{check.name:<{width}}  ", check.found))
             if check.remedy:
-                print(f"{'':<9}{'':<{width}}  -> {check.remedy}")
+                say(labelled(f"{'':<9}{'':<{width}}  ", f"-> {check.remedy}"))
         print()
         missing = [check.name for check in checks if check.status == "missing"]
         able = "this machine can run the smoke and short profiles"
         if arguments.device == "cuda":
             able = f"`.ci/gpu` takes the steps above in this order; {MODELLED}"
-        print(f"missing: {', '.join(missing)}" if missing else able)
+        say(f"missing: {', '.join(missing)}" if missing else able)
     return 1 if any(check.status == "missing" for check in checks) else exits.DONE
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.records import select_records
 from gpipe_bench.harness.judging.hypotheses import Fit, Ranking, rank
 from gpipe_bench.harness.records.store import Store, lines_of
 from gpipe_bench.harness.report.hypotheses import base_of, summary, table
+from gpipe_bench.harness.report.width import fill
 
 BEST = 5
 """Combinations shown unless all are asked for."""
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         for fit in ranking.fits if arguments.all else _shown(ranking):
             print_line(msgspec.json.encode(_as_data(fit)))
         return exits.DONE
-    print(_text(ranking, every=arguments.all))
+    say(_text(ranking, every=arguments.all))
     return exits.DONE
 
 
@@ -58,7 +58,7 @@ def _best_of_tables(ranking: Ranking) -> list[Fit]:
 def _text(ranking: Ranking, *, every: bool) -> str:
     parts = [
         "Ours over the paper's number under each hypothesis; RMS: root mean square of its logarithm.",
-        textwrap.fill(base_of(ranking), 110),
+        fill(base_of(ranking)),
     ]
     sections: Iterable[tuple[str, Sequence[Fit]]] = (
         ("The base, and what changes one setting of it", ranking.of_single_settings()),

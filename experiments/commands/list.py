@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.records.store import Store, latest
 from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.report.width import labelled
 from gpipe_bench.harness.running.progress import words
 from gpipe_bench.harness.running.workers import sensible_jobs
 
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         for row in found:
             print_line(msgspec.json.encode(row))
     else:
-        print(_zoo_text(found) if arguments.models else _text(found))
+        say(_zoo_text(found) if arguments.models else _text(found))
     return exits.DONE
 
 
@@ -81,8 +82,10 @@ def _text(entries: Iterable[dict[str, Any]]) -> str:
     for entry in entries:
         lines = [f"{entry['name']}: {entry['title']} ({entry['source']})"]
         lines += [
-            f"  {each['profile']:<6} {words(each['expected_s']):>12}  {each['cases']:>3} cases, "
-            f"{each['on_record']} on record: {each['does']}"
+            labelled(
+                f"  {each['profile']:<6} {words(each['expected_s']):>12}  ",
+                f"{each['cases']:>3} cases, {each['on_record']} on record: {each['does']}",
+            )
             for each in entry["profiles"]
         ]
         blocks.append("\n".join(lines))

@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
+from gpipe_bench.harness.report.width import fitted
+
 
 def prepare_streams() -> None:
     """Makes the standard streams take any text.
@@ -67,6 +69,11 @@ def lines_only() -> Iterator[Callable[[bytes], None]]:
     finally:
         os.dup2(kept, descriptor)
         os.close(kept)
+
+
+def say(text: str) -> None:
+    """Prints text for people, in the width that there is."""
+    print(fitted(text), flush=True)
 
 
 def print_line(line: bytes) -> None:

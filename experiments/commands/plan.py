@@ -9,12 +9,15 @@ from pathlib import Path
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.parsing.asked import (
+    check_counts,
+    find_own_modules,
+    memory_bytes,
+    precision,
+)
 from gpipe_bench.experiments.planning.links import link_named
 from gpipe_bench.experiments.planning.request import MEASURED, Request
 from gpipe_bench.pipeline.plan.links import Link
-
-GIB = 2**30
-PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,8 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     from gpipe_bench.experiments.planning.shown.text import text
 
     torch.set_num_threads(1)
-    sys.path.insert(0, "")  # one's own model, from the folder in which this was started
-    model = model_of(arguments.model, request.batch_size, arguments.num_layers)
+    find_own_modules()
+    model = model_of(
+        arguments.model, request.batch_size, arguments.num_layers, num_filters=arguments.num_filters
+    )
     found = plan(model, request, space=space, shown=arguments.top, progress=_progress)
     if arguments.script is not None:
         _write("--script", arguments.script, found.script())
@@ -58,25 +63,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def request_of(arguments: argparse.Namespace) -> Request:
     """What the options ask. Raises ValueError, naming value and remedy."""
-    if not 0 < arguments.memory_gib < 1e6:
-        raise ValueError(
-            f"--memory-gib {arguments.memory_gib:g}: give the GiB of one accelerator, such as 24"
-        )
-    for option in ("accelerators", "batch_size", "hosts", "top"):
-        if getattr(arguments, option) < 1:
-            raise ValueError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: give 1 or more")
+    check_counts(
+        arguments, "accelerators", "batch_size", "hosts", "top", "num_layers", "num_filters", "pp", "tp",
+        "num_microbatches",
+    )  # fmt: skip
     device = arguments.device_type
     between = _link("--between", arguments.between, device) if arguments.between else None
     if arguments.hosts > 1 and between is None:
         raise ValueError(f"--hosts {arguments.hosts} needs --between LINK, such as infiniband")
-    if arguments.precision not in PRECISIONS:
-        raise ValueError(f"--precision {arguments.precision}: choose one of {', '.join(PRECISIONS)}")
     default = "loopback" if device == MEASURED else "nvlink"
     return Request(
-        accelerators=arguments.accelerators, memory_bytes=int(arguments.memory_gib * GIB),
+        accelerators=arguments.accelerators, memory_bytes=memory_bytes(arguments),
         batch_size=arguments.batch_size, link=_link("--link", arguments.link or default, device),
         between=between, hosts=arguments.hosts, optimizer=arguments.optimizer,
-        precision=PRECISIONS[arguments.precision], device_type=device, compiled=arguments.compiled,
+        precision=precision(arguments), device_type=device, compiled=arguments.compiled,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import lines_only, print_line
+from gpipe_bench.experiments.commands.output import lines_only, print_line, say
 from gpipe_bench.experiments.registry import load, suggestion
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.report.readings import Shown, readable, shown_of
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         if result.signal is not None:
             return _interrupted(result.signal, result, show)
         shown = _shown(experiment, options, store, result, show)
-        print(shown.text, flush=True)
+        say(shown.text)
         for path in _figures(experiment, shown, store.root / "figures", show):
             print(f"figure: {_short(path)}")
     return _status(result, shown.comparisons, arguments)

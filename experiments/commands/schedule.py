@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.drawn.drawing import draw
 from gpipe_bench.pipeline.plan.drawn.svg import svg
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_line(json.dumps(facts).encode())
     else:
-        print(_text(facts, draw(timeline)))
+        say(_text(facts, draw(timeline)))
     return exits.DONE
 
 

@@ -5,7 +5,6 @@ Asynchronous training stands beside it for contrast, and deep networks for train
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.consistency.cells import (
@@ -25,6 +24,7 @@ from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.report.width import fill
 
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
 WHY = {
@@ -49,7 +49,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
 
 
 def _table(title: str, headers: list[str], lines: list[list[str]], *notes: str) -> str:
-    wrapped = [textwrap.fill(note, 110) for note in notes if note]
+    wrapped = [fill(note) for note in notes if note]
     return Grid(title=title, columns=headers, lines=lines, notes=wrapped).text()
 
 

@@ -23,6 +23,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpipe_bench.harness.running.stopping import started, starting
+
 START_S = 180.0
 """Until all processes have loaded what they need; a busy machine takes long for that."""
 _OTHERS_S = 1.0  # until the others have said why they end: the first to notice need not be the one to blame
@@ -80,7 +82,8 @@ def run_isolated(
                 process = context.Process(
                     target=_child, args=(theirs, folder, rank, num_processes, timeout_s, function, arguments)
                 )
-                process.start()
+                with starting():
+                    process.start()
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
@@ -223,7 +226,7 @@ def _child(
 ) -> None:
     os.setpgid(0, 0)
     os.dup2(2, 1)  # standard output is for results
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    started()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     where = open(folder / f"where{rank}", "w")  # noqa: SIM115  # lives as long as the process
     faulthandler.register(signal.SIGUSR1, file=where, all_threads=False)

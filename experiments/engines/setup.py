@@ -178,8 +178,10 @@ def build(name: str, setup: Setup) -> Engine:
 def check_step(name: str) -> None:
     """NoStepError if the engine can't take a step: it is built from two tiny layers to see.
 
-    One that can't be built from so little, for want of a process group say, is judged by its class, if it is
-    one, and else when it is built for real.
+    One that can't be built from so little is judged by its class, if it is one, and else when it is built for
+    real. Whatever the factory raises means just that: it is somebody else's code, may want a process group,
+    a GPU or larger layers, and says so by an error of its own choice, which is shown where it is built for
+    real (`isolated.py`). What is no error, an interrupt or an exit, ends the command.
     """
     import torch
     from torch import nn
@@ -190,7 +192,7 @@ def check_step(name: str) -> None:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             engine = factory(setup)
-    except Exception:
+    except Exception:  # of any kind, see above
         names = getattr(getattr(factory, "__init__", None), "__code__", None)
         sets_it = names is not None and "step" in names.co_names
         if isinstance(factory, type) and not (_has_step(factory) or sets_it):

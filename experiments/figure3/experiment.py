@@ -32,7 +32,7 @@ from gpipe_bench.experiments.measuring.tables.step_text import (
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.published import cases as predictions
 from gpipe_bench.experiments.published.entries import as_published, prediction_text, timed
-from gpipe_bench.experiments.report.drawing import paper_style
+from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
@@ -199,13 +199,11 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     if not done:
         return []
     return [
-        Plot(
+        picture(
             name="figure3",
             caption="Figure 3 of the first version: speed-up over the number of partitions",
             alt="Ours beside the paper's and torchgpipe's speed-ups for each number of partitions.",
             draw=partial(_bars, done),
-            suffixes=("png",),
-            style=paper_style,
         )
     ]
 

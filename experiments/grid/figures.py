@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.grid import accelerators
 from gpipe_bench.experiments.grid.text import value
-from gpipe_bench.experiments.report.drawing import paper_style
+from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.harness.records.record import Record, of_case
 from gpipe_bench.harness.shown import Plot
 
@@ -28,9 +28,8 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     if not found:
         return []
     return [
-        Plot(
+        picture(
             name="grid-accelerators",
-            suffixes=("png",),
             caption=(
                 "Step time and memory of every (dp, pp, tp) of 8, 64 and 512 accelerators, modelled by a "
                 "roofline and laid out by the replay"
@@ -41,7 +40,6 @@ def figures(records: Sequence[Record]) -> list[Plot]:
                 "Hollow points have the parameters divided among replicas, and lie to the left of the filled."
             ),
             draw=partial(_draw, found),
-            style=paper_style,
         )
     ]
 

@@ -1,9 +1,11 @@
 """Replicas and a pipeline on this machine, measured, beside the replay with the collectives of a grid.
 
 On two processes a Transformer trains as two replicas, and as a pipeline of two stages. The replay gets the
-medians of the actions as they ran, and a link whose latency and bandwidth are those of two sums between the
-same processes. On four processes there is nothing to compute with on two cores, so the layers wait
-(`overlap`): two replicas of two stages, whose sums take a fixed time.
+actions of each step as they ran, and a link whose latency and bandwidth are those of two sums between the
+same processes. It gets neither medians of a kind nor one replica alone: processors sum with the cores that
+compute, so that the last backward, inside of which the sums are, takes half as long again as the others; and
+a step is as long as that of the replica which is slower in it. On four processes there is nothing to compute
+with on two cores, so the layers wait (`overlap`): two replicas of two stages, whose sums take a fixed time.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ class Job(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What one process found: seconds of steps (of the slowest process), medians of this pipeline's actions
-    by stage and kind, bytes of the gradients of each stage's layers, and of a micro-batch over the boundary;
-    and seconds of the sums.
+    """What one process found: seconds of steps (of the slowest process), of this pipeline's actions in each
+    of them by stage, kind and micro-batch, bytes of the gradients of each stage's layers, and of a
+    micro-batch over the boundary; and seconds of the sums.
     """
 
     steps_s: list[float]
-    actions_s: dict[tuple[int, str], float]
+    actions_s: list[dict[tuple[int, str, int], float]]
     gradient_bytes: list[list[list[int]]]
     boundary_bytes: int
     sums_s: tuple[float, float]
@@ -78,15 +80,18 @@ def run(key: Mapping[str, Scalar], profile: str, seed: int) -> Outcome:
     size = "smoke" if profile == "smoke" else "short"
     dp, pp = int(str(key["dp"])), int(str(key["pp"]))
     job = Job(dp, pp, SIZES[size], EXAMPLES[size], NUM_STEPS[size], seed)
-    found: Ran = run_processes(work, dp * pp, job)[0]
-    link = link_of(found.sums_s)
+    found: list[Ran] = run_processes(work, dp * pp, job)
+    link = link_of(found[0].sums_s)
     replayed_s = laid_out_s(job, found, link)
-    measured = from_samples("step", [1e3 * each for each in found.steps_s], "ms")
+    measured = from_samples("step", [1e3 * each for each in found[0].steps_s], "ms")
     quantities = _beside(measured, 1e3 * replayed_s)
     facts = {
         "sizes": job.sizes, "batch_size": job.examples, "num_microbatches": MICROBATCHES,
         "link": {"latency_s": link.latency_s, "bytes_per_s": link.bandwidth_bytes_per_s},
-        "actions_ms": {f"{stage}{kind}": 1e3 * each for (stage, kind), each in found.actions_s.items()},
+        "actions_ms": {
+            f"{k}{kind}{m}": 1e3 * median(step[k, kind, m] for step in found[0].actions_s)
+            for k, kind, m in found[0].actions_s[0]
+        },
     }  # fmt: skip
     return Outcome(quantities, facts)
 
@@ -130,16 +135,21 @@ def link_of(sums_s: Sequence[float]) -> Link:
     return Link("sums of two processes", latency_s, 1 / per_byte_s, source="measured before the steps")
 
 
-def laid_out_s(job: Job, found: Ran, link: Link) -> float:
-    """The step by the replay."""
-    buckets = [
-        data_parallel(sizes, job.dp, link, bucket_bytes=BUCKET_BYTES) for sizes in found.gradient_bytes
-    ]
+def laid_out_s(job: Job, found: Sequence[Ran], link: Link) -> float:
+    """The step by the replay: the median of steps, each of which is as long as its slowest pipeline's."""
+    steps = zip(
+        *[[_step_s(job, ran, actions_s, link) for actions_s in ran.actions_s] for ran in found], strict=True
+    )
+    return float(median(map(max, steps)))
+
+
+def _step_s(job: Job, ran: Ran, actions_s: Mapping[tuple[int, str, int], float], link: Link) -> float:
+    buckets = [data_parallel(sizes, job.dp, link, bucket_bytes=BUCKET_BYTES) for sizes in ran.gradient_bytes]
     timeline = replay(
         gpipe(job.pp, MICROBATCHES, "never"),
-        {(stage, Kind(kind)): seconds for (stage, kind), seconds in found.actions_s.items()},
+        {(stage, Kind(kind), m): seconds for (stage, kind, m), seconds in actions_s.items()},
         LINKS["loopback"],
-        activation_bytes=[found.boundary_bytes] * (job.pp - 1),
+        activation_bytes=[ran.boundary_bytes] * (job.pp - 1),
         reductions=buckets,
     )
     return float(timeline.makespan_s)
@@ -167,7 +177,7 @@ def work(job: Job) -> Ran:
         layers, mesh=mesh, num_microbatches=MICROBATCHES, remat="never", bucket_bytes=BUCKET_BYTES
     )
     sums_s = tuple(_sum_s(num_bytes) for num_bytes in SUM_BYTES)
-    steps_s, samples = list[float](), dict[tuple[int, str], list[float]]()
+    steps_s, actions_s = list[float](), list[dict[tuple[int, str, int], float]]()
     for number in range(BEFORE + job.num_steps):
         dist.barrier()
         start_s = time.perf_counter()
@@ -178,13 +188,13 @@ def work(job: Job) -> Ran:
         pipeline.zero_grad()
         if number >= BEFORE:
             steps_s.append(float(step_s))
-            for event in timeline.events:
-                samples.setdefault((event.action.stage, str(event.action.kind)), []).append(event.duration_s)
+            events = [(event.action, event.duration_s) for event in timeline.events]
+            actions_s.append({(a.stage, str(a.kind), a.microbatch): seconds for a, seconds in events})
     cut = pipeline.partition
     pipeline.close()
     return Ran(
         steps_s,
-        {key: median(each) for key, each in samples.items()},
+        actions_s,
         [[sizes[layer] for layer in span] for span in cut],
         4 * share // MICROBATCHES * int(job.sizes["seq_len"]) * int(job.sizes["d_model"]),
         (sums_s[0], sums_s[1]),

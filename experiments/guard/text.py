@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from gpipe_bench.experiments.guard.run import Finding
 from gpipe_bench.harness.guard.judge import THRESHOLD, Change, Judgement, verdict_of
 from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.report.width import fill
 
 HEADERS = (
     "benchmark", "verdict", "base", "head", "head against base", "base against itself", "processor time",
@@ -23,7 +24,7 @@ five. Processor time can't see waiting and decides nothing."""
 
 def table(findings: Sequence[Finding]) -> str:
     """All runs, in columns."""
-    return f"{_grid(findings).text()}\n\n{LEGEND}"
+    return f"{_grid(findings).text()}\n\n{fill(LEGEND)}"
 
 
 def markdown(findings: Sequence[Finding], last: str) -> str:

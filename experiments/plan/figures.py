@@ -10,7 +10,7 @@ from gpipe_bench.experiments.plan.at_scale import case as at_scale
 from gpipe_bench.experiments.plan.at_scale import figure as at_scale_figure
 from gpipe_bench.experiments.plan.measures import Compared, by_model, rank_correlation, regret
 from gpipe_bench.experiments.plan.running import steps
-from gpipe_bench.experiments.report.drawing import COLORS, paper_style
+from gpipe_bench.experiments.report.drawing import COLORS, picture
 from gpipe_bench.harness.records.record import Record, of_case
 from gpipe_bench.harness.shown import Plot
 from gpipe_bench.pipeline.plan.schedule import Kind
@@ -28,23 +28,20 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     found = [each for r in of_case(records, "done", part=steps.PART) for each in steps.compared(r)]
     scales = of_case(records, "done", part=at_scale.PART)
     plots = [
-        Plot(
+        picture(
             name="plan-predicted",
-            suffixes=("png",),
             caption="Steps that ran on two processes against their predictions, made before any of them ran",
             alt=(
                 "A panel for each model: a point for each configuration near the diagonal, filled for the "
                 "plan's best five; the grey band is an error of 12 % either way."
             ),
             draw=partial(draw, found),
-            style=paper_style,
         )
     ][: bool(found)]
     if scales:
         plots.append(
-            Plot(
+            picture(
                 name="plan-at-scale",
-                suffixes=("png",),
                 caption="The step of the largest models over (dp, tp, K), on paper, beside what others did",
                 alt=(
                     "A panel for each model: seconds of a step over K, a line for each size of tensor "
@@ -52,7 +49,6 @@ def figures(records: Sequence[Record]) -> list[Plot]:
                     "and crosses what they measured."
                 ),
                 draw=partial(at_scale_figure.draw, scales),
-                style=paper_style,
             )
         )
     return plots

@@ -133,8 +133,14 @@ def plan(
             and what would help, or what cannot be divided. An unknown accelerator.
     """
     space = space or Space()
+    if why_whole(model, request):
+        space = replace(space, sharded=False)
     num_layers = len(model.layers)
     check(request, space, num_layers)
+    for ranks in space.tp or (request.accelerators,):
+        if ranks > 1 and (why := why_whole(model, request)):
+            raise ValueError(f"--tp {ranks}: no layer can be divided, {why}; leave --tp out")
+        model.check_divisible(ranks)
     least = smallest(model, request, space, request.memory_bytes)
     if least is None or least.peak > request.memory_bytes:
         raise ValueError(_too_large(model, request, space))
@@ -155,6 +161,13 @@ def plan(
         search.tried,
         search.skipped,
     )
+
+
+def why_whole(model: Model, request: Request) -> str:
+    """Why the engine divides no parameters of this model, neither over fsdp nor over tp; empty if it does."""
+    if model.ties:
+        return "since layers share a weight"
+    return "since compiled layers keep their parameters whole" if request.compiled else ""
 
 
 def costs_for(model: Model, request: Request, sizes: Sequence[int]) -> Costs:
@@ -252,6 +265,6 @@ def _too_large(model: Model, request: Request, space: Space) -> str:
     if least.peak <= request.memory_bytes:
         return (
             f"no schedule of {', '.join(space.schedules)} fits, though {least.peak / 2**30:.2f} GiB would do "
-            f"under gpipe: allow gpipe or more re-materialization"
+            f"under {least.schedule}: allow {least.schedule} or more re-materialization"
         )
     return nothing_fits(model, request, space, least)

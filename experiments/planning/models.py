@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.table1.model_costs import PRECISIONS, ModelProfile, resized
+from gpipe_bench.experiments.table1.paper_models import HALVES, Half
 from gpipe_bench.models import MODELS, SHAPES, count_parameters, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.profile import Profiler
@@ -23,6 +25,8 @@ WANTED = (
     "it takes no arguments and returns (layers, inputs) or (layers, inputs, target, loss_fn), the inputs an "
     "example of a mini-batch"
 )
+DIVIDES = "a fifth value: a function of (layers, mesh) that divides the layers over a mesh's ranks, in place"
+"""What says how an own model is tensor parallel."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Tie:
 class Source:
     """How a script makes the model again: the import, and what is called by it.
 
-    For one's own `called` is the function, which may give a loss, and a foreign model in the place of layers;
-    for the zoo's it is the builder, with its options.
+    For one's own `called` is the function, which may give a loss and what divides its layers, and a foreign
+    model in the place of layers; for the zoo's it is the builder, with its options.
     """
 
     imports: str
@@ -46,6 +50,7 @@ class Source:
     options: dict[str, Any] | None = None
     has_loss: bool = True
     is_foreign: bool = False
+    divides: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,25 @@ class Model:
         """Examples in a mini-batch."""
         return self.inputs.tensors[0].shape[0]
 
+    def check_divisible(self, ranks: int) -> None:
+        """`ValueError` where nothing says how the layers are divided over so many ranks (tp).
+
+        Whether the engine takes divided layers of this model is `answer.why_whole`'s to say.
+        """
+        if self.source.divides or ranks == 1:
+            return
+        if self.source.options is None:
+            raise ValueError(
+                f"--tp {ranks}: nothing says how the layers of {self.name} are divided; return {DIVIDES}"
+            )
+        from gpipe_bench.models.parallel import check_divisible
+
+        named = OrderedDict((f"layer_{index}", layer) for index, layer in enumerate(self.layers))
+        try:
+            check_divisible(nn.Sequential(named), ranks)
+        except ValueError as error:
+            raise ValueError(f"--tp {ranks}: {self.name}: {error}; leave --tp out") from error
+
     def profile(
         self, num_microbatches: int, precision: str, *, compiled: bool = False, split_backward: bool = False
     ) -> ModelProfile:
@@ -99,18 +123,35 @@ class Model:
         return self._profiles[key]
 
 
-def model_of(name: str, batch_size: int | None = None, num_layers: int | None = None) -> Model:
-    """The published shape or the user's `module:function` of that name.
+def model_of(
+    name: str,
+    batch_size: int | None = None,
+    num_layers: int | None = None,
+    *,
+    num_filters: int | None = None,
+) -> Model:
+    """The published shape, Table 1's model or the user's `module:function` of that name.
 
     Args:
-        name: a key of `gpipe_bench.models.SHAPES`, or where one's own function stands
-        batch_size: examples of the mini-batch; None for 32 of a shape, or as many as one's own example has
-        num_layers: blocks, instead of the shape's own; of GPT-2 and Llama only
+        name: a key of `gpipe_bench.models.SHAPES`, "transformer-lm" or "amoebanet-d" with Table 1's options,
+            or where one's own function stands
+        batch_size: examples of the mini-batch; None for 32 of a shape, Table 1's of its models, or as many as
+            one's own example has
+        num_layers: blocks, instead of the shape's own; of GPT-2, Llama and Table 1's models only
+        num_filters: of AmoebaNet-D only
 
     Raises ValueError, naming value and remedy, for what is neither or cannot be built.
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"--batch-size {batch_size}: a mini-batch has at least 1 example")
+    half = next((half for half in HALVES.values() if half.model == name), None)
+    if num_filters is not None and name != HALVES["amoebanet"].model:
+        raise ValueError(f"--num-filters {num_filters} is AmoebaNet's; leave it out")
+    if half is not None:
+        return _of_table_1(half, batch_size or half.batch_size, num_layers, num_filters)
+    if name not in SHAPES and ":" not in name:
+        known = ", ".join([*(half.model for half in HALVES.values()), *SHAPES])
+        raise ValueError(f"unknown model {name!r}; known: {known}, and one's own as module:function")
     if num_layers is not None and (name not in SHAPES or SHAPES[name][0] == "unet"):
         raise ValueError(f"--num-layers {num_layers}: {name} has the layers it has; leave the option out")
     if name not in SHAPES:
@@ -127,6 +168,21 @@ def model_of(name: str, batch_size: int | None = None, num_layers: int | None = 
     if num_layers is not None:
         options = {**options, "num_layers": num_layers}
     return built(name, builder, options, batch_size or BATCH_SIZE)
+
+
+def _of_table_1(half: Half, batch_size: int, num_layers: int | None, num_filters: int | None) -> Model:
+    """`transformer-lm` or `amoebanet-d` of a size."""
+    if num_layers is None:
+        raise ValueError(f"{half.model} comes in any size; give --num-layers L")
+    size = {"num_layers": num_layers}
+    if half.model == HALVES["amoebanet"].model:
+        if num_filters is None:
+            raise ValueError(f"{half.model} needs --num-filters, such as 208")
+        size["num_filters"] = num_filters
+    for option, number in size.items():
+        if number < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {number}: give 1 or more")
+    return built(half.model, half.model, {**half.options, **size}, batch_size)
 
 
 def built(name: str, builder: str, options: dict[str, Any], batch_size: int) -> Model:
@@ -169,25 +225,27 @@ def _own(name: str) -> Model:
             given = function()
     except Exception as error:
         raise ValueError(f"{name} failed with {type(error).__name__}: {error}; {WANTED}") from error
-    if not isinstance(given, (tuple, list)) or len(given) not in (2, 4):
+    if not isinstance(given, (tuple, list)) or len(given) not in (2, 4, 5):
         raise ValueError(f"{name} returned {_kind(given)}; {WANTED}")
     layers = _layers(given[0])
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
         raise ValueError(
             f"{name} returned layers of {_kind(given[0])}: return an nn.Sequential or a list of layers"
         )
+    if len(given) == 5 and not callable(given[4]):
+        raise ValueError(f"{name} returned {_kind(given[4])} as its fifth value; give {DIVIDES[15:]}")
     examples = {tensor.shape[0] if tensor.dim() else 0 for tensor in as_tuple(given[1])}
     if len(examples) != 1 or 0 in examples:
         raise ValueError(
             f"{name}: the inputs have {sorted(examples)} examples: give all of them the same first dimension"
         )
-    target, loss = (given[2], given[3]) if len(given) == 4 else (torch.empty(*examples, device="meta"), _mean)
+    target, loss = (given[2], given[3]) if len(given) > 2 else (torch.empty(*examples, device="meta"), _mean)
     parameters = count_parameters(nn.ModuleList(layers))
     return Model(
         name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, ties_of(layers),
         Source(
-            f"from {module} import {attribute}", attribute, has_loss=len(given) == 4,
-            is_foreign=_is_foreign(given[0]),
+            f"from {module} import {attribute}", attribute, has_loss=len(given) > 2,
+            is_foreign=_is_foreign(given[0]), divides=len(given) == 5,
         ),
     )  # fmt: skip
 

@@ -46,6 +46,7 @@ def script(model: Model, candidate: Candidate, request: Request) -> str:
         *_model(model),
         f"mesh = init_device_mesh(device.type, {tuple(size for _, size in mesh)}, "
         f"mesh_dim_names={tuple(name for name, _ in mesh)})",
+        *(_divided(model) if candidate.tp > 1 else []),
         "pipeline = Pipeline(",
         f"    layers, mesh=mesh, schedule={candidate.schedule!r}, "
         f"num_microbatches={candidate.num_microbatches},",
@@ -64,12 +65,10 @@ def script(model: Model, candidate: Candidate, request: Request) -> str:
         '        print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)',
         "pipeline.close()",
     ]
-    tensor_parallel = "\n\nThe layers are to be tensor parallel: give `Pipeline` the plan of each." * (
-        candidate.tp > 1
-    )
+    zoo_plan = candidate.tp > 1 and model.source.options is not None
     return "\n".join(
         [
-            f'"""Trains {model.name} as planned: {_words(candidate)}.{tensor_parallel}"""',
+            f'"""Trains {model.name} as planned: {_words(candidate)}."""',
             "",
             "import os",
             "",
@@ -82,6 +81,7 @@ def script(model: Model, candidate: Candidate, request: Request) -> str:
             if model.source.is_foreign
             else "from gpipe_bench.pipeline import Pipeline, start_process",
             model.source.imports,
+            *(["from gpipe_bench.models.parallel import tensor_parallel"] if zoo_plan else []),
             "",
             f"SHARE = {share}  # examples of a mini-batch that each of {candidate.replicas} replicas takes",
             f"STARTS = {starts}  # the first layer of each stage",
@@ -112,7 +112,8 @@ def _model(model: Model) -> list[str]:
             f"inputs, target = example_batch({source.called!r}, SHARE, device=device{options})",
             f"loss_fn = loss_fn({source.called!r}{options})",
         ]
-    lines = [f"layers, inputs, target, loss_fn = {source.called}()"]
+    divide = ", divide" * source.divides
+    lines = [f"layers, inputs, target, loss_fn{divide} = {source.called}()"]
     if not source.has_loss:
         lines = [
             f"layers, inputs = {source.called}()",
@@ -128,6 +129,16 @@ def _model(model: Model) -> list[str]:
         "",
         "",
         "inputs, target = tree_map(zeros, (inputs, target))",
+    ]
+
+
+def _divided(model: Model) -> list[str]:
+    """What makes the layers tensor parallel: the zoo's plan, or one's own."""
+    if model.source.options is not None:
+        return ['tensor_parallel(layers.to(device), mesh["tp"])']
+    return [
+        "layers = torch.nn.Sequential(*layers).to(device)",
+        'divide(layers, mesh["tp"])',
     ]
 
 

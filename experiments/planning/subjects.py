@@ -42,7 +42,7 @@ class OfTheZoo:
 
 @dataclass(frozen=True)
 class OneOfYours:
-    """`module:function`, which returns (layers, inputs, target, loss_fn); batches repeat its examples."""
+    """`module:function`, which returns (layers, inputs, target, loss_fn, ...); batches repeat these."""
 
     name: str
 
@@ -57,7 +57,7 @@ class OneOfYours:
 
     def _given(self) -> tuple[Any, Any, Any, Loss]:
         module, _, attribute = self.name.partition(":")
-        layers, inputs, target, loss = getattr(importlib.import_module(module), attribute)()
+        layers, inputs, target, loss, *_ = getattr(importlib.import_module(module), attribute)()
         return layers, inputs, target, loss
 
 

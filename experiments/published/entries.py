@@ -20,6 +20,7 @@ from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
 from gpipe_bench.harness.records.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.width import fill
 
 PART = "as published"
 """Of the key of a case that predicts; its other key is the model."""
@@ -91,7 +92,7 @@ def prediction_text(records: Sequence[Record]) -> str:
     parts = [_grid(record) for record in done]
     found = errors(done[0])
     if found is not None:
-        parts.append(textwrap.fill(found.sentence, 110))
+        parts.append(fill(found.sentence))
     return "\n\n".join(parts)
 
 

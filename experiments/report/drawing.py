@@ -8,11 +8,11 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.shown import Drawing, Plot
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -156,15 +156,23 @@ def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     )
 
 
+def picture(
+    *, name: str, caption: str, alt: str, draw: Callable[[], Drawing], of_timelines: bool = False
+) -> Plot:
+    """A plot of many points or bars, which is smaller as pixels, in the theme that all share."""
+    return Plot(
+        name=name, caption=caption, alt=alt, draw=draw,
+        suffixes=("png",), style=paper_style, of_timelines=of_timelines,
+    )  # fmt: skip
+
+
 def gantt_plot(name: str, title: str, data: Mapping[str, Any]) -> Plot:
     """The chart of a timeline that a record keeps."""
-    return Plot(
+    return picture(
         name=name,
         caption=title,
         alt="Gantt chart of one step; the same timeline is an interactive chart in this report.",
         draw=lambda: gantt(Timeline.from_data(data), title),
-        suffixes=("png",),
-        style=paper_style,
         of_timelines=True,
     )
 

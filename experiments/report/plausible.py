@@ -7,6 +7,7 @@ What makes a number weak, but not wrong, is said and refuses nothing.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from gpipe_bench.pipeline.plan.remat import REMAT_MODES, recomputes
 
 _SLACK = 1e-6  # relative; a median of the same samples differs by rounding alone
 _EXACT = 1e-9
+_DIFFERENCES = ("per action", "per micro-batch")
+"""Quantities that are differences of two times, over the bare layers' own: a short one may be negative."""
 _NEEDED = ("cpu_model", "python", "versions", "code_sha256")
 
 
@@ -60,7 +63,7 @@ def _of_record(record: Record, exact: dict[Any, Quantity]) -> Iterator[Remark]:
     if record.duration_s < 0:
         yield Remark("refused", f"it took {record.duration_s:g} s")
     for quantity in record.quantities:
-        text = _implausible(quantity)
+        text = _implausible(quantity, record.duration_s if record.duration_s >= 0 else math.inf)
         known = exact.get((record.identity, quantity.label))
         if not text and known is not None and not _near(quantity.value, known.value, _EXACT):
             text = f"is {quantity.value}; the committed records have {known.value}, and no machine matters"
@@ -78,15 +81,17 @@ def _of_record(record: Record, exact: dict[Any, Quantity]) -> Iterator[Remark]:
         yield Remark("note", f"{record.status}: {record.reason}")
 
 
-def _implausible(quantity: Quantity) -> str:
-    """Why the number can't be what it says, or nothing."""
+def _implausible(quantity: Quantity, duration_s: float) -> str:
+    """Why the number can't be what it says in a case that took so long, or nothing."""
     value, samples = quantity.value, quantity.samples
     kind = UNITS[quantity.unit][0] if quantity.unit in UNITS else ""
     numbers = [each for each in (value, *samples) if each is not None]
     if kind in ("time", "memory", "parameters", "throughput", "bandwidth") and any(n < 0 for n in numbers):
-        if quantity.provenance == "measured" and kind == "time" and quantity.low is not None:
-            return ""  # a difference of two times may be
-        return "is negative"
+        return "" if quantity.name.startswith(_DIFFERENCES) else "is negative"
+    if kind == "time" and quantity.provenance == "measured":
+        longest_s = max(map(abs, numbers), default=0.0) * UNITS[quantity.unit][1]
+        if longest_s > duration_s * (1 + _SLACK):
+            return f"took {longest_s:g} s, and the whole case {duration_s:g} s"
     if value is None or not samples or quantity.provenance != "measured" or quantity.low is None:
         return ""
     middle = statistics.median(samples)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
-from gpipe_bench.experiments.report.drawing import COLORS, legend, paper_style, without_frame
+from gpipe_bench.experiments.report.drawing import COLORS, legend, picture, without_frame
 from gpipe_bench.experiments.schedules import at_costs
 from gpipe_bench.experiments.schedules.beside import side_by_side
 from gpipe_bench.experiments.schedules.grid import CHART_WORKERS, GRID, REMATS, WITHOUT_NAIVE
@@ -49,9 +49,8 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     plots = []
     if chart_record(records) is not None:
         plots.append(
-            Plot(
+            picture(
                 name="schedules-charts",
-                suffixes=("png",),
                 caption=(
                     f"All schedules on {CHART_WORKERS} workers with {2 * CHART_WORKERS} micro-batches, "
                     "replayed at equal costs"
@@ -61,35 +60,30 @@ def figures(records: Sequence[Record]) -> list[Plot]:
                     "recomputed at the right; zero bubble in a V leaves the least white."
                 ),
                 draw=partial(_charts, records),
-                style=paper_style,
             )
         )
     if panels(records):
         plots.append(
-            Plot(
+            picture(
                 name="schedules-frontier",
-                suffixes=("png",),
                 caption="Memory of the fullest worker against the time of a step",
                 alt=(
                     "A point for each schedule, kept and recomputed; a line joins those that no other beats "
                     "in both time and memory."
                 ),
                 draw=partial(_frontiers, records),
-                style=paper_style,
             )
         )
     if timed(records):
         plots.append(
-            Plot(
+            picture(
                 name="schedules-side-by-side",
-                suffixes=("png",),
                 caption="Steps on two processes over those of our 1F1B, ours and torch's in one run",
                 alt=(
                     "For each number of micro-batches the ratio of every schedule's step to 1F1B's; those of "
                     "zero bubble are the lowest, and ours do not lie above torch's."
                 ),
                 draw=partial(_side_by_side, records),
-                style=paper_style,
             )
         )
     return plots

@@ -12,8 +12,8 @@ from typing import Any
 
 from gpipe_bench.harness.records.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.generator import generate
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.schedules.generator import generate, most_alive_of
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.schedules.placement import vee
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -57,21 +57,8 @@ def in_slots(schedule: Schedule) -> Timeline:
 
 
 def alive_by_worker(schedule: Schedule) -> list[int]:
-    """The most graphs, of a stage and a micro-batch each, that each worker holds at a time: from F, or from R
-    where the micro-batch is recomputed, to the end of the backward.
-    """
-    found = []
-    for row in schedule.actions:
-        again = {(a.stage, a.microbatch) for a in row if a.kind is Kind.R}
-        halved = {(a.stage, a.microbatch) for a in row if a.kind is Kind.W}
-        alive = most = 0
-        for action in row:
-            key = (action.stage, action.microbatch)
-            alive += action.kind is (Kind.R if key in again else Kind.F)
-            most = max(most, alive)
-            alive -= action.kind is (Kind.W if key in halved else Kind.B)
-        found.append(most)
-    return found
+    """The most graphs that each worker holds at a time."""
+    return [most_alive_of(row) for row in schedule.actions]
 
 
 def laid_out(name: str, num_workers: int, num_microbatches: int, remat: str) -> Laid:

@@ -25,6 +25,10 @@ PEERS = ("torch-gpipe", "torch-1f1b", "torchgpipe")
 SAME_SCHEDULE = {"torch-1f1b": "ours-1f1b"}
 """Who of ours is set against an engine where both ran; otherwise it is ours with GPipe's schedule."""
 MIN_ACTION_MS = 5.0
+LEAST_ROUNDS = 5
+"""With which an interval of 95 % is one. That of two rounds holds the truth every second time, that of three
+three times in four; so one engine under two names often looked like two in a smoke run.
+"""
 
 
 def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
@@ -46,7 +50,7 @@ def _block(record: Record) -> str:
     if record.status != "done" and not faulty:
         return f"{title}: {record.status}: {record.reason}"
     target = TARGETS.get((str(record.case["where"]), str(record.case["remat"]), _count(record.case)))
-    word, _ = state_of(record)
+    word, _ = _state(record)
     lines = []
     for arm in record.details["engines"]:
         if arm in faulty:
@@ -69,6 +73,17 @@ def _block(record: Record) -> str:
     return "\n".join([f"{title}\n{table}", *_among(record), _conditions(record)])
 
 
+def _state(record: Record) -> tuple[str, str]:
+    """Whether anything of the case may be judged, in words, and a sentence about it; see `state_of`."""
+    control = record.quantity("control")
+    if control is not None and len(control.samples) < LEAST_ROUNDS:
+        return "too few rounds", (
+            f"too few rounds: {len(control.samples)}, whose interval is none; from {LEAST_ROUNDS} on, as in "
+            "the profile short, engines are judged"
+        )
+    return state_of(record)
+
+
 def speed_of(record: Record, engine: str, other: str) -> Quantity | None:
     """How many times as fast an engine is as another one, whichever of the two is on record."""
     found = record.quantity(f"{engine} against {other}")
@@ -86,7 +101,7 @@ def speed_of(record: Record, engine: str, other: str) -> Quantity | None:
 def _among(record: Record) -> list[str]:
     """Each engine against every other one, and what each needs in every process."""
     engines = [arm for arm in record.details["engines"] if record.quantity(f"step of {arm}") is not None]
-    word, _ = state_of(record)
+    word, _ = _state(record)
     pairs = []
     for first, second in itertools.combinations(engines, 2):
         if (ratio := speed_of(record, first, second)) is not None:
@@ -140,7 +155,7 @@ def _conditions(record: Record) -> str:
         if quantity is not None:
             parts.append(f"{name} {measured(quantity)}")
     line = "; ".join(parts)
-    _, why = state_of(record)
+    _, why = _state(record)
     return f"{line}\n{why}" if why else line
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.report.drawing import gantt_plot, paper_style
+from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.table2.tables import TABLES, configurations, facts_of
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.records.record import Record, find
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def figures(records: Sequence[Record]) -> list[Plot]:
     """All there are records for."""
     plots = [
-        Plot(
+        picture(
             name=f"table2-throughput-{batch}",
             caption=f"Table 2: throughput over the number of micro-batches, {batch} batch",
             alt=(
@@ -27,15 +27,13 @@ def figures(records: Sequence[Record]) -> list[Plot]:
                 "relative to K=2, M=1; every number stands in the table above."
             ),
             draw=partial(_throughput, found, batch),
-            suffixes=("png",),
-            style=paper_style,
         )
         for batch in ("fixed", "fitted")
         if (found := _of_models(records, batch))
     ]
     if found := _of_models(records, "fixed"):
         plots.append(
-            Plot(
+            picture(
                 name="table2-efficiency",
                 caption="Table 2: throughput per device as a share of what balanced stages allow",
                 alt=(
@@ -43,8 +41,6 @@ def figures(records: Sequence[Record]) -> list[Plot]:
                     "falls with K."
                 ),
                 draw=partial(_efficiency, found),
-                suffixes=("png",),
-                style=paper_style,
             )
         )
         plots += _charts(found)

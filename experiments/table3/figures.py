@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.bandwidths import HIDDEN, hidden_from, slowdowns, spread_evenly
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions
-from gpipe_bench.experiments.report.drawing import paper_style
+from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.table3.tables import TABLES, stage_counts
 from gpipe_bench.harness.records.record import Record, find
 from gpipe_bench.harness.shown import Plot
@@ -38,7 +38,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     if any(machine.values()) or any(linked.values()):
         drawings["table3-this-machine"] = partial(_this_machine, machine, linked)
     return [
-        Plot(
+        picture(
             name=name,
             caption="Table 3: throughput over the bandwidth of the link",
             alt=(
@@ -46,8 +46,6 @@ def figures(records: Sequence[Record]) -> list[Plot]:
                 "communication stops being hidden."
             ),
             draw=draw,
-            suffixes=("png",),
-            style=paper_style,
         )
         for name, draw in drawings.items()
     ]

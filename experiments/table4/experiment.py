@@ -32,7 +32,7 @@ from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.published import cases as predictions
 from gpipe_bench.experiments.published.entries import as_published, prediction_text, timed
-from gpipe_bench.experiments.report.drawing import gantt_plot, paper_style
+from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table4.hypotheses import hypotheses
 from gpipe_bench.experiments.table4.sentences import sentences
@@ -204,7 +204,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     ]
     if not bars:
         return []
-    breakdown = Plot(
+    breakdown = picture(
         name="table4-breakdown",
         caption="Where the time of a step goes, by model and number of stages",
         alt=(
@@ -212,8 +212,6 @@ def figures(records: Sequence[Record]) -> list[Plot]:
             "communication, setup and weight update."
         ),
         draw=partial(_bars, bars),
-        suffixes=("png",),
-        style=paper_style,
     )
     return [
         breakdown,

@@ -38,7 +38,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
         os.chmod(name, 0o644)  # a temporary file is its owner's alone
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        with contextlib.suppress(FileNotFoundError):  # a signal may come when all is done already
+            os.unlink(name)
         raise
 
 

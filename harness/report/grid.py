@@ -1,13 +1,16 @@
 """A table of words: one object for every table that is printed, and the only place that lays columns out.
 
 Plain ASCII rules, no colours and no terminal control, so the same text serves a terminal, a log, a pipe and a
-page, where it stands between two markers: what is between them is made anew, the rest stays.
+page, where it stands between two markers: what is between them is made anew, the rest stays. Where a width
+is given (`width.within`) and the columns do not fit into it, each line is a card.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from gpipe_bench.harness.report.width import cards, fitted, width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +28,11 @@ class Grid:
 
     def text(self) -> str:
         """For a terminal."""
-        parts = [*([self.title, ""] if self.title else []), self._laid_out("simple"), *self.notes]
-        return "\n".join(parts)
+        found, widest = self._laid_out("simple"), width()
+        if widest is not None and max(map(len, found.split("\n"))) > widest:
+            found = cards(self.columns, self.lines)
+        title, notes = fitted(self.title), [fitted(note) for note in self.notes]
+        return "\n".join([*([title, ""] if title else []), found, *notes])
 
     def markdown(self) -> str:
         """For a markdown page: the title in bold, pipes escaped."""

@@ -17,6 +17,7 @@ from gpipe_bench.harness.judging.verdict import UNEXPLAINED, Verdict
 from gpipe_bench.harness.report.counts import ASKED, Counts, counts_of, evidence
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import ours_text, range_text, times_text
+from gpipe_bench.harness.report.width import fill, indented
 
 MOST = 3
 RULE = (
@@ -26,7 +27,6 @@ RULE = (
 )
 """How the differences that are named were chosen."""
 
-_WIDTH = 110
 _COLUMNS: tuple[Verdict, ...] = ("reproduced", "undecided", "above", "below", "identity")
 
 
@@ -110,15 +110,14 @@ def replies_text(cells: Sequence[Comparison]) -> str:
     for reply in replies_to(cells):
         lines = [f"{reply.question.upper()}: {reply.asked}", f"  {reply.counts}"]
         if reply.counts.present:
-            lines += ["", textwrap.indent(_evidence(reply).text(), "  ")]
+            with indented(2):
+                lines += ["", textwrap.indent(_evidence(reply).text(), "  ")]
         if reply.reproduced:
-            lines += ["", textwrap.fill(f"reproduced: {_reproduced(reply, {})}", _WIDTH, initial_indent="  ",
-                                        subsequent_indent="    ")]  # fmt: skip
+            lines += ["", fill(f"reproduced: {_reproduced(reply, {})}", "  ", "    ")]
         if reply.strongest:
             lines += ["", "  strongest differences:"]
             lines += [
-                textwrap.fill(text, _WIDTH, initial_indent=f"  {n}. ", subsequent_indent="     ")
-                for n, text in enumerate(_differences(reply, {}), start=1)
+                fill(text, f"  {n}. ", "     ") for n, text in enumerate(_differences(reply, {}), start=1)
             ]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)

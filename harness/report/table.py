@@ -8,7 +8,6 @@ on a page is the matter of its template.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
@@ -18,8 +17,8 @@ from gpipe_bench.harness.judging.units import show, show_interval, show_with_int
 from gpipe_bench.harness.judging.verdict import DIFFERS, JUDGED
 from gpipe_bench.harness.report.counts import counts_lines
 from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.report.width import fill
 
-_WIDTH = 110
 _ABSENT = "-"
 _DIGITS = 5
 """Significant digits of where a verdict turns: one more than a number has by itself."""
@@ -174,9 +173,7 @@ def text_table(comparisons: Sequence[Comparison]) -> str:
     """Every table of the comparisons for a terminal, then the footnotes and the totals."""
     tables = tables_of(comparisons)
     notes = [
-        textwrap.fill(
-            note, _WIDTH, initial_indent=f"[{number}] ", subsequent_indent=" " * (len(str(number)) + 3)
-        )
+        fill(note, f"[{number}] ", " " * (len(str(number)) + 3))
         for number, note in enumerate(_notes(tables), start=1)
     ]
     return _joined([_grid(table).text() for table in tables], notes, comparisons)

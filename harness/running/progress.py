@@ -5,6 +5,7 @@ Always on standard error, so that standard output holds results alone.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -15,6 +16,8 @@ from gpipe_bench.harness.experiment import Case
 from gpipe_bench.harness.records.record import Record
 
 _BAR_COLUMNS = 70
+_DOUBT = 0.1
+"""Share of all estimates for which the machine is taken to be as fast as they say."""
 
 
 class Reporter(Protocol):
@@ -30,12 +33,16 @@ class Reporter(Protocol):
 class Remaining:
     """Time left: the estimates of what is left, scaled by how right they were so far.
 
+    What was run counts for as much as it is of the whole: the first case is often a short one that loads what
+    all need, and by itself it would say that the others take a hundred times as long as they do.
+
     `jobs` cases are at work at the same time.
     """
 
     def __init__(self, cases: list[Case], jobs: int = 1) -> None:
         self._jobs = jobs
         self._left_s = sum(case.estimate_s for case in cases)
+        self._doubt_s = _DOUBT * self._left_s
         self._estimated_s = 0.0
         self._spent_s = 0.0
 
@@ -49,8 +56,10 @@ class Remaining:
     @property
     def left_s(self) -> float:
         """Seconds left."""
-        speed = self._spent_s / self._estimated_s if self._estimated_s > 0 else 1.0
-        return self._left_s * speed / self._jobs
+        if not self._estimated_s or not self._spent_s:
+            return self._left_s / self._jobs
+        trust = self._estimated_s / (self._estimated_s + self._doubt_s)
+        return self._left_s * math.pow(self._spent_s / self._estimated_s, trust) / self._jobs
 
 
 def words(seconds: float) -> str:

@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,30 @@ def held() -> Iterator[None]:
     finally:
         stop.held = False
     stop.raise_once()
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Inside, a process may be started: until it calls `started` it is not reached by a keyboard's interrupt,
+    which goes to all processes of a terminal and would find it in the middle of an import. Its mask of
+    signals is the calling thread's, for which the interrupt waits meanwhile.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # which lets interrupts through again once it has started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def started(handler: Any = signal.SIG_DFL) -> None:
+    """In the new process: an interrupt is handled so from here on, also one that has come meanwhile."""
+    signal.signal(signal.SIGINT, handler)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def number_of(interrupt: KeyboardInterrupt) -> int:

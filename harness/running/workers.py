@@ -30,6 +30,7 @@ from gpipe_bench.harness.records.codec import decode, encode
 from gpipe_bench.harness.records.environment import usable_cores
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.running.execution import execute
+from gpipe_bench.harness.running.stopping import started, starting
 
 STOP_S = 0.8  # until processes that were asked to end are killed; a run that was told to end has two seconds
 MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
@@ -121,7 +122,8 @@ class Workers(Here):
         if self._forked is not None:
             process = self._forked.context.Process(target=_serve, args=arguments)
             try:
-                process.start()
+                with starting():
+                    process.start()
             except (
                 EOFError,
                 OSError,
@@ -129,7 +131,8 @@ class Workers(Here):
                 process = None
         if process is None:
             process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
-            process.start()
+            with starting():
+                process.start()
         theirs.close()
         return process, ours
 
@@ -173,7 +176,7 @@ def _failing(experiment: Experiment, exitcode: int | None) -> Experiment:
 
 def _serve(connection: Connection, experiment: Experiment, options: RunOptions, command: str) -> None:
     """What a process does: cases in, records out, until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the keyboard it is meant for the run, which ends us
+    started(signal.SIG_IGN)  # at the keyboard it is meant for the run, which ends us
     if hasattr(os, "setsid"):
         os.setsid()  # and so it is for whatever a case starts
     os.dup2(2, 1)  # standard output is for the run's results

@@ -143,6 +143,9 @@ class Trace(fx.Tracer):
             result = super().call_module(m, forward, args, kwargs)
             self._check(m, before, drawn)
         except Exception:
+            # Whatever it is: stand-ins go through somebody else's forward, which may raise anything about
+            # them (a branch, a length, an assertion, its own checks). Such a module is called as it stands,
+            # and what is really wrong with it shows when it runs.
             if self.opened is not None:
                 raise
             for node in reversed(self.graph.nodes):  # forget the attempt

@@ -57,10 +57,7 @@ class Bucket:
     takes_s: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ready <= 1:
-            raise ValueError(f"a bucket is ready after {self.ready} of the last backward; give 0 to 1")
-        if not self.takes_s >= 0:
-            raise ValueError(f"a bucket takes {self.takes_s} s; give seconds, 0 or more")
+        _check("a bucket is ready", self.ready, "last backward", self.takes_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +76,15 @@ class Gather:
     takes_s: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.needed <= 1:
-            raise ValueError(f"a gather is needed after {self.needed} of the first forward; give 0 to 1")
-        if not self.takes_s >= 0:
-            raise ValueError(f"a gather takes {self.takes_s} s; give seconds, 0 or more")
+        _check("a gather is needed", self.needed, "first forward", self.takes_s)
+
+
+def _check(what: str, share: float, action: str, takes_s: float) -> None:
+    """`what` says of whom, and what it is after that share of the action: "a bucket is ready"."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"{what} after {share} of the {action}; give 0 to 1")
+    if not takes_s >= 0:
+        raise ValueError(f"{what.partition(' is ')[0]} takes {takes_s} s; give seconds, 0 or more")
 
 
 def data_parallel(

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def launch(
             name for name in _FATAL if signal.getsignal(getattr(signal, name)) is signal.SIG_DFL
         ),
     )
-    with _ended_by_signals():
+    with _ended_by_signals(), _interrupts_kept_from_starts():
         results = elastic_launch(config, _run)(function, threads, pin, device, *arguments)
     return [results[rank] for rank in range(num_processes)]
 
@@ -141,10 +142,31 @@ def _ended_by_signals() -> Iterator[None]:
             signal.raise_signal(received)
 
 
+@contextmanager
+def _interrupts_kept_from_starts() -> Iterator[None]:
+    """A keyboard's interrupt goes to all processes of a terminal. One that is just starting would say so with
+    a traceback out of the middle of an import; so it inherits this thread's mask, until `_run` lifts it. The
+    interrupt itself reaches a thread that does nothing else, and by that Python's handler, in this one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    resource_tracker.ensure_running()  # which lets interrupts through again once it has started
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True, name="interrupts").start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+
+
 @record
 def _run(function: Callable[..., Any], threads: int, pin: bool, device: str, *arguments: Any) -> Any:
     # A Python handler would wait for an operation that waits for another process. It is also what the system
     # sends when the launcher is gone.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with start_process(threads=threads, pin=pin, device=device):
         return function(*arguments)

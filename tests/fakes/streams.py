@@ -27,69 +27,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fakes.happens_before import HOST, Buffer, Fault, History, Kind, Mark
+from fakes.calls import TYPE, Calls, Kernels, address_of, copy_of
+from fakes.happens_before import HOST, Buffer, Fault, History, Kind
+from fakes.queues import FakeEvent, FakeStream
 from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.memory.tracker import tensors_in
 from gpipe_bench.pipeline.plan.schedule import Action
 
-TYPE = "privateuseone"
-_DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def fake_devices(number: int) -> list[torch.device]:
     """The first devices of the pretended accelerator."""
     return [torch.device(TYPE, index) for index in range(number)]
-
-
-class FakeStream:
-    """A queue of a pretended device."""
-
-    def __init__(self, accelerator: FakeAccelerator, device: torch.device, number: int) -> None:
-        self._accelerator, self.device = accelerator, device
-        self.name = f"{device.index}:{number}" if number else f"{device.index}:compute"
-
-    def wait_event(self, event: FakeEvent) -> None:
-        if event.mark is not None:
-            self._accelerator.history.wait(self.name, event.mark)
-
-    def wait_stream(self, stream: FakeStream) -> None:
-        self._accelerator.history.wait(self.name, self._accelerator.history.mark(stream.name))
-
-    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        event = FakeEvent(self._accelerator) if event is None else event
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        history = self._accelerator.history
-        history.host_wait([history.mark(self.name)], f"Stream.synchronize of {self.name}")
-
-
-class FakeEvent:
-    """A mark in a fake stream; times are those of the simulation, a unit taken for a millisecond."""
-
-    def __init__(self, accelerator: FakeAccelerator) -> None:
-        self._accelerator = accelerator
-        self.mark: Mark | None = None
-
-    def record(self, stream: FakeStream) -> None:
-        self.mark = self._accelerator.history.mark(stream.name)
-
-    def wait(self, stream: FakeStream) -> None:
-        stream.wait_event(self)
-
-    def synchronize(self) -> None:
-        if self.mark is not None:
-            self._accelerator.history.host_wait([self.mark], "Event.synchronize")
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        assert self.mark is not None, "elapsed_time of an event that was not recorded"
-        assert end.mark is not None, "elapsed_time up to an event that was not recorded"
-        return end.mark.time - self.mark.time
 
 
 class FakeAccelerator:
@@ -121,8 +71,8 @@ class FakeAccelerator:
             for name in devices.__all__:
                 if hasattr(self, name):
                     patch.setattr(devices, name, getattr(self, name))
-            modes.enter_context(_Kernels(self))
-            modes.enter_context(_Calls(self))
+            modes.enter_context(Kernels(self))
+            modes.enter_context(Calls(self))
             yield self
             self._references.clear()  # what lives on is nobody's concern any more
 
@@ -180,15 +130,15 @@ class FakeAccelerator:
         return FakeEvent(self)
 
     def record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
-        entry = self._buffers.get(_address(tensor))
+        entry = self._buffers.get(address_of(tensor))
         if entry is not None:
             entry[1].recorded.add(stream.name)
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        if _address(tensor) in self._pinned:
+        if address_of(tensor) in self._pinned:
             return tensor
-        copy = _copy_of(tensor)
-        self._pinned.add(_address(copy))
+        copy = copy_of(tensor)
+        self._pinned.add(address_of(copy))
         self._own(copy, torch.device("cpu"), HOST)
         return copy
 
@@ -199,7 +149,7 @@ class FakeAccelerator:
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """The device that the tensor's memory pretends to be on."""
-        entry = self._buffers.get(_address(tensor))
+        entry = self._buffers.get(address_of(tensor))
         return tensor.device if entry is None else entry[0]
 
     def _own(self, tensor: Tensor, device: torch.device, home: str) -> Buffer:
@@ -229,7 +179,7 @@ class FakeAccelerator:
         if len(places) > 1:
             self.history.faults.append(Fault(Kind.DEVICES, f"{label}: {', '.join(sorted(map(str, places)))}"))
         stream = self._streams[pretended[0]]
-        new = {_address(tensor): tensor for tensor in made}
+        new = {address_of(tensor): tensor for tensor in made}
         writes = self._known(written) + [self._own(t, stream.device, stream.name) for t in new.values()]
         cost = 0.0
         if stream.name.endswith("compute"):
@@ -247,14 +197,14 @@ class FakeAccelerator:
         return self.device_of(tensor).type == TYPE
 
     def _known(self, tensors: list[Tensor]) -> list[Buffer]:
-        addresses = dict.fromkeys(_address(tensor) for tensor in tensors)
+        addresses = dict.fromkeys(address_of(tensor) for tensor in tensors)
         return [self._buffers[address][1] for address in addresses if address in self._buffers]
 
     def moved(self, tensor: Tensor, target: torch.device, *, non_blocking: bool) -> Tensor:
         """`.to(target)` between two places, at least one of them pretended, as CUDA does it."""
         source = self.device_of(tensor)
         label = f"copy from {source} to {target} of {self._where}"
-        copy = _copy_of(tensor)
+        copy = copy_of(tensor)
         kind, history = Kind.HOST_WAIT, self.history
         if source.type == TYPE and target.type == TYPE:
             runs, lands = self._streams[source], self._streams[target]
@@ -267,7 +217,7 @@ class FakeAccelerator:
         mark = history.operation(runs.name, label, reads=self._known([tensor]), writes=[written])
         if home not in (runs.name, HOST):
             history.wait(home, mark)
-        if source.type != TYPE and _address(tensor) not in self._pinned:
+        if source.type != TYPE and address_of(tensor) not in self._pinned:
             non_blocking, kind = False, Kind.PAGEABLE
         if source.type != target.type and not non_blocking:
             history.host_wait([mark], label, kind)
@@ -279,80 +229,3 @@ class FakeAccelerator:
         buffer = self._own(tensor, device, stream.name)
         self.history.operation(stream.name, f"fill of {self._where}", writes=[buffer])
         return tensor
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    """A copy that is no kernel of anybody's."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        return tensor.clone()
-
-
-class _Kernels(TorchDispatchMode):
-    """Tells the accelerator of every operation that is no view."""
-
-    def __init__(self, accelerator: FakeAccelerator) -> None:
-        super().__init__()
-        self._accelerator = accelerator
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            given = tensors_in((args, kwargs))
-            result = func(*args, **kwargs)
-            if not given:
-                return result
-            known = {_address(tensor) for tensor in given}
-            made = [tensor for tensor in tensors_in((result,)) if _address(tensor) not in known]
-            written = []
-            for position, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[position] if position < len(args) else kwargs.get(argument.name)
-                    written += tensors_in((value,))
-            if made or written or not tensors_in((result,)):  # the last gives a number, as `.item()` does
-                self._accelerator.ran(func, given, written, made)
-            return result
-
-
-class _Calls(TorchFunctionMode):
-    """What a tensor says of its device, and what is asked for on a pretended one."""
-
-    def __init__(self, accelerator: FakeAccelerator) -> None:
-        super().__init__()
-        self._accelerator = accelerator
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func == _DEVICE_OF:
-            return self._accelerator.device_of(args[0])
-        if func is torch.Tensor.to or func is torch.Tensor.cpu:
-            return self._to(func, args, kwargs)
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == TYPE:
-            device = torch.device(kwargs["device"])
-            device = self._accelerator.current(TYPE) if device.index is None else device
-            made = func(*args, **{**kwargs, "device": "cpu"})
-            return self._accelerator.made_on(made, device)
-        return func(*args, **kwargs)
-
-    def _to(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        tensor, *options = args
-        kwargs = dict(kwargs)
-        copied = kwargs.pop("copy", False)
-        source = self._accelerator.device_of(tensor)
-        device, dtype, non_blocking, layout = torch.device("cpu"), None, False, None
-        if func is torch.Tensor.to:
-            if options and isinstance(options[0], Tensor):
-                options = [self._accelerator.device_of(options[0]), options[0].dtype, *options[1:]]
-            device, dtype, non_blocking, layout = torch._C._nn._parse_to(*options, **kwargs)
-            device = source if device is None else device
-        if device.type == TYPE and device.index is None:
-            device = self._accelerator.current(TYPE)
-        if device != source:
-            tensor = self._accelerator.moved(tensor, device, non_blocking=non_blocking)
-            copied = False
-        wanted = {"dtype": dtype, "memory_format": layout}
-        wanted = {name: value for name, value in wanted.items() if value is not None}
-        return tensor.to(**wanted, copy=copied) if wanted or copied else tensor

@@ -106,7 +106,7 @@ TESTED_REASONS = (
     ),
     Mutant(
         name="graphs alive from F although recomputed",
-        file="experiments/schedules/grid.py",
+        file="pipeline/plan/schedules/generator.py",
         old="alive += action.kind is (Kind.R if key in again else Kind.F)",
         new="alive += action.kind is Kind.F",
         why="recomputation would seem to save no memory",

@@ -37,4 +37,28 @@ EXCHANGED = (
         why="an engine that takes its process with it would pass for one that is done",
         tests=("tests/test_faulty_engines.py::test_what_becomes_of_a_bad_one_is_one_line",),
     ),
+    Mutant(
+        name="a step that took longer than its case",
+        file="experiments/report/plausible.py",
+        old="if longest_s > duration_s * (1 + _SLACK):",
+        new="if False:",
+        why="seconds that nobody can have measured would be taken in as a result",
+        tests=("tests/test_travel.py::test_what_cannot_be_true_is_refused",),
+    ),
+    Mutant(
+        name="two rounds are judged",
+        file="experiments/side_by_side/peers_text.py",
+        old="if control is not None and len(control.samples) < LEAST_ROUNDS:",
+        new="if False:",
+        why="an interval of two rounds holds the truth every second time: one engine would be two",
+        tests=("tests/test_peers.py::test_nothing_is_judged_from_so_few_rounds_that_their_interval_is_none",),
+    ),
+    Mutant(
+        name="an interrupt reaches a process that is starting",
+        file="harness/running/stopping.py",
+        old="before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})",
+        new="before = signal.pthread_sigmask(signal.SIG_BLOCK, set())",
+        why="Ctrl-C would show a traceback out of the middle of an import for every process",
+        tests=("tests/test_signal_moments.py::test_an_examination[moment1]",),
+    ),
 )

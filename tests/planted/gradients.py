@@ -85,7 +85,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="accumulation over steps dropped",
-        file="pipeline/stage/stage.py",
+        file="pipeline/stage/steps.py",
         old="        self.statistics.begin()\n",
         new="""\
         self.statistics.begin()

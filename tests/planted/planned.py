@@ -82,10 +82,26 @@ PLANNED = (
     Mutant(
         name="a worker holds all of the model",
         file="experiments/planning/searching/room.py",
-        old="+ rest.optimizer_state) // self._schedule.num_workers\n",
-        new="+ rest.optimizer_state)\n",
+        old="        shared_out = self._rules.grid.tp * self._schedule.num_workers\n",
+        new="        shared_out = self._rules.grid.tp\n",
         why="grids would be left out whose cuts fit",
         tests=("tests/test_planning_search.py::test_no_cut_holds_less_than_the_least_of_its_grid",),
+    ),
+    Mutant(
+        name="every row is a line",
+        file="experiments/planning/searching/footprints.py",
+        old="            self._lines[key] = len({*map(len, ends)}) == 1 and all(\n",
+        new="            self._lines[key] = len({*map(len, ends)}) == 1 or all(\n",
+        why="what rows of layers hold would be read off a curve as if it were straight",
+        tests=("tests/test_planning_scale.py::test_a_row_that_is_no_line_is_added_up",),
+    ),
+    Mutant(
+        name="a recomputed layer takes twice as long",
+        file="experiments/planning/searching/bounds.py",
+        old="        longer_s = one.work_s + self.again * one.again_s\n",
+        new="        longer_s = one.work_s + 2 * self.again * one.again_s + one.work_s\n",
+        why="ways would be left out whose steps are shorter than their bounds",
+        tests=("tests/test_planning_scale.py::test_a_bound_is_below_every_step_and_knows_what_cannot_fit",),
     ),
     Mutant(
         name="the first way of a grid is its best",

@@ -7,7 +7,7 @@ from planted.mutant import Mutant
 TREES = (
     Mutant(
         name="constants are never new",
-        file="pipeline/ranks/distributed.py",
+        file="pipeline/ranks/exchange.py",
         old="            self._news.send(new, rank, target)\n            if new:\n",
         new="            self._news.send(False, rank, target)\n            if False:\n",
         why="a receiver would put the tensors into the tree that it knows: other keys, old numbers",

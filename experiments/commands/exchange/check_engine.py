@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.engines.examination import BROKEN, CANNOT, Row, examination, faults
+from gpipe_bench.harness.report.width import labelled
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -27,8 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
             print_line(json.dumps(asdict(row)).encode())
         print(conclusion(arguments.engine, rows), file=sys.stderr)
     else:
-        print(conclusion(arguments.engine, rows))
-        print("\n".join(lines(rows)))
+        say(conclusion(arguments.engine, rows))
+        say("\n".join(lines(rows)))
     return status(rows)
 
 
@@ -55,7 +56,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
             place = row.place
             found.append(f"\nin {place}" if row.place == "one process" else f"\nover {place}, a stage each")
         verdict = "can't:" if row.verdict == CANNOT else row.verdict
-        found.append(f"  {row.check:{width}}  {verdict:9}  {row.text}")
+        found.append(labelled(f"  {row.check:{width}}  {verdict:9}  ", row.text))
     return found
 
 

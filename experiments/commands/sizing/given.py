@@ -1,166 +1,84 @@
-"""`size` of a published shape or one's own model: the cut and what fills each stage, or what would help."""
+"""`size` of a model that is given: where it is cut, what fills each accelerator, or what would help.
+
+The question is one that `plan` asks on its way, of a grid that is one pipeline, so both have one answer: the
+cut whose fullest worker is smallest, and one sentence where that is still too much.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
-from gpipe_bench.experiments.commands.output import print_line
-from gpipe_bench.experiments.commands.sizing.schedule import describe_model, stage_table
-from gpipe_bench.experiments.commands.sizing.schedule import text as schedule_text
 from gpipe_bench.experiments.planning.models import Model, model_of
-from gpipe_bench.experiments.table1.paper_models import GIB
-from gpipe_bench.pipeline.memory.cut import StagePeaks
-from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
-from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import gpipe
-
-MOST_LAYERS = 256
-"""Of a model whose stages are searched for by their peaks; longer ones are cut by what their layers hold."""
+from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.experiments.planning.searching.shortfall import Manner, Smallest, nothing_fits, smallest
+from gpipe_bench.experiments.planning.searching.space import Space, divisors, splits
+from gpipe_bench.pipeline.plan.links import LINKS
+from gpipe_bench.pipeline.plan.remat import check_remat, from_text
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 
 
-@dataclass(frozen=True)
-class Question:
-    """A model, its stages, and what may be changed to make it fit."""
+def placed(arguments: argparse.Namespace, cap_bytes: int) -> tuple[Model, Request, Smallest]:
+    """The model that was asked for, what was asked of it, and its cut under a cap per accelerator.
 
-    model: Model
-    num_stages: int
-    num_microbatches: int
-    precision: str
-    optimizer: str
-    compiled: bool = False
-
-    def answer(self) -> Answer:
-        """The cut whose fullest stage is smallest. Every micro-batch is recomputed."""
-        profile = self.model.profile(self.num_microbatches, self.precision, compiled=self.compiled)
-        peaks = StagePeaks(
-            profile.layers, profile.loss, gpipe(self.num_stages, self.num_microbatches, "always"),
-            self.optimizer, receive_ahead=1 if self.num_stages > 1 else 0,
-        )  # fmt: skip
-        cut = None
-        if len(profile.layers) <= MOST_LAYERS:
-            cut = peaks.partition(2**62)
-        if cut is None:
-            cut = partition(peaks.floor(), self.num_stages)
-        return Answer(self, cut, tuple(peaks.memory(each.start, each.stop) for each in cut))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The stages, and what each holds at its fullest."""
-
-    question: Question
-    cut: Partition
-    stages: tuple[StageMemory, ...]
-
-    @property
-    def peak(self) -> int:
-        return max(stage.peak for stage in self.stages)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Prints where the model is cut. Raises ValueError, naming value and remedy, where it does not fit."""
-    if arguments.num_filters is not None:
-        raise ValueError(f"--num-filters {arguments.num_filters} is AmoebaNet's; leave it out")
-    model = model_of(arguments.model, arguments.batch_size, arguments.num_layers)
-    if arguments.num_stages > len(model.layers):
-        raise ValueError(
-            f"cannot cut {len(model.layers)} layers into {arguments.num_stages} stages: use at most "
-            f"{len(model.layers)}"
-        )
-    counts = [m for m in range(1, model.batch_size + 1) if model.batch_size % m == 0]
+    Without a number of micro-batches it is the smallest with which the model fits. Raises ValueError, naming
+    value and remedy, for what is no such model, cannot be cut so or does not fit.
+    """
+    model = model_of(
+        arguments.model, arguments.batch_size, arguments.num_layers, num_filters=arguments.num_filters
+    )
+    request = Request(
+        accelerators=arguments.accelerators, memory_bytes=cap_bytes,
+        batch_size=model.batch_size, link=LINKS["loopback"], optimizer=arguments.optimizer or "adam",
+        precision=arguments.precision, compiled=arguments.compiled,
+    )  # fmt: skip
+    manner = _manner(arguments, model)
+    counts = divisors(model.batch_size)
     number = arguments.num_microbatches
     if number is not None and number not in counts:
         raise ValueError(
             f"--num-microbatches {number} does not divide the mini-batch of {model.batch_size}; use one of "
             f"{', '.join(map(str, counts))}"
         )
-    optimizer = arguments.optimizer or "adam"
-    if arguments.schedule is not None:
-        _under_a_schedule(arguments, model, optimizer)
-        return
-    if arguments.remat is not None:
-        raise ValueError(f"--remat {arguments.remat} goes with --schedule; without, everything is recomputed")
-    found = Question(
-        model, arguments.num_stages, number or counts[-1], arguments.precision, optimizer, arguments.compiled
-    ).answer()
-    cap = int(arguments.cap_gib * GIB)
-    if found.peak > cap:
-        raise ValueError(_nothing_fits(found, cap, given_count=number is not None))
-    for count in () if number is not None else counts[:-1]:  # the fewest micro-batches that will do
-        fewer = replace(found.question, num_microbatches=count).answer()
-        if fewer.peak <= cap:
-            found = fewer
-            break
-    if arguments.json:
-        print_line(json.dumps(_facts(found)).encode())
-    else:
-        print(_text(found, arguments.cap_gib))
+    space = Space(
+        schedules=manner.schedules, pp=(request.accelerators,), sharded=False,
+        microbatches=None if number is None else (number,),
+    )  # fmt: skip
+    check_remat(manner.remat, _num_stages(manner, request), number or counts[-1])
+    most = _least(model, request, space, manner)
+    if most.peak > request.memory_bytes:
+        raise ValueError(nothing_fits(model, request, space, most, manner))
+    for count in () if number is not None else counts[:-1]:
+        fewer = _least(model, request, replace(space, microbatches=(count,)), manner)
+        if fewer.peak <= request.memory_bytes:
+            return model, request, fewer
+    return model, request, most
 
 
-def _under_a_schedule(arguments: argparse.Namespace, model: Model, optimizer: str) -> None:
-    if arguments.num_microbatches is None:
-        raise ValueError("--schedule needs --num-microbatches M")
-    profile = model.profile(arguments.num_microbatches, arguments.precision, split_backward=True)
-    facts = describe_model(arguments, profile, optimizer) | {"num_parameters": model.num_parameters}
-    if arguments.json:
-        print_line(json.dumps({"model": model.name, **facts}).encode())
-    else:
-        print(schedule_text(arguments, facts))
+def _manner(arguments: argparse.Namespace, model: Model) -> Manner:
+    """The schedule and what is recomputed, as far as the model and its accelerators allow."""
+    name = arguments.schedule or "gpipe"
+    remat = from_text(arguments.remat or "always")
+    if not isinstance(remat, str) and arguments.num_microbatches is None:
+        raise ValueError(f"--remat {arguments.remat} needs --num-microbatches M, whose numbers it is about")
+    if arguments.compiled and splits(name):
+        whole = ", ".join(each for each in NAMED if not splits(each))
+        raise ValueError(
+            f"--compiled with --schedule {name}: a compiled layer's backward is not split in two; choose one "
+            f"of {whole}"
+        )
+    manner = Manner((name,), remat, in_one=True)
+    stages, layers = named(name, arguments.accelerators, 1).num_stages, len(model.layers)
+    if stages > layers:
+        raise ValueError(f"cannot cut {layers} layers into {stages} stages: use at most {layers}")
+    return manner
 
 
-def _nothing_fits(found: Answer, cap: int, *, given_count: bool) -> str:
-    worst = max(range(len(found.stages)), key=lambda number: found.stages[number].peak)
-    layers, asked = found.cut[worst], found.question
-    helps = [*_remedies(asked, cap, given_count=given_count), f"--cap-gib {math.ceil(found.peak / GIB)}"]
-    return (
-        f"{asked.model.name} does not fit: the smallest peak is {found.peak / GIB:.2f} GiB, on stage {worst} "
-        f"(layers {layers.start}-{layers.stop - 1}) at {found.stages[worst].when}, with {asked.num_stages} "
-        f"stages and {asked.num_microbatches} micro-batches; the cap is {cap / GIB:g} GiB. What would do: "
-        + ", or ".join(helps)
-    )
+def _num_stages(manner: Manner, request: Request) -> int:
+    return named(manner.schedules[0], request.accelerators, 1).num_stages
 
 
-def _remedies(asked: Question, cap: int, *, given_count: bool) -> Iterator[str]:
-    """What fits when it alone is changed, as options of the command line."""
-    if given_count and replace(asked, num_microbatches=asked.model.batch_size).answer().peak <= cap:
-        yield f"--num-microbatches {asked.model.batch_size}"
-    stages, layers = 2 * asked.num_stages, len(asked.model.layers)
-    while stages <= layers:
-        if replace(asked, num_stages=stages).answer().peak <= cap:
-            yield f"--num-stages {stages}"
-            break
-        stages *= 2
-    others = {"--precision": {"precision": "bfloat16"}, "--optimizer": {"optimizer": "sgd"}}
-    for option, change in others.items():
-        changed = Question(**{**vars(asked), **change})
-        if changed != asked and changed.answer().peak <= cap:
-            yield f"{option} {next(iter(change.values()))}"
-
-
-def _facts(found: Answer) -> dict[str, object]:
-    asked = found.question
-    return {
-        "model": asked.model.name,
-        "num_parameters": asked.model.num_parameters,
-        "num_microbatches": asked.num_microbatches,
-        "batch_size": asked.model.batch_size,
-        "optimizer": asked.optimizer,
-        "layers_per_stage": [len(each) for each in found.cut],
-        "stages": [asdict(each) for each in found.stages],
-    }
-
-
-def _text(found: Answer, cap_gib: float) -> str:
-    asked = found.question
-    title = (
-        f"{asked.model.name}: {asked.model.num_parameters:,} parameters on {asked.num_stages} x "
-        f"{cap_gib:g} GiB (modelled)\n{asked.precision}, {asked.optimizer}, mini-batch "
-        f"{asked.model.batch_size} in {asked.num_microbatches} micro-batches, every one recomputed"
-        + (", layers compiled" if asked.compiled else "")
-        + (", cut by what the layers hold" if len(asked.model.layers) > MOST_LAYERS else "")
-    )
-    return stage_table(title, found.cut, found.stages)
+def _least(model: Model, request: Request, space: Space, manner: Manner) -> Smallest:
+    found = smallest(model, request, space, manner=manner)
+    assert found is not None, "one pipeline of no more stages than layers is a grid"
+    return found

@@ -1,25 +1,26 @@
 """The plan for two processes, and which of its candidates are run.
 
-All schedules that two workers can take, every number of micro-batches that divides the mini-batch, with and
-without re-materialization; each is cut by its own step. And two replicas of the whole model. The best five
-are run, and five others that lie evenly in the rest of the ranking, so that a plan that is wrong about the
-slow ones is found out, too. Only the standard library and `pipeline.plan` are imported.
+What is ranked is what the search of `plan` lays out (`planning.searching`), the function that users ask,
+where it may choose among ways that two processes can take: so errors, rank correlation and regret are those
+of its answers. It is asked for each kind of re-materialization alone, because with all the memory that there
+is it would recompute nothing. The best five are run, and five others that lie evenly in the rest of the
+ranking, so that a plan that is wrong about the slow ones is found out, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 
 from gpipe_bench.experiments.plan.rules import CHOSEN, OTHERS
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs
-from gpipe_bench.experiments.planning.predict import predict
+from gpipe_bench.experiments.planning.predict import predict, schedule_of
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import Request
-from gpipe_bench.pipeline.plan.cutting.best import best_cut
-from gpipe_bench.pipeline.plan.cutting.times import LayerTimes
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.experiments.planning.searching.search import Search
+from gpipe_bench.experiments.planning.searching.space import Space
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 
 NUM_WORKERS = 2
 WAYS = (
@@ -32,40 +33,29 @@ REPLICATED = (("1f1b", "never"), ("1f1b", "always"))
 """The same of two replicas of the whole model, which is one stage each; in 1F1B they hold the least."""
 
 
-def candidates(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Candidate]:
-    """Every way with every number of micro-batches in `numbers` that there are costs of, equal ones once."""
-    found = []
+def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Candidate]:
+    """What the search of `plan` lays out where it may choose among those ways alone, each with its best cut:
+    of as many accelerators as there are processes, with every number of micro-batches in `numbers`, of which
+    replicas have their shares, for sizes that there are costs of. Equal ones once.
+    """
+    found: list[Candidate] = []
     known = set()  # rows and cuts: with few micro-batches some schedules are the same
-    for number in numbers:
-        size, rest = divmod(request.batch_size, number)
-        if rest or size not in costs.sizes:
-            continue
-        for name, per_worker, remat in WAYS:
-            if per_worker * NUM_WORKERS > costs.num_layers:
-                continue
-            try:
-                schedule = named(name, NUM_WORKERS, number, stages_per_worker=per_worker)
-            except ValueError:  # not with so few micro-batches
-                continue
-            split = any(action.kind is Kind.W for action in schedule)
-            cut = best_cut(
-                schedule,
-                layer_times(costs, size, split=split),
-                links=(request.link,) * (schedule.num_stages - 1),
-                remats=(remat,),
-            )
-            same = None if cut is None else (schedule.actions, schedule.placement, cut.stages, remat)
-            if cut is not None and same not in known:
-                known.add(same)
-                found.append(
-                    Candidate(
-                        cut=cut.stages, schedule=name, num_microbatches=number, num_workers=NUM_WORKERS,
-                        stages_per_worker=per_worker, remat=(remat,) * schedule.num_stages,
-                    )
-                )  # fmt: skip
-    if not costs.parameter_bytes:  # nothing is known of what replicas would sum
-        return found
-    return found + replicated(costs.num_layers, request.batch_size, numbers, frozenset(costs.sizes))
+    for remat in REMAT_MODES:
+        pipelines = tuple(name for name, _, what in WAYS if what == remat)
+        replicas = tuple(name for name, what in REPLICATED if what == remat)
+        shares = tuple(sorted({number // NUM_WORKERS for number in numbers if number % NUM_WORKERS == 0}))
+        for pp, schedules, counts in ((NUM_WORKERS, pipelines, tuple(numbers)), (1, replicas, shares)):
+            if not schedules or not counts or (pp == 1 and not costs.parameter_bytes):
+                continue  # of replicas nothing is known of what they would sum
+            space = Space(schedules=schedules, microbatches=counts, pp=(pp,), remats=(remat,), sharded=False)
+            for each in Search(costs, request, space).run(kept=None):
+                candidate = each.candidate
+                schedule = schedule_of(candidate)
+                same = (schedule.actions, schedule.placement, candidate.cut, candidate.dp)
+                if same not in known:
+                    known.add(same)
+                    found.append(candidate)
+    return found
 
 
 def replicated(
@@ -87,24 +77,12 @@ def replicated(
     return found
 
 
-def layer_times(costs: Costs, size: int, *, split: bool) -> LayerTimes:
-    """The costs of one size as a search for cuts takes them."""
-    at = costs.at(size)
-    return LayerTimes(
-        forward_s=at.layers_s["G"],
-        again_s=at.layers_s["R"],
-        backward_s=at.layers_s["B"],
-        inputs_s=at.layers_s["I"] if split else (),
-        weights_s=at.layers_s["W"] if split else (),
-        activation_bytes=at.activation_bytes,
-        gradient_bytes=at.gradient_bytes,
-        update_s=costs.update_s,
-    )
-
-
 def planned(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Prediction]:
-    """Predictions of all candidates, the fastest first."""
-    found = [predict(each, costs, request, parts=False) for each in candidates(costs, request, numbers)]
+    """Predictions of all that the search lays out, the fastest first. The costs have profiles, because the
+    search asks what fits.
+    """
+    alone = replace(costs, profiles=None)  # seconds are asked of a prediction, bytes of another case
+    found = [predict(each, alone, request, parts=False) for each in searched(costs, request, numbers)]
     return sorted(found, key=lambda each: each.step_s)
 
 

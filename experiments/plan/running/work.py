@@ -23,6 +23,7 @@ from gpipe_bench.experiments.plan.running.replicas import processes_of
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.costs.measured import measured
 from gpipe_bench.experiments.planning.costs.probes import Bench, ProbeJob, probe
+from gpipe_bench.experiments.planning.costs.profiles import profiles_of
 from gpipe_bench.experiments.planning.predict import Layout, schedule_of
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import Request
@@ -78,7 +79,7 @@ def work(job: PlanJob) -> PlanResult:
     start_s = perf_counter()
     everyone = bench.everyone(probe(bench))
     probes_s = perf_counter() - start_s
-    costs = measured(everyone, job.where)
+    costs = measured(everyone, job.where, profiles_of(subject.subject))
     request = request_of(costs, subject, len(everyone))
     start_s = perf_counter()
     ranking = bench.everyone(planned(costs, request, subject.numbers) if bench.rank == 0 else None)[0]

@@ -185,6 +185,8 @@ def _numbers(value: Any) -> list[int]:
             if each.name != "trained_sizes"
             for number in _numbers(getattr(value, each.name))
         ]
+    if isinstance(value, tuple):
+        return [number for each in value for number in _numbers(each)]
     return [] if value is None else [int(value)]
 
 
@@ -202,8 +204,12 @@ def _between(first: T, last: T, step: int, steps: int, tensors: tuple[int, tuple
                 else:
                     changes[each.name] = on_the_way(one, other)
             return replace(a, **changes)
+        if isinstance(a, tuple):
+            return tuple(map(on_the_way, a, b))
         if a is None or isinstance(a, bool):
             return a
+        if isinstance(a, tuple):
+            return tuple(map(on_the_way, a, b))
         return a + (b - a) * step // steps
 
     found: T = on_the_way(first, last)

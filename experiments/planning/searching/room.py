@@ -5,7 +5,8 @@ shares out. Here each stage's footprint, each row and each answer is made once, 
 layers in a row are one content wherever they stand. Two things are only known here:
 
     tp               all that a layer holds is divided; what passes between layers is whole
-    a tied weight    one, with one gradient and one state, where one worker has all its layers
+    a tied weight    one with one state where one worker has all its layers, but a gradient of each of its
+                     uses until a step ends; where others have some, for a moment their gradient, too
 
 What a grid adds to the first forward or the last backward alone is counted at every moment of a step: a cut
 that fits here fits, and `grid_peak_bytes` says to the byte how much is left.
@@ -15,15 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import le
 
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.planning.searching.footprints import Footprints
 from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.pipeline.memory.stages.copies import with_shadows
 from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
+from gpipe_bench.pipeline.memory.stages.footprint import Footprint
 from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing
 from gpipe_bench.pipeline.memory.stages.peaks import (
-    OPTIMIZERS,
     StageMemory,
     memory_at,
     optimizer_state,
@@ -34,6 +36,7 @@ from gpipe_bench.pipeline.memory.stages.rows.searched import (
     worker_memory,
     worker_moments,
 )
+from gpipe_bench.pipeline.plan.remat import Choice, recomputes
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 
@@ -50,8 +53,9 @@ class Rules:
 class Walked:
     """The rows of one schedule, walked: the same on every grid and at every micro-batch size."""
 
-    demands: dict[tuple[int, str], tuple[Demand, ...]] = field(default_factory=dict)
-    moments: dict[tuple[int, tuple[str, ...]], tuple[WorkerMoment, ...]] = field(default_factory=dict)
+    demands: dict[tuple[int, Choice], tuple[Demand, ...]] = field(default_factory=dict)
+    moments: dict[tuple[int, tuple[Choice, ...]], tuple[WorkerMoment, ...]] = field(default_factory=dict)
+    graphs: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
 
 class Room:
@@ -68,27 +72,50 @@ class Room:
         self._ahead = 1 if schedule.num_workers > 1 else 0
         grid = rules.grid
         self._sharing = Sharing(grid.dp, grid.fsdp, grid.fsdp_level or 2)
-        copies = 2 + OPTIMIZERS[rules.optimizer].state  # of a weight: itself, its gradient, its state
-        twice = sum(tie.num_bytes * (len(tie.layers) - 1) for tie in rules.ties)
-        self._all_ties = copies * -(-twice // grid.fsdp)
+        self._all_ties = sum(self._beside(tie) for tie in rules.ties)
         self._known: dict[tuple[object, ...], StageMemory] = {}
 
-    def memory(self, worker: int, stages: tuple[range, ...], remat: Sequence[str]) -> StageMemory:
+    def memory(self, worker: int, stages: tuple[range, ...], remat: Sequence[Choice]) -> StageMemory:
         """A worker with stages of these layers at its fullest."""
         ties = self._ties(stages)
         contents = tuple(map(self._footprints.key, stages))
         key = (worker, tuple(remat), contents, stages[0].start == 0, ties)
         if key not in self._known:
-            held = [self._footprints.of(stage, self._sharing) for stage in stages]
+            held = self._once([self._footprints.of(stage, self._sharing) for stage in stages], stages, ties)
             found = self._alone(worker, held[0], remat[0]) if len(held) == 1 else None
-            self._known[key] = self._less(found or self._together(worker, held, remat), ties)
+            found = found or self._together(worker, held, remat)
+            received = max((tie.num_bytes for tie in self._rules.ties if _is_split(tie, stages)), default=0)
+            if received:
+                found = max(found, self._summing(worker, held, received), key=lambda each: each.peak)
+            self._known[key] = self._divided(found)
         return self._known[key]
 
-    def fits(self, worker: int, stages: tuple[range, ...], remat: Sequence[str], cap: int) -> bool:
+    def fits(self, worker: int, stages: tuple[range, ...], remat: Sequence[Choice], cap: int) -> bool:
         """Whether a worker has room for stages of these layers, which recompute so much."""
         held = self._between_steps()
         least = sum(held[stage.stop] - held[stage.start] for stage in stages) - self._all_ties
-        return least <= cap * self._rules.grid.tp and self.memory(worker, stages, remat).peak <= cap
+        room = cap * self._rules.grid.tp
+        if least > room or (len(stages) > 1 and self._with_graphs(worker, stages, remat) > room):
+            return False
+        return self.memory(worker, stages, remat).peak <= cap
+
+    def _with_graphs(self, worker: int, stages: tuple[range, ...], remat: Sequence[Choice]) -> int:
+        """What several stages hold at least before their gradients are made: weights, state and the graphs of
+        those that recompute nothing. It takes no walk of the row for each choice of what is recomputed.
+        """
+        held = [self._footprints.of(stage, self._sharing) for stage in stages]
+        rule = rule_of(self._rules.optimizer)
+        always = sum(each.step.parameter_bytes + optimizer_state(each.rest, rule) for each in held)
+        saved = [each.step.saved_bytes * (what == "never") for each, what in zip(held, remat, strict=True)]
+        if worker not in self._walked.graphs:
+            self._walked.graphs[worker] = most_graphs(
+                self._schedule.actions[worker], self._schedule.stages_of(worker)
+            )
+        graphs = max(
+            sum(count * size for count, size in zip(counts, saved, strict=True))
+            for counts in self._walked.graphs[worker]
+        )
+        return always + graphs - self._all_ties
 
     def least_bytes(self) -> int:
         """What the fullest worker holds between steps at least, however the model is cut: an equal share."""
@@ -99,7 +126,13 @@ class Room:
         """Weights, gradients and the optimizer's state of all layers before each one, ties counted twice."""
         return self._footprints.between_steps(self._sharing, self._rules.optimizer)
 
-    def _alone(self, worker: int, held: HeldStage, remat: str) -> StageMemory:
+    def _beside(self, tie: Tie) -> int:
+        """What of a tied weight is not there between steps, where one worker has it: all but one of each."""
+        rule = rule_of(self._rules.optimizer)
+        copies = (2 + rule.state) * self._sharing.part(tie.num_bytes) + 4 * rule.counts_steps
+        return copies * (len(tie.layers) - 1)
+
+    def _alone(self, worker: int, held: HeldStage, remat: Choice) -> StageMemory:
         key = (worker, remat)
         if key not in self._walked.demands:
             row = _with_recomputation(self._schedule, worker, (remat,))
@@ -114,7 +147,7 @@ class Room:
                 fullest = replace(other, transients=other.transients + more)
         return fullest
 
-    def _together(self, worker: int, held: Sequence[HeldStage], remat: Sequence[str]) -> StageMemory:
+    def _together(self, worker: int, held: Sequence[HeldStage], remat: Sequence[Choice]) -> StageMemory:
         key = (worker, tuple(remat))
         if key not in self._walked.moments:
             row = _with_recomputation(self._schedule, worker, remat)
@@ -130,40 +163,96 @@ class Room:
         more = max(max((*each.first, *each.last)) for each in held)
         return replace(found, transients=found.transients + more)
 
-    def _ties(self, stages: tuple[range, ...]) -> tuple[Tie, ...]:
-        """Those whose layers the worker has more than one of, with that many of them."""
-        found = []
-        for tie in self._rules.ties:
-            mine = tuple(layer for layer in tie.layers if any(layer in stage for stage in stages))
-            if len(mine) > 1:
-                found.append(replace(tie, layers=mine))
-        return tuple(found)
+    def _at_rest(self, worker: int, held: HeldStage) -> StageMemory:
+        """A stage in the optimizer's step."""
+        rule = rule_of(self._rules.optimizer)
+        return memory_at(
+            held.rest, None, rule, optimizer_state(held.rest, rule), self._schedule.num_microbatches,
+            is_first=worker == 0,
+        )  # fmt: skip
 
-    def _less(self, memory: StageMemory, ties: tuple[Tie, ...]) -> StageMemory:
-        """Without what is counted twice, and what others hold that compute the same layers."""
-        shards = self._rules.grid.fsdp
-        twice = -(-sum(tie.num_bytes * (len(tie.layers) - 1) for tie in ties) // shards)
-        state, tp = OPTIMIZERS[self._rules.optimizer].state * twice, self._rules.grid.tp
-        return replace(
-            memory,
-            parameters=-(-(memory.parameters - twice) // tp),
-            gradients=-(-max(0, memory.gradients - twice) // tp) if memory.gradients else 0,
-            optimizer_state=-(-(memory.optimizer_state - state) // tp),
-            activations=-(-memory.activations // tp),
-            transients=-(-memory.transients // tp),
+    def _summing(self, worker: int, held: Sequence[HeldStage], received: int) -> StageMemory:
+        """A worker that has the gradients of all its uses of tied weights, and one from another owner."""
+        mine = self._schedule.stages_of(worker)
+        rests = [self._at_rest(stage, each) for stage, each in zip(mine, held, strict=True)]
+        names = ("parameters", "buffers", "gradients", "optimizer_state", "boundary")
+        parts = {name: sum(getattr(rest, name) for rest in rests) for name in names}
+        parts["gradients"] += sum(each.rest.summed_gradient_bytes for each in held)
+        return StageMemory(**parts, activations=0, transients=self._sharing.part(received), when="ties")
+
+    def _ties(self, stages: tuple[range, ...]) -> tuple[Tie, ...]:
+        """Those of which the worker has a layer, with its layers alone."""
+        return tuple(
+            replace(tie, layers=mine)
+            for tie in self._rules.ties
+            if (mine := tuple(layer for layer in tie.layers if any(layer in stage for stage in stages)))
         )
 
+    def _once(
+        self, held: Sequence[HeldStage], stages: tuple[range, ...], ties: tuple[Tie, ...]
+    ) -> list[HeldStage]:
+        """The stages without the weights and states that the worker has already with an earlier layer."""
+        found = list(held)
+        for tie in ties:
+            for layer in tie.layers[1:]:
+                stage = next(index for index, each in enumerate(stages) if layer in each)
+                found[stage] = _without(found[stage], self._sharing.part(tie.num_bytes))
+        return found
 
-def _with_recomputation(schedule: Schedule, worker: int, remat: Sequence[str]) -> tuple[Action, ...]:
+    def _divided(self, memory: StageMemory) -> StageMemory:
+        """Without what others hold that compute the same layers."""
+        tp = self._rules.grid.tp
+        names = ("parameters", "gradients", "optimizer_state", "activations", "transients")
+        return replace(memory, **{name: -(-getattr(memory, name) // tp) for name in names})
+
+
+def _is_split(tie: Tie, stages: tuple[range, ...]) -> bool:
+    """Whether a worker with these stages has some of a tie's layers and another one has the others."""
+    mine = [any(layer in stage for stage in stages) for layer in tie.layers]
+    return any(mine) and not all(mine)
+
+
+def _without(held: HeldStage, num_bytes: int) -> HeldStage:
+    """A stage without one of its weights, whose gradient it has until the step's end all the same."""
+
+    def less(stage: Footprint) -> Footprint:
+        sizes = list(stage.trained_sizes)
+        if num_bytes not in sizes:  # nobody trains it
+            return replace(stage, parameter_bytes=stage.parameter_bytes - num_bytes)
+        sizes.remove(num_bytes)
+        return replace(
+            stage,
+            parameter_bytes=stage.parameter_bytes - num_bytes,
+            trained_sizes=tuple(sizes),
+            summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes,
+        )
+
+    return replace(held, step=less(held.step), rest=less(held.rest))
+
+
+def _with_recomputation(schedule: Schedule, worker: int, remat: Sequence[Choice]) -> tuple[Action, ...]:
     """The worker's row with R before each backward of what its stages recompute."""
     count = schedule.num_microbatches
-    again = {
-        stage: {"never": 0, "always": count, "except_last": count - 1}[what]
-        for stage, what in zip(schedule.stages_of(worker), remat, strict=True)
-    }
+    again = dict(zip(schedule.stages_of(worker), remat, strict=True))
     row: list[Action] = []
     for action in schedule.actions[worker]:
-        if action.kind in (Kind.B, Kind.I) and action.microbatch < again[action.stage]:
+        if action.kind in (Kind.B, Kind.I) and recomputes(again[action.stage], action.microbatch, count):
             row.append(Action(action.stage, Kind.R, action.microbatch))
         row.append(action)
     return tuple(row)
+
+
+def most_graphs(row: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """How many graphs of each of its stages a worker keeps at a time that recomputes nothing, without what
+    another moment has at least as many of.
+    """
+    counts, found = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
+    for action in row:
+        if action.kind is Kind.F:
+            counts[action.stage] += 1
+        elif action.kind is not Kind.W:
+            found.add(tuple(counts.values()))  # before anything is let go there are most
+            counts[action.stage] -= 1
+    return tuple(
+        one for one in found if not any(other != one and all(map(le, one, other)) for other in found)
+    )

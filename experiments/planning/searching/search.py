@@ -13,25 +13,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from heapq import heapify, heappop, heappush
+from math import comb, inf
 
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.links import Places, places
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.experiments.planning.searching.bounds import (
+    Equals,
+    Graphs,
+    by_memory_s,
+    by_work_s,
+    equals_of,
+    even_share,
+    graphs_of,
+)
 from gpipe_bench.experiments.planning.searching.footprints import Footprints
 from gpipe_bench.experiments.planning.searching.grids import Grid, times_on
+from gpipe_bench.experiments.planning.searching.lately import Lately
 from gpipe_bench.experiments.planning.searching.room import Room, Rules, Walked
 from gpipe_bench.experiments.planning.searching.space import Space, Way, ways
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.plan.cutting.best import EFFORT, Cut, best_cut
-from gpipe_bench.pipeline.plan.cutting.times import LayerTimes
+from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
+from gpipe_bench.pipeline.plan.cutting.times import LayerTimes, StageTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
 
 KEPT = 8
 """Ways that are kept; those that are printed are fewer."""
+FEW_CUTS = 100_000
+"""Cuts of a way that is not large."""
 FIRST_EFFORT = 30_000
 """Actions to lay out for a cut before it is known whether its way is among the best."""
 
@@ -73,41 +87,85 @@ class Search:
     progress: Callable[[int, int], None] = lambda done, total: None
     tried: int = 0
     skipped: int = 0  # whose bounds were too high
+    _number: int = 0  # of all ways
     _footprints: dict[tuple[int, bool], Footprints] = field(default_factory=dict, repr=False)
+    _placements: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict, repr=False)
+    _places: dict[tuple[object, ...], Places] = field(default_factory=dict, repr=False)
     _times: dict[tuple[object, ...], LayerTimes] = field(default_factory=dict, repr=False)
-    _schedules: dict[tuple[str, int, int, int], Schedule] = field(default_factory=dict, repr=False)
-    _walked: dict[tuple[str, int, int, int], Walked] = field(default_factory=dict, repr=False)
+    _schedules: Lately[Schedule] = field(default_factory=lambda: Lately[Schedule](), repr=False)
+    _quick: Lately[QuickSteps] = field(default_factory=lambda: Lately[QuickSteps](), repr=False)
+    _walked: Lately[Walked] = field(default_factory=lambda: Lately[Walked](), repr=False)
+    _even: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
+    _equals: dict[tuple[object, ...], Equals | None] = field(default_factory=dict, repr=False)
+    _graphs: dict[tuple[str, int, int, int], Graphs] = field(default_factory=dict, repr=False)
     _least: dict[Grid, int] = field(default_factory=dict, repr=False)
 
-    def run(self, kept: int = KEPT) -> tuple[Found, ...]:
-        """The best of each grid and schedule, the fastest first; none where nothing fits."""
-        all_ways = list(self._fitting_sizes(ways(self.request, self.space, self.costs.num_layers)))
-        bounds = sorted(
-            ((self.bound_s(way), index) for index, way in enumerate(all_ways)), key=lambda b: b[0]
-        )
-        best: dict[tuple[Grid, str, int], tuple[Found, Way]] = {}
+    def run(self, kept: int | None = KEPT) -> tuple[Found, ...]:
+        """The best of each grid and schedule, the fastest first, so many of them; none where nothing fits.
+
+        What is not among them has a bound above the last of them, or is slower in a first cut (`tried`).
+        With None every way that fits, whatever its step.
+        """
+        best: dict[object, tuple[Found, Way]] = {}
         limit_s = inf
-        for done, (bound_s, index) in enumerate(bounds):
-            self.progress(done, len(bounds))
+        for bound_s, way in self._in_order():
             if bound_s >= limit_s:
-                self.skipped += len(bounds) - done
                 break
-            way = all_ways[index]
-            key = (way.grid, way.schedule, way.stages_per_worker)
+            key = way if kept is None else (way.grid, way.schedule, way.stages_per_worker)
             if key in best and bound_s >= best[key][0].step_s:
-                self.skipped += 1
                 continue
             found = self.best_of(way, FIRST_EFFORT)
             self.tried += 1
             if found is not None and (key not in best or found.step_s < best[key][0].step_s):
                 best[key] = (found, way)
-                steps_s = sorted(each.step_s for each, _ in best.values())
-                limit_s = steps_s[kept - 1] if len(steps_s) >= kept else inf
+                if kept is not None and len(best) >= kept:
+                    limit_s = sorted(each.step_s for each, _ in best.values())[kept - 1]
+        self.skipped = self._number - self.tried
         leading = sorted(best.values(), key=lambda each: each[0].step_s)[:kept]
         again = [
             found if found.is_best_cut else (self.best_of(way, EFFORT) or found) for found, way in leading
         ]
         return tuple(sorted(again, key=lambda found: found.step_s))
+
+    def _in_order(self) -> Iterator[tuple[float, Way]]:
+        """Ways that may fit, each with its bound; what takes longer to know is asked of those alone whose
+        turn it would be without it. Large ways come in the order of their even steps, which are no bounds.
+        """
+        every = list(self._fitting_sizes(ways(self.request, self.space, self.costs.num_layers)))
+        self._number = len(every)
+        asks = (self.bound_s, self._even_s)
+        waiting = [(self.by_work_s(way), 0, index) for index, way in enumerate(every)]
+        heapify(waiting)
+        while waiting:
+            at_s, asked, index = heappop(waiting)
+            if asked == len(asks):
+                yield at_s, every[index]
+                continue
+            self.progress(self._number - len(waiting), self._number)
+            at_s = max(at_s, asks[asked](every[index]))
+            if at_s < inf:
+                heappush(waiting, (at_s, asked + 1, index))
+
+    def _even_s(self, way: Way) -> float:
+        """What a way that is too large to be cut exactly takes at about least: its step with even stages and
+        messages that take no time, whatever fits. With a layer for each stage it is the step of the only cut
+        there is, and a bound; 0 of a way that is not too large.
+        """
+        stages, layers = way.num_stages, self.costs.num_layers
+        times = self.times(way, self.places(way))
+        if stages == layers:
+            takes, share = tuple(times.stage(layer, layer + 1) for layer in range(layers)), 1.0
+        elif comb(layers - 1, stages - 1) > FEW_CUTS:
+            whole = times.stage(0, layers)
+            takes = (StageTimes._make([*(each / stages for each in whole[:5]), 0.0]),) * stages
+            share = even_share(way.grid.pp, way.num_microbatches)
+        else:
+            return 0.0
+        key = (*self._rows_of(way), takes)
+        if key not in self._even:
+            steps = self._quick.of(self._rows_of(way), lambda: QuickSteps(self.schedule(way)))
+            self._even[key] = share * steps.makespan_s(takes, ["never"] * stages)
+        return self._even[key]
 
     def best_of(self, way: Way, effort: int, memory_bytes: int | None = None) -> Found | None:
         """The best cut of a way under a cap, the request's if not given; None where none fits."""
@@ -142,40 +200,65 @@ class Search:
         return Found(candidate, cut.step_s, cut.bound_s, memory)
 
     def bound_s(self, way: Way) -> float:
-        """Seconds that no cut of the way goes below.
+        """Seconds that no cut of the way goes below, infinity where none fits."""
+        least_s = self.by_work_s(way)
+        equals = self._equals_of(way, self.times(way, self.places(way)))
+        if equals is None:
+            return least_s
+        cap, remats = self.request.memory_bytes, self.space.remats
+        return by_memory_s(way, equals, self._graphs_of(way), cap, remats, least_s)
 
-        A stage begins when a micro-batch has been through all before it, and ends as long before the end, so
-        the k-th stage may take (1 - 1/M)^k of what the first one may: with one stage per worker a step takes
-        at least all the work of one micro-batch / (1 - (1 - 1/M)^K).
-        """
-        times = self.times(way, self.places(way))
-        once_s = times.least_s(0, times.num_layers)
-        count, workers = way.num_microbatches, way.grid.pp
-        even_s = max(once_s * count / workers, times.beyond_s(0))
-        if way.stages_per_worker > 1 or way.splits or count == 1:
-            return even_s
-        return max(even_s, once_s / (1 - (1 - 1 / count) ** workers))
+    def by_work_s(self, way: Way) -> float:
+        """The same whatever the memory."""
+        return by_work_s(way, self.times(way, self.places(way)))
+
+    def _equals_of(self, way: Way, times: LayerTimes) -> Equals | None:
+        key = (way.grid, way.microbatch_size, way.splits)
+        if key not in self._equals:
+            self._equals[key] = None
+            if self.costs.profiles is not None:
+                profile = self.costs.profiles(way.microbatch_size, False)
+                self._equals[key] = equals_of(profile, times, way.grid, self.request.optimizer, self.ties)
+        return self._equals[key]
+
+    def _graphs_of(self, way: Way) -> Graphs:
+        """Those of fewer micro-batches, where there are many: of more there are never fewer."""
+        few = min(way.num_microbatches, 2 * way.grid.pp)
+        key = self._rows_of(replace(way, num_microbatches=few))
+        if key not in self._graphs:
+            self._graphs[key] = graphs_of(
+                named(way.schedule, way.grid.pp, few, stages_per_worker=way.stages_per_worker)
+            )
+        return self._graphs[key]
 
     def schedule(self, way: Way) -> Schedule:
         """Its rows without recomputation."""
-        key = self._rows_of(way)
-        if key not in self._schedules:
-            self._schedules[key] = named(
+        return self._schedules.of(
+            self._rows_of(way),
+            lambda: named(
                 way.schedule, way.grid.pp, way.num_microbatches, stages_per_worker=way.stages_per_worker
-            )
-        return self._schedules[key]
+            ),
+        )
 
     @staticmethod
     def _rows_of(way: Way) -> tuple[str, int, int, int]:
         return way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches
 
     def places(self, way: Way) -> Places:
-        grid = way.grid
-        placement = [worker for _ in range(way.stages_per_worker) for worker in range(grid.pp)]
-        if way.stages_per_worker > 1:
-            small = replace(way, num_microbatches=1)
-            placement = list(self.schedule(small).placement) or placement
-        return places(self.request, pp=grid.pp, dp=grid.dp, fsdp=grid.fsdp, tp=grid.tp, placement=placement)
+        grid, per_worker = way.grid, way.stages_per_worker
+        placement = [worker for _ in range(per_worker) for worker in range(grid.pp)]
+        if per_worker > 1:
+            given = (way.schedule, grid.pp, per_worker)
+            if given not in self._placements:
+                small = named(way.schedule, grid.pp, 1, stages_per_worker=per_worker)
+                self._placements[given] = small.placement
+            placement = list(self._placements[given]) or placement
+        key = (grid, *placement)
+        if key not in self._places:
+            self._places[key] = places(
+                self.request, pp=grid.pp, dp=grid.dp, fsdp=grid.fsdp, tp=grid.tp, placement=placement
+            )
+        return self._places[key]
 
     def times(self, way: Way, near: Places) -> LayerTimes:
         key = (way.grid, way.microbatch_size, way.splits)
@@ -189,7 +272,7 @@ class Search:
             self.footprints(way.microbatch_size, way.splits),
             self.schedule(way),
             Rules(self.request.optimizer, way.grid, self.ties),
-            self._walked.setdefault(self._rows_of(way), Walked()),
+            self._walked.of(self._rows_of(way), Walked),
         )
 
     def _least_bytes(self, way: Way, room: Room) -> int:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from textwrap import fill
-
-from gpipe_bench.experiments.planning.answer import Plan
+from gpipe_bench.experiments.planning.answer import Plan, why_whole
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.harness.report.grid import Grid as Table
+from gpipe_bench.harness.report.width import fill, fitted
 from gpipe_bench.pipeline.plan.drawn.drawing import draw
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedules.known import named
 
 GIB = 2**30
-WIDTH = 110
-"""Of notes, as wide as the tables are."""
 MOST_WORKERS, MOST_MICROBATCHES = 16, 6
 """Of the schedule that is drawn: it repeats itself."""
 
 
 def text(plan: Plan) -> str:
-    """All of it."""
-    parts = [_ways(plan), _cut(plan.best), _schedule(plan.best.candidate), _frontier(plan), _how(plan)]
-    return "\n\n".join(part for part in parts if part)
+    """All of it, in the width that there is but for the script and its command, which are to be copied."""
+    parts = [_ways(plan), _cut(plan.best), _schedule(plan.best.candidate), _frontier(plan)]
+    return "\n\n".join([*(fitted(part) for part in parts if part), _how(plan)])
 
 
 def seconds(value: float) -> str:
@@ -68,17 +65,13 @@ def _ways(plan: Plan) -> str:
     )
     notes = [
         "",
-        *(
-            fill(
-                f"{what}: {where}",
-                WIDTH,
-                subsequent_indent="  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for what, where in best.provenance.items()
-        ),
+        *(fill(f"{what}: {where}", rest="  ") for what, where in best.provenance.items()),
         f"{plan.tried} ways laid out, {plan.skipped} left out whose bound was above those here",
+        *(
+            [f"none with shards of parameters (fsdp), {why}"]
+            if (why := why_whole(plan.model, request))
+            else []
+        ),
     ]
     columns = ["plan", "M", "recompute", "step", "range", "examples/s", "peak GiB", "slower"]
     return Table(title=title, columns=columns, lines=lines, notes=notes, right=frozenset({1, 5, 6, 7})).text()
@@ -145,4 +138,5 @@ def _frontier(plan: Plan) -> str:
 
 
 def _how(plan: Plan) -> str:
-    return f"to run it (--script FILE writes the script):\n\n{plan.script()}\n{plan.command()}"
+    said = fitted("to run it (--script FILE writes the script):")
+    return f"{said}\n\n{plan.script()}\n{plan.command()}"

@@ -157,9 +157,13 @@ class _Search:
             return False
         self.known.add(key)
         before = self.choices.asked
-        options = [self.choices.of(w, tuple(cut[s] for s in mine)) for w, mine in enumerate(self.homes)]
+        options = []
+        for worker, mine in enumerate(self.homes):
+            options.append(self.choices.of(worker, tuple(cut[stage] for stage in mine)))
+            if not options[-1]:
+                break
         self.left -= (50 if self.bounds is not None else _ASKING) * (self.choices.asked - before)
-        if not all(options):
+        if not options[-1]:
             return False
         takes = [self.times.stage(stage.start, stage.stop) for stage in cut]
         messages = [self.times.message(stage.start) for stage in cut[1:]]

@@ -44,6 +44,7 @@ from gpipe_bench.pipeline.plan.receiving.ring import (
     Waits,
     circle,
     end_microbatches,
+    followers_of,
     ring_of,
     slots_of_rings,
     waits_for_slots,
@@ -218,13 +219,7 @@ def _latest(
 ) -> Latest:
     """From the actions that wait for nothing to all others; there must be no circle."""
     position = {action: i for row in rows for i, action in enumerate(row)}
-    followers: dict[Node, list[Node]] = {node: [] for node in waits}
-    missing: dict[Node, int] = {}
-    for node, reasons in waits.items():
-        sources = [*reasons, *for_slots.get(node, ())]
-        missing[node] = len(sources)
-        for source, _ in sources:
-            followers[source].append(node)
+    followers, missing = followers_of(waits, for_slots)
     latest = {node: [-1] * schedule.num_workers for node in waits}
     free = [node for node, number in missing.items() if not number]
     while free:

@@ -165,8 +165,8 @@ def waits_for_slots(
     }
 
 
-def circle(waits: Waits, for_slots: Waits) -> set[RingKey]:
-    """The rings on a circle of waits, if there is one."""
+def followers_of(waits: Waits, for_slots: Waits) -> tuple[dict[Node, list[Node]], dict[Node, int]]:
+    """Who waits for each node, and for how many each of them waits."""
     followers: dict[Node, list[Node]] = {node: [] for node in waits}
     missing: dict[Node, int] = {}
     for node, reasons in waits.items():
@@ -174,6 +174,12 @@ def circle(waits: Waits, for_slots: Waits) -> set[RingKey]:
         missing[node] = len(sources)
         for source, _ in sources:
             followers[source].append(node)
+    return followers, missing
+
+
+def circle(waits: Waits, for_slots: Waits) -> set[RingKey]:
+    """The rings on a circle of waits, if there is one."""
+    followers, missing = followers_of(waits, for_slots)
     free = [node for node, number in missing.items() if not number]
     while free:
         for follower in followers[free.pop()]:

@@ -181,7 +181,9 @@ def _policies(placement: tuple[int, ...], num_workers: int, most_alive: int | No
 
 
 def most_alive_of(row: tuple[Action, ...]) -> int:
-    """Graphs that a worker holds at a time."""
+    """Graphs that a worker holds at a time, of a stage and a micro-batch each: from F, or from R where the
+    micro-batch is recomputed, to the end of the backward.
+    """
     again = {(a.stage, a.microbatch) for a in row if a.kind is Kind.R}
     halved = {(a.stage, a.microbatch) for a in row if a.kind is Kind.W}
     alive = most = 0

@@ -89,12 +89,15 @@ class Divided:
 
             check_sharded(layers, schedule, self._zero)
 
-    def divide(self, layers: Mapping[str, nn.Module]) -> None:
-        """Leaves this process its parts of the parameters of its `layers`, where it had all of them."""
+    def check_own(self, layers: Mapping[str, nn.Module]) -> None:
+        """`ValueError` for what cannot be done with the `layers` of this process."""
         if self._along_tp:
             from gpipe_bench.pipeline.ranks.mesh.divided.tensor_parallel import refuse_mixed
 
             refuse_mixed(layers)
+
+    def divide(self, layers: Mapping[str, nn.Module]) -> None:
+        """Leaves this process its parts of the parameters of its `layers`, where it had all of them."""
         if self._zero is not None:
             from gpipe_bench.pipeline.ranks.mesh.divided.sharding import shard_layers
 

@@ -1,0 +1,1 @@
+"""The options of every verb, and what several verbs read from them."""

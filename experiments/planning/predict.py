@@ -73,9 +73,10 @@ class Layout:
         self.size = candidate.microbatch_size(request.batch_size)
         self.at = costs.at(self.size)
         self.kinds = kinds_of(self.schedule)
-        self._ahead = request.device_type != MEASURED  # a CPU gathers, sums and computes in turn
+        self._ahead = request.device_type != MEASURED  # a CPU gathers and computes in turn
         self._link = pipeline_link(candidate, request)
-        self._replica_link = replica_link(candidate, request)
+        self._sums = costs.sum_link if request.link == costs.link else None  # not of another link's replicas
+        self._replica_link = self._sums or replica_link(candidate, request)
         known = {
             key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s
             for key in {(action.stage, kind) for action, kind in self.kinds.items()}
@@ -142,7 +143,7 @@ class Layout:
             found["gradient_bytes"] = [self.at.gradient_bytes[end] for end in ends]
         if candidate.replicas > 1:
             sums = [self._buckets(span) for span in candidate.cut]
-            found["reductions"] = sums if self._ahead else [_behind(each) for each in sums]
+            found["reductions"] = [_behind(each) for each in sums] if self._sums else sums
         if candidate.fsdp_level == 2:
             found["gathers"] = [
                 fetched(self._sizes(span), candidate.fsdp, self._replica_link, forward_s=self._of("G", span))

@@ -8,6 +8,7 @@ from itertools import combinations, pairwise, product
 import pytest
 from planning_models import costs_of, planned
 
+from gpipe_bench.experiments.planning.answer import plan
 from gpipe_bench.experiments.planning.links import link_named, places
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.searching.grids import Grid
@@ -227,3 +228,20 @@ def test_a_space_refuses_what_there_is_not() -> None:
         Space(schedules=("2f2b",))
     with pytest.raises(ValueError, match="unknown re-materialization 'seldom'; known: never"):
         Space(remats=("seldom",))
+
+
+def test_where_layers_are_timed_messages_and_sums_take_what_was_measured() -> None:
+    """Loopback stands for what connects this machine's processes; a link that was named is kept."""
+    model = planned("plain", 8)
+    link, slow = Link("measured", 1e-5, 1e9, source="test"), Link("sums", 1e-3, 1e4, source="test")
+    costs = replace(costs_of(model, (2, 4, 8)), link=link, sum_link=slow)
+    asked = Request(accelerators=2, memory_bytes=2**30, batch_size=8, link=LINKS["loopback"])
+    both, other = Space(sharded=False), LINKS["nvlink4"]
+    here = plan(model, asked, space=both, costs=costs)
+    assert here.request.link == link
+    assert here.best.candidate.dp == 1  # sums are dear
+    without = plan(model, asked, space=both, costs=replace(costs, sum_link=None))
+    assert without.best.candidate.dp == 2
+    named_one = plan(model, replace(asked, link=other), space=both, costs=costs)
+    assert named_one.request.link == other
+    assert named_one.best.candidate.dp == 2

@@ -75,7 +75,7 @@ class Layout:
         self.kinds = kinds_of(self.schedule)
         self._ahead = request.device_type != MEASURED  # a CPU gathers and computes in turn
         self._link = pipeline_link(candidate, request)
-        self._sums = costs.sum_link if request.link == costs.link else None  # not of another link's replicas
+        self._sums = costs.sums_beside(request.link)
         self._replica_link = self._sums or replica_link(candidate, request)
         known = {
             key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s

@@ -154,6 +154,10 @@ class Costs:
             raise ValueError(f"no costs of micro-batches of {microbatch_size}; there are those of {known}")
         return self.sizes[microbatch_size]
 
+    def sums_beside(self, link: Link) -> Link | None:
+        """The link of sums over what messages take `link` between; None unless it is the measured one."""
+        return self.sum_link if link == self.link else None
+
     def to_data(self) -> dict[str, Any]:
         """As plain data, without the profiles."""
         return {

@@ -255,9 +255,11 @@ class Search:
             placement = list(self._placements[given]) or placement
         key = (grid, *placement)
         if key not in self._places:
-            self._places[key] = places(
+            near = places(
                 self.request, pp=grid.pp, dp=grid.dp, fsdp=grid.fsdp, tp=grid.tp, placement=placement
             )
+            sums = self.costs.sums_beside(self.request.link)
+            self._places[key] = replace(near, dp=sums, fsdp=sums) if sums else near
         return self._places[key]
 
     def times(self, way: Way, near: Places) -> LayerTimes:

@@ -66,7 +66,11 @@ def _ways(plan: Plan) -> str:
     notes = [
         "",
         *(fill(f"{what}: {where}", rest="  ") for what, where in best.provenance.items()),
-        f"{plan.tried} ways laid out, {plan.skipped} left out whose bound was above those here",
+        fill(
+            f"{plan.tried} ways laid out, {plan.skipped} left out: above those here lie their bounds, or, where "
+            "there are too many cuts to try, 95 % of their step with even stages",
+            rest="  ",
+        ),
         *(
             [f"none with shards of parameters (fsdp), {why}"]
             if (why := why_whole(plan.model, request))

@@ -67,8 +67,8 @@ def _ways(plan: Plan) -> str:
         "",
         *(fill(f"{what}: {where}", rest="  ") for what, where in best.provenance.items()),
         fill(
-            f"{plan.tried} ways laid out, {plan.skipped} left out: above those here lie their bounds, or, where "
-            "there are too many cuts to try, 95 % of their step with even stages",
+            f"{plan.tried} ways laid out, {plan.skipped} left out: above those here lie their bounds, or, "
+            "where there are too many cuts to try, 95 % of their step with even stages",
             rest="  ",
         ),
         *(

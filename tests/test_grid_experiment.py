@@ -8,6 +8,7 @@ from records import record
 from gpipe_bench.experiments.grid import accelerators, machine, traffic
 from gpipe_bench.experiments.grid.experiment import EXPERIMENT
 from gpipe_bench.experiments.grid.figures import figures
+from gpipe_bench.experiments.planning.costs import sums
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.pipeline.plan.collectives import all_reduce_s
@@ -39,8 +40,8 @@ def test_every_column_of_the_sentences_is_answered() -> None:
 
 
 def test_a_link_is_that_of_which_two_sums_took_as_long() -> None:
-    link = machine.link_of((1e-3, 9e-3))
-    assert [all_reduce_s(size, 2, link) for size in machine.SUM_BYTES] == pytest.approx([1e-3, 9e-3])
+    link = sums.link_of((1e-3, 9e-3), "made up")
+    assert [all_reduce_s(size, 2, link) for size in sums.SUM_BYTES] == pytest.approx([1e-3, 9e-3])
 
 
 def test_the_replay_of_what_ran_has_the_sums_behind_what_they_cannot_hide_in() -> None:
@@ -57,7 +58,7 @@ def test_the_replay_of_what_ran_has_the_sums_behind_what_they_cannot_hide_in() -
     slow, quick = (
         machine.Ran([13.0], [each], [[[half], [half]]], 0, (0.0, 0.0)) for each in (actions_s, quick_s)
     )
-    link = machine.link_of((machine.SUM_BYTES[0] * 1e-7, machine.SUM_BYTES[1] * 1e-7))
+    link = sums.link_of((sums.SUM_BYTES[0] * 1e-7, sums.SUM_BYTES[1] * 1e-7), "made up")
     sum_s = half * 1e-7
     assert sum_s < 1
     assert machine.laid_out_s(job, [quick, slow], link) == pytest.approx(4 * 3 + 1 + sum_s)

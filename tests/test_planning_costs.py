@@ -30,6 +30,7 @@ def some() -> Costs:
         gap_s=0.01,
         step_s=0.5,
         link=Link("between processes", 1e-4, inf, source="measured"),
+        sum_link=Link("sums of two processes", 1e-4, 1e9, source="measured"),
         jitter=(((1.0, 1.1), (0.9,)),),
         low=0.9,
         high=1.2,

@@ -84,6 +84,21 @@ def test_replicas_wait_for_the_sum_of_their_gradients() -> None:
     assert two == pytest.approx(one + all_reduce_s(2000, 2, NEAR))
 
 
+def test_sums_that_processors_make_are_behind_the_backward_and_on_their_own_link() -> None:
+    """Four layers of one replica, whose buckets leave inside the backward where something else sums."""
+    link, slow = Link("measured", 0.0, 1e9, source="test"), Link("sums", 0.0, 1e3, source="test")
+    given = costs(parameter_bytes=((2**21,),) * 4, link=link)
+    whole = replace(candidate(number=2, dp=2), cut=(range(4),), num_workers=1, remat=("never",))
+    asked = request(link, 2, 8)
+    inside = predict(whole, given, asked).step_s
+    one = predict(replace(whole, dp=1), given, replace(asked, accelerators=1, batch_size=4)).step_s
+    behind = predict(whole, replace(given, sum_link=slow), asked).step_s
+    assert inside - one < 4 * all_reduce_s(2**21, 2, link)  # but for the last of them
+    assert behind - one == pytest.approx(4 * all_reduce_s(2**21, 2, slow))
+    elsewhere = replace(asked, link=NEAR)  # a link that was not measured here: nothing is known of its sums
+    assert predict(whole, replace(given, sum_link=slow), elsewhere).step_s < behind
+
+
 def test_jitter_makes_a_pipeline_wait() -> None:
     late = (((1.0, 1.0, 1.0, 2.0),), ((1.0, 1.0, 1.0, 0.0),))
     step = predict(candidate(number=4), costs(jitter=late), request())

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from gpipe_bench.experiments.planning.costs.sums import link_of
+from gpipe_bench.experiments.planning.costs.sums import sums_s as time_sums
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Scalar
@@ -37,7 +39,6 @@ NUM_STEPS = {"smoke": 3, "short": 15}
 BEFORE = 3
 MICROBATCHES = 4  # of a replica
 BUCKET_BYTES = 4 * 2**20
-SUM_BYTES = (2**16, 2**24)  # of the sums that tell what the link is
 GRIDS = ((2, 1), (1, 2))
 
 
@@ -81,7 +82,7 @@ def run(key: Mapping[str, Scalar], profile: str, seed: int) -> Outcome:
     dp, pp = int(str(key["dp"])), int(str(key["pp"]))
     job = Job(dp, pp, SIZES[size], EXAMPLES[size], NUM_STEPS[size], seed)
     found: list[Ran] = run_processes(work, dp * pp, job)
-    link = link_of(found[0].sums_s)
+    link = link_of(found[0].sums_s, "measured before the steps")
     replayed_s = laid_out_s(job, found, link)
     measured = from_samples("step", [1e3 * each for each in found[0].steps_s], "ms")
     quantities = _beside(measured, 1e3 * replayed_s)
@@ -127,14 +128,6 @@ def _beside(measured: Quantity, replayed_ms: float) -> tuple[Quantity, ...]:
     )  # fmt: skip
 
 
-def link_of(sums_s: Sequence[float]) -> Link:
-    """The link on which the ring of two takes as long as two sums did; both of its directions at a time."""
-    (small, large), (short_s, long_s) = SUM_BYTES, sums_s
-    per_byte_s = max(long_s - short_s, 1e-12) / (large - small)
-    latency_s = max(short_s - small * per_byte_s, 0.0) / 2  # two hops
-    return Link("sums of two processes", latency_s, 1 / per_byte_s, source="measured before the steps")
-
-
 def laid_out_s(job: Job, found: Sequence[Ran], link: Link) -> float:
     """The step by the replay: the median of steps, each of which is as long as its slowest pipeline's."""
     steps = zip(
@@ -176,7 +169,7 @@ def work(job: Job) -> Ran:
     pipeline = Pipeline(
         layers, mesh=mesh, num_microbatches=MICROBATCHES, remat="never", bucket_bytes=BUCKET_BYTES
     )
-    sums_s = tuple(_sum_s(num_bytes) for num_bytes in SUM_BYTES)
+    sums_s = time_sums()
     steps_s, actions_s = list[float](), list[dict[tuple[int, str, int], float]]()
     for number in range(BEFORE + job.num_steps):
         dist.barrier()
@@ -199,19 +192,3 @@ def work(job: Job) -> Ran:
         4 * share // MICROBATCHES * int(job.sizes["seq_len"]) * int(job.sizes["d_model"]),
         (sums_s[0], sums_s[1]),
     )
-
-
-def _sum_s(num_bytes: int) -> float:
-    """Median seconds of a sum over all processes."""
-    import time
-
-    import torch
-    from torch import distributed as dist
-
-    numbers, found = torch.zeros(num_bytes // 4), []
-    for _ in range(9):
-        dist.barrier()
-        start_s = time.perf_counter()
-        dist.all_reduce(numbers)
-        found.append(time.perf_counter() - start_s)
-    return median(found[2:])

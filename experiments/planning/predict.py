@@ -14,7 +14,8 @@ Of costs without jitter it is the replay itself. The bytes are those of the memo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -74,7 +75,8 @@ class Layout:
         self.kinds = kinds_of(self.schedule)
         self._ahead = request.device_type != MEASURED  # a CPU gathers and computes in turn
         self._link = pipeline_link(candidate, request)
-        self._replica_link = replica_link(candidate, request)
+        self._sums = costs.sum_link if request.link == costs.link else None  # not of another link's replicas
+        self._replica_link = self._sums or replica_link(candidate, request)
         known = {
             key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s
             for key in {(action.stage, kind) for action, kind in self.kinds.items()}
@@ -140,7 +142,8 @@ class Layout:
         if self.at.gradient_bytes:
             found["gradient_bytes"] = [self.at.gradient_bytes[end] for end in ends]
         if candidate.replicas > 1:
-            found["reductions"] = [self._buckets(span) for span in candidate.cut]
+            sums = [self._buckets(span) for span in candidate.cut]
+            found["reductions"] = [_behind(each) for each in sums] if self._sums else sums
         if candidate.fsdp_level == 2:
             found["gathers"] = [
                 fetched(self._sizes(span), candidate.fsdp, self._replica_link, forward_s=self._of("G", span))
@@ -218,6 +221,13 @@ def predict(
         parts_s=layout.parts_s(step_s) if parts else {},
         provenance=dict(costs.provenance),
     )
+
+
+def _behind(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """Sums that take the cores which compute: what leaves inside the last backward makes it longer by as much
+    as it would take behind it.
+    """
+    return tuple(replace(each, ready=1.0) for each in buckets)
 
 
 def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -101,7 +101,7 @@ PLANNED = (
         old="        longer_s = one.work_s + self.again * one.again_s\n",
         new="        longer_s = one.work_s + 2 * self.again * one.again_s + one.work_s\n",
         why="ways would be left out whose steps are shorter than their bounds",
-        tests=("tests/test_planning_scale.py::test_a_bound_is_below_every_step_and_knows_what_cannot_fit",),
+        tests=("tests/test_planning_scale.py::test_what_memory_leaves_by_hand",),
     ),
     Mutant(
         name="the first way of a grid is its best",

@@ -32,7 +32,7 @@ FIRST = " first"
 Run = tuple[tuple[float, ...], ...]
 """By process: what single actions of one step took, each over the median of its kind."""
 
-FORMAT = 1
+FORMAT = 2
 """Of a costs file; another one is refused."""
 
 
@@ -106,6 +106,7 @@ class Costs:
         gap_s: between two actions of a worker: the engine, and messages that it hands over
         step_s: of a step on the first worker, before its first action: dividing the mini-batch, agreeing
         link: between two processes as it was measured; None where nothing was
+        sum_link: of sums over processes, likewise, on processors: they take the cores that compute
         jitter: of steps that were timed, how single actions differed from their median
         low, high: factors between which all seconds may lie for what is not known
         provenance: by "layers", "links" and others: how it was found, and on what
@@ -122,6 +123,7 @@ class Costs:
     gap_s: float = 0.0
     step_s: float = 0.0
     link: Link | None = None
+    sum_link: Link | None = None
     jitter: Sequence[Run] = ()
     low: float = 1.0
     high: float = 1.0
@@ -169,14 +171,8 @@ class Costs:
             "parameter_bytes": [list(layer) for layer in self.parameter_bytes],
             "gap_s": self.gap_s,
             "step_s": self.step_s,
-            "link": None
-            if self.link is None
-            else {
-                "name": self.link.name,
-                "latency_s": self.link.latency_s,
-                "bandwidth_bytes_per_s": self.link.bandwidth_bytes_per_s,
-                "source": self.link.source,
-            },
+            "link": _link_data(self.link),
+            "sum_link": _link_data(self.sum_link),
             "jitter": [[list(process) for process in run] for run in self.jitter],
             "low": self.low,
             "high": self.high,
@@ -194,7 +190,8 @@ class Costs:
             parameter_bytes=tuple(tuple(layer) for layer in data["parameter_bytes"]),
             gap_s=data["gap_s"],
             step_s=data["step_s"],
-            link=None if data["link"] is None else Link(**data["link"]),
+            link=_link_of(data["link"]),
+            sum_link=_link_of(data["sum_link"]),
             jitter=tuple(tuple(tuple(process) for process in run) for run in data["jitter"]),
             low=data["low"],
             high=data["high"],
@@ -228,6 +225,21 @@ def _size_of(data: Mapping[str, Any]) -> SizeCosts:
         activation_bytes=tuple(data["activation_bytes"]),
         gradient_bytes=tuple(data["gradient_bytes"]),
     )
+
+
+def _link_data(link: Link | None) -> dict[str, Any] | None:
+    if link is None:
+        return None
+    return {
+        "name": link.name,
+        "latency_s": link.latency_s,
+        "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+        "source": link.source,
+    }
+
+
+def _link_of(data: Mapping[str, Any] | None) -> Link | None:
+    return None if data is None else Link(**data)
 
 
 def kinds_of(schedule: Schedule) -> dict[Action, str]:

@@ -20,6 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.planning.costs.costs import FIRST, Costs, Run, SizeCosts
+from gpipe_bench.experiments.planning.costs.sums import link_of
 from gpipe_bench.pipeline.plan.links import Link
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def measured(
         gap_s=gap_s,
         step_s=median([run.beyond_s for run in first.runs if not run.fine] or [0.0]),
         link=_link(messages, gap_s) if messages else None,
+        sum_link=link_of(first.sums_s, "measured before the layers") if first.sums_s else None,
         jitter=_jitter(found),
         provenance={"layers": timed, "links": timed if messages else "none: one process", "update": timed},
         profiles=profiles,

@@ -31,6 +31,7 @@ from torch import nn
 
 from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.experiments.planning.costs.costs import kinds_of
+from gpipe_bench.experiments.planning.costs.sums import sums_s
 from gpipe_bench.experiments.planning.subjects import Subject
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.partition import Partition, partition
@@ -98,6 +99,7 @@ class Probed(NamedTuple):
     activation_bytes: dict[int, tuple[float, ...]]
     gradient_bytes: dict[int, tuple[float, ...]]
     reference_s: float  # median over the probes
+    sums_s: tuple[float, ...] = ()  # of `SUM_BYTES` over two processes or more, where processors sum
 
 
 class Bench:
@@ -220,6 +222,7 @@ def probe(bench: Bench) -> Probed:
             time_step(each.step, layers, device=bench.device)
         probes += coarse
     settle()
+    sums = sums_s() if bench.processes > 1 and bench.device.type == "cpu" else ()
     first = bench.reference()
     raw: list[_Raw] = []
     generator = random.Random(job.seed)
@@ -244,6 +247,7 @@ def probe(bench: Bench) -> Probed:
         {size: found[0] for size, found in sizes.items()},
         {size: found[1] for size, found in sizes.items()},
         bench.reference_s,
+        sums,
     )
 
 

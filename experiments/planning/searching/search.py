@@ -156,8 +156,8 @@ class Search:
         if stages == layers:
             takes, share = tuple(times.stage(layer, layer + 1) for layer in range(layers)), 1.0
         elif comb(layers - 1, stages - 1) > FEW_CUTS:
-            whole = times.stage(0, layers)
-            takes = (StageTimes._make([*(each / stages for each in whole[:5]), 0.0]),) * stages
+            ahead, again, back, inputs, weights = (each / stages for each in times.stage(0, layers)[:5])
+            takes = (StageTimes(ahead, again, back, inputs, weights, 0.0),) * stages
             share = even_share(way.grid.pp, way.num_microbatches)
         else:
             return 0.0

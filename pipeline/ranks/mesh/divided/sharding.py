@@ -30,6 +30,7 @@ parameters are given up too, or the next training step would use the weights fro
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.ranks.mesh.divided.gathering import Gather, Holders, Scatter
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
@@ -229,4 +231,7 @@ class _Sharded:
         for parameter in self.module.parameters():  # type: ignore[attr-defined]  # every FSDPModule is one
             parameter.grad = None
         self.sums.forget()
-        self.conclude()
+        if self._state._is_root is None:  # no forward has come as far as this layer
+            return
+        with suppress(PeerError):  # of parts that were on their way; why they do not come is told already
+            self.conclude()

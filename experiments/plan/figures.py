@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.plan.at_scale import case as at_scale
@@ -33,7 +34,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
             caption="Steps that ran on two processes against their predictions, made before any of them ran",
             alt=(
                 "A panel for each model: a point for each configuration near the diagonal, filled for the "
-                "plan's best five; the grey band is an error of 12 % either way."
+                "plan's best five and square for replicas; the grey band is an error of 12 % either way."
             ),
             draw=partial(draw, found),
         )
@@ -77,13 +78,17 @@ def _panel(axes: Axes, model: str, own: Sequence[Compared]) -> None:
     )
     axes.plot(line, line, color="0.6", linewidth=0.8)
     color = COLORS[Kind.B]
-    for chosen, label in ((True, "the plan's best"), (False, "others")):
-        points = [each for each in own if each.chosen is chosen]
-        axes.plot(
-            [1e3 * each.predicted_s for each in points], [1e3 * each.measured_s for each in points],
-            linestyle="none", marker="o", markersize=5, color=color,
-            markerfacecolor=color if chosen else "white", label=label,
-        )  # fmt: skip
+    kinds = product(
+        ((True, "the plan's best"), (False, "others")), ((False, "o", ""), (True, "s", ", replicas"))
+    )
+    for (chosen, label), (replicas, marker, more) in kinds:
+        points = [each for each in own if (each.chosen, each.name.startswith("dp")) == (chosen, replicas)]
+        if points or not replicas:
+            axes.plot(
+                [1e3 * each.predicted_s for each in points], [1e3 * each.measured_s for each in points],
+                linestyle="none", marker=marker, markersize=5, color=color,
+                markerfacecolor=color if chosen else "white", label=label + more,
+            )  # fmt: skip
     axes.set(xlim=line, ylim=line, xlabel="predicted (ms)", ylabel="measured (ms)")
     title = model
     if len(own) > 1:

@@ -116,8 +116,8 @@ def test_command_lines_run(command: str, results: Path, monkeypatch: pytest.Monk
     elif (
         "amoebanet-d" in arguments
     ):  # tests/test_largest.py cuts one; this says that the words are understood
-        status, _, err = call(*arguments, "--num-stages", "0")
-        assert (status, err.partition(":")[2].split()[:2]) == (2, ["--num-stages", "0:"])
+        status, _, err = call(*arguments, "--accelerators", "0")
+        assert (status, err.partition(":")[2].split()[:2]) == (2, ["--accelerators", "0:"])
         return
     elif "--models" in arguments:  # tests/test_cli.py counts them all
         monkeypatch.setattr(zoo, "CONFIGURATIONS", zoo.CONFIGURATIONS[-1:])

@@ -18,7 +18,6 @@ from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.predict import predict, schedule_of
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import Request
-from gpipe_bench.experiments.planning.searching.search import Search
 from gpipe_bench.experiments.planning.searching.space import Space
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 
@@ -38,6 +37,8 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
     of as many accelerators as there are processes, with every number of micro-batches in `numbers`, of which
     replicas have their shares, for sizes that there are costs of. Equal ones once.
     """
+    from gpipe_bench.experiments.planning.searching.search import Search  # imports torch
+
     found: list[Candidate] = []
     known = set()  # rows and cuts: with few micro-batches some schedules are the same
     for remat in REMAT_MODES:

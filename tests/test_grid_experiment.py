@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from records import record
 
-from gpipe_bench.experiments.grid import accelerators, machine, traffic
+from gpipe_bench.experiments.grid import accelerators, machine, sums, traffic
 from gpipe_bench.experiments.grid.experiment import EXPERIMENT
 from gpipe_bench.experiments.grid.figures import figures
-from gpipe_bench.experiments.planning.costs import sums
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.pipeline.plan.collectives import all_reduce_s

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gpipe_bench.experiments.planning.costs.costs import FORMAT, Costs, SizeCosts, kinds_of
 from gpipe_bench.experiments.planning.costs.measured import measured
 from gpipe_bench.experiments.planning.costs.probes import Probed, ProbeRun, Taken
+from gpipe_bench.experiments.planning.costs.wholes import WholeRaw, WholeRun, run_of
+from gpipe_bench.pipeline.plan.collectives import all_reduce_s
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.timeline import Event
 
 
 def some() -> Costs:
     size = SizeCosts(
         layers_s={"G": (1.0, 2.0, 4.0), "B": (2.0, 4.0, 8.0), "B first": (1.5, 3.0, 6.0)},
         action_s={"G": 0.25, "B": 0.5},
+        whole_s={"G": 8.0},
         activation_bytes=(10.0, 20.0),
         gradient_bytes=(10.0, 20.0),
     )
@@ -115,6 +122,32 @@ def test_layers_and_what_an_action_costs_once_are_told_apart() -> None:
     assert costs.link is not None
     assert costs.link.latency_s == pytest.approx(0.25)  # the sender's part is in the gap
     assert "2 processes at once" in costs.provenance["layers"]
+
+
+def test_a_replica_of_the_whole_model_takes_what_one_took() -> None:
+    runs = (WholeRun(2, (("G", 9.0), ("B", 20.0)), 2.75), WholeRun(2, (("G", 11.0), ("B", 22.0)), 2.75))
+    costs = measured([probed(process)._replace(wholes=runs) for process in range(2)])
+    assert costs.at(2).seconds("G", range(4)) == pytest.approx(10.0)
+    assert costs.at(2).seconds("G", range(3)) == pytest.approx(6.5)  # a part is what its layers add up to
+    assert costs.sum_link is not None
+    # Of the sum, what every step takes beyond its actions is known already.
+    assert all_reduce_s(4 * 4, 2, costs.sum_link) == pytest.approx(2.75 - 0.75)
+    assert measured([probed(0), probed(1)]).sum_link is None
+
+
+def test_a_sum_is_what_the_last_backward_takes_more_than_the_one_before() -> None:
+    """F0 B0 F1 B1 F2 B2 of 1, 4, 1, 3, 1, 5 s, and a step of 16 s."""
+    schedule = named("1f1b", 1, 3)
+    ends = list(accumulate((1.0, 4.0, 1.0, 3.0, 1.0, 5.0)))
+    events = tuple(
+        Event(action, start, end)
+        for action, start, end in zip(schedule.actions[0], [0.0, *ends], ends, strict=False)
+    )
+    bench: Any = SimpleNamespace(reference_s=1.0, speed=lambda before, reference_s: 2.0)
+    probe: Any = SimpleNamespace(size=2, schedule=schedule)
+    found = run_of(bench, WholeRaw(0, probe, 16.0, events))
+    assert found.sum_s == (5.0 - 3.0 + 1.0) / 2  # at the speed of the reference
+    assert dict(found.actions) == {"G": 0.5, "B first": 2.0, "B": 1.5}
 
 
 def test_stages_that_are_slower_than_their_layers_make_the_layers_longer() -> None:

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.planning.costs.sums import link_of
-from gpipe_bench.experiments.planning.costs.sums import sums_s as time_sums
+from gpipe_bench.experiments.grid.sums import link_of
+from gpipe_bench.experiments.grid.sums import sums_s as time_sums
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Scalar

@@ -20,9 +20,10 @@ from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.experiments.plan.models import Planned
 from gpipe_bench.experiments.plan.running.choosing import planned, title, to_run, with_replicas
 from gpipe_bench.experiments.plan.running.replicas import processes_of
+from gpipe_bench.experiments.planning.costs.bench import Bench, ProbeJob
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.costs.measured import measured
-from gpipe_bench.experiments.planning.costs.probes import Bench, ProbeJob, probe
+from gpipe_bench.experiments.planning.costs.probes import probe
 from gpipe_bench.experiments.planning.costs.profiles import profiles_of
 from gpipe_bench.experiments.planning.predict import Layout, schedule_of
 from gpipe_bench.experiments.planning.prediction import Prediction

@@ -43,6 +43,7 @@ class SizeCosts:
     Args:
         layers_s: by kind, seconds of each layer; "B first" and "W first" where they differ
         action_s: by kind, seconds of an action whatever the number of its layers
+        whole_s: by kind, seconds of an action on a stage of all layers, where one was timed
         activation_bytes: over a cut behind each layer but the last, forward
         gradient_bytes: the same for the way back
 
@@ -52,6 +53,7 @@ class SizeCosts:
 
     layers_s: Mapping[str, Sequence[float]]
     action_s: Mapping[str, float] = field(default_factory=dict)
+    whole_s: Mapping[str, float] = field(default_factory=dict)
     activation_bytes: Sequence[float] = ()
     gradient_bytes: Sequence[float] = ()
 
@@ -59,10 +61,14 @@ class SizeCosts:
         numbers = {len(seconds) for seconds in self.layers_s.values()}
         if len(numbers) != 1 or 0 in numbers:
             raise ValueError(f"the kinds have seconds of {sorted(numbers)} layers; give all layers of each")
-        for kind in (*self.layers_s, *self.action_s):
+        for kind in (*self.layers_s, *self.action_s, *self.whole_s):
             if kind.removesuffix(FIRST) not in KINDS:
                 raise ValueError(f"kind is {kind!r}; choose one of {', '.join(KINDS)}")
-        named = {**self.layers_s, "action_s": tuple(self.action_s.values())}
+        named = {
+            **self.layers_s,
+            "action_s": tuple(self.action_s.values()),
+            "whole_s": tuple(self.whole_s.values()),
+        }
         for name in ("activation_bytes", "gradient_bytes"):
             values = named[name] = getattr(self, name)
             if values and len(values) != self.num_layers - 1:
@@ -88,6 +94,8 @@ class SizeCosts:
         ValueError for a kind that was not timed.
         """
         plain = kind.removesuffix(FIRST)
+        if len(span) == self.num_layers and kind in self.whole_s:
+            return self.whole_s[kind]
         known = kind if kind in self._sums else plain
         if known not in self._sums:
             raise ValueError(f"no seconds of {plain}; there are those of {', '.join(sorted(self._sums))}")
@@ -166,6 +174,7 @@ class Costs:
                 str(size): {
                     "layers_s": {kind: list(seconds) for kind, seconds in each.layers_s.items()},
                     "action_s": dict(each.action_s),
+                    "whole_s": dict(each.whole_s),
                     "activation_bytes": list(each.activation_bytes),
                     "gradient_bytes": list(each.gradient_bytes),
                 }
@@ -226,6 +235,7 @@ def _size_of(data: Mapping[str, Any]) -> SizeCosts:
     return SizeCosts(
         layers_s={kind: tuple(seconds) for kind, seconds in data["layers_s"].items()},
         action_s=data["action_s"],
+        whole_s=data["whole_s"],
         activation_bytes=tuple(data["activation_bytes"]),
         gradient_bytes=tuple(data["gradient_bytes"]),
     )

@@ -20,7 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.planning.costs.costs import FIRST, Costs, Run, SizeCosts
-from gpipe_bench.experiments.planning.costs.sums import link_of
+from gpipe_bench.experiments.planning.costs.wholes import whole_s
 from gpipe_bench.pipeline.plan.links import Link
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def measured(
     timed += where and f" on {where}"
     gap_s = median([gap for run in coarse for gap in run.gaps_s] or [0.0])
     messages = [each for run in coarse for each in run.messages]
+    step_s = median([run.beyond_s for run in first.runs if not run.fine] or [0.0])
     return Costs(
         sizes=sizes,
         update_s=tuple(
@@ -56,9 +57,9 @@ def measured(
         ),
         parameter_bytes=first.parameter_bytes,
         gap_s=gap_s,
-        step_s=median([run.beyond_s for run in first.runs if not run.fine] or [0.0]),
+        step_s=step_s,
         link=_link(messages, gap_s) if messages else None,
-        sum_link=link_of(first.sums_s, "measured before the layers") if first.sums_s else None,
+        sum_link=_sum_link(found, step_s),
         jitter=_jitter(found),
         provenance={"layers": timed, "links": timed if messages else "none: one process", "update": timed},
         profiles=profiles,
@@ -84,6 +85,7 @@ def _size(
     return SizeCosts(
         layers_s=layers_s,
         action_s=action_s,
+        whole_s=whole_s([run for each in found for run in each.wholes], size),
         activation_bytes=activation_bytes,
         gradient_bytes=gradient_bytes,
     )
@@ -106,6 +108,21 @@ def _medians(runs: Sequence[ProbeRun]) -> dict[str, tuple[float, ...]]:
     kinds = dict.fromkeys(kind for kind, _ in samples)
     stages = range(1 + max((stage for _, stage in samples), default=-1))
     return {kind: tuple(median(samples[kind, stage]) for stage in stages) for kind in kinds}
+
+
+def _sum_link(found: Sequence[Probed], step_s: float) -> Link | None:
+    """The link on which the ring of all processes sums this model's gradients in the time that was measured;
+    None where they were no replicas.
+    """
+    processes = len(found)
+    sums = [max(run.sum_s - step_s, 1e-9) for each in found for run in each.wholes]
+    num_bytes = sum(map(sum, found[0].parameter_bytes))
+    if not sums or not num_bytes:
+        return None
+    return Link(
+        "sums over processes", 0.0, 2 * (processes - 1) / processes * num_bytes / median(sums),
+        source="measured: the last backward of replicas, over the one before",
+    )  # fmt: skip
 
 
 def _jitter(found: Sequence[Probed]) -> tuple[Run, ...]:

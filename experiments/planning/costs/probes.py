@@ -7,6 +7,7 @@ re-materialization, and zero bubble.
     fine      in each process, every layer a stage     F, R, B; G, I, W of each layer
     coarse    over all processes, one stage in each    what an action costs beyond its layers, what lies
                                                        between actions, messages, the ends of a step
+    whole     in each process, all layers one stage    what replicas take, and the sum of their gradients
 
 Nothing is fitted to steps: seconds of a step are used for nothing but its ends. The clock of a core is not to
 be trusted: on a shared machine it may run at half its speed a minute later. So before and after each of these
@@ -17,51 +18,27 @@ reference's median speed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from math import inf
 from statistics import median
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import distributed as dist
-from torch import nn
 
 from gpipe_bench.experiments.measuring.device_timing import settle, time_step
+from gpipe_bench.experiments.planning.costs.bench import ALONE, Bench
+from gpipe_bench.experiments.planning.costs.boundaries import boundaries, messages, receives
 from gpipe_bench.experiments.planning.costs.costs import kinds_of
-from gpipe_bench.experiments.planning.costs.sums import sums_s
-from gpipe_bench.experiments.planning.subjects import Subject
-from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.experiments.planning.costs.wholes import Whole, WholeRaw, WholeRun, run_of, take, wholes
+from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, transfers
+from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Event
-from gpipe_bench.pipeline.stage.microbatch import flatten, split
 
 NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them
-ALONE = 2  # coarse stages where there is one process
-LEARNING_RATE = 1e-6
 WAYS = (("gpipe", "always"), ("zb-h1", "never"))
 """Schedule and re-materialization of the probes."""
-
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=LEARNING_RATE, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=LEARNING_RATE),
-}
-
-
-class ProbeJob(NamedTuple):
-    """What is to be found out."""
-
-    subject: Subject
-    sizes: tuple[int, ...]  # of micro-batches
-    rounds: int
-    optimizer: str = "sgd"
-    seed: int = 1811
-    device: str = "cpu"
 
 
 class Taken(NamedTuple):
@@ -99,81 +76,7 @@ class Probed(NamedTuple):
     activation_bytes: dict[int, tuple[float, ...]]
     gradient_bytes: dict[int, tuple[float, ...]]
     reference_s: float  # median over the probes
-    sums_s: tuple[float, ...] = ()  # of `SUM_BYTES` over two processes or more, where processors sum
-
-
-class Bench:
-    """The layers in this process, what trains them, and the reference."""
-
-    def __init__(self, job: ProbeJob) -> None:
-        torch.manual_seed(job.seed)  # the same weights in every process
-        self.job = job
-        self.device = devices.current(job.device)
-        layers, self.loss = job.subject.build()
-        self.layers = [layer.to(self.device) for layer in layers]
-        make = OPTIMIZERS[job.optimizer]
-        self.optimizers = [
-            make(trained) if (trained := [p for p in layer.parameters() if p.requires_grad]) else None
-            for layer in self.layers
-        ]
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.processes = dist.get_world_size() if dist.is_initialized() else 1
-        self.size = sorted(job.sizes)[len(job.sizes) // 2]
-        stages = min(ALONE, len(self.layers))
-        even = partition([1.0] * len(self.layers), stages)
-        self._reference = self.pipeline(named("gpipe", stages, 2), self.size, even)[1]
-        self.references: list[float] = []
-        self.reference_s = 0.0  # once the probes are over
-
-    def pipeline(
-        self, schedule: Schedule, size: int, cut: Partition, *, over: Mapping[str, Any] | None = None
-    ) -> tuple[Pipeline, Callable[[], object]]:
-        """A pipeline of the layers and its step, `over` a group or a mesh of processes, as `Pipeline` has
-        them; in this one alone if not given. Each replica has a mini-batch of its own.
-        """
-        number = schedule.num_microbatches
-        batch, target = self.job.subject.batch(size * number, str(self.device))
-        pipeline = Pipeline(
-            self.layers,
-            num_stages=schedule.num_stages,
-            num_microbatches=number,
-            schedule=schedule,
-            cost=[1 / len(span) for span in cut for _ in span],
-            **(over or {}),
-        )
-        if pipeline.partition != tuple(cut):
-            raise RuntimeError(f"the pipeline was cut into {pipeline.partition} and not into {tuple(cut)}")
-        return pipeline, partial(pipeline.step, batch, target, self.loss)
-
-    def reference(self) -> int:
-        """Takes the reference step, in all processes at once; its number."""
-        self.references.append(time_step(self._reference, self.layers, device=self.device))
-        return len(self.references) - 1
-
-    def speed(self, before: int, reference_s: float) -> float:
-        """How many times as long the reference took around what followed number `before`."""
-        return (self.references[before] + self.references[before + 1]) / 2 / reference_s
-
-    def update(self, layers: Sequence[int]) -> dict[int, float]:
-        """The optimizer's step of these layers, which have gradients; seconds of each."""
-        found = {}
-        for index in layers:
-            optimizer = self.optimizers[index]
-            if optimizer is not None:
-                devices.synchronize(self.device)
-                start_s = perf_counter()
-                optimizer.step()
-                devices.synchronize(self.device)
-                found[index] = perf_counter() - start_s
-        return found
-
-    def everyone(self, mine: Any) -> list[Any]:
-        """What all processes bring, in their order."""
-        if self.processes == 1:
-            return [mine]
-        found: list[Any] = [None] * self.processes
-        dist.all_gather_object(found, mine)
-        return found
+    wholes: tuple[WholeRun, ...] = ()
 
 
 class _Probe(NamedTuple):
@@ -221,18 +124,25 @@ def probe(bench: Bench) -> Probed:
         for each in (*coarse, *coarse):
             time_step(each.step, layers, device=bench.device)
         probes += coarse
+    whole = wholes(bench)
+    for replica in (*whole, *whole):
+        time_step(replica.step, layers, device=bench.device)
     settle()
-    sums = sums_s() if bench.processes > 1 and bench.device.type == "cpu" else ()
     first = bench.reference()
     raw: list[_Raw] = []
+    raw_wholes: list[WholeRaw] = []
+    everything: list[_Probe | Whole] = [*probes, *whole]
     generator = random.Random(job.seed)
     for _ in range(job.rounds):
-        for each in generator.sample(probes, len(probes)):
-            raw.append(_take(bench, each))
+        for turn in generator.sample(everything, len(everything)):
+            if isinstance(turn, _Probe):
+                raw.append(_take(bench, turn))
+            else:
+                raw_wholes.append(take(bench, turn))
             bench.reference()
     bench.reference_s = median(bench.references[first:])
-    for each in probes:
-        each.pipeline.close()
+    for turn in everything:
+        turn.pipeline.close()
     return Probed(
         tuple(_run(bench, number, each) for number, each in enumerate(raw)),
         tuple(
@@ -247,7 +157,7 @@ def probe(bench: Bench) -> Probed:
         {size: found[0] for size, found in sizes.items()},
         {size: found[1] for size, found in sizes.items()},
         bench.reference_s,
-        sums,
+        tuple(run_of(bench, each) for each in raw_wholes),
     )
 
 
@@ -296,56 +206,11 @@ def _run(bench: Bench, number: int, raw: _Raw) -> ProbeRun:
         tuple(
             (after.start_s - event.end_s) / speed
             for event, after in pairwise(raw.mine)
-            if not _receives(after.action, last)
+            if not receives(after.action, last)
         ),
         tuple(
             (num_bytes, seconds / speed)
-            for num_bytes, seconds in _messages(each.schedule, raw.whole, each.boundary_bytes)
+            for num_bytes, seconds in messages(each.schedule, raw.whole, each.boundary_bytes)
         ),
         max(0.0, raw.wall_s - (raw.mine[-1].end_s - raw.mine[0].start_s)) / speed,
     )
-
-
-def _receives(action: Action, last: int) -> bool:
-    """Whether an action waits for another stage."""
-    if action.kind is Kind.F:
-        return action.stage > 0
-    return action.kind in (Kind.B, Kind.I) and action.stage < last
-
-
-def _messages(
-    schedule: Schedule, events: Sequence[Event], boundary_bytes: Sequence[float]
-) -> list[tuple[float, float]]:
-    """Bytes and seconds of the messages whose receivers were waiting when they were sent."""
-    times = {event.action: event for event in events}
-    free_s = {
-        after: times[before].end_s for row in schedule.actions for before, after in pairwise(row)
-    }  # when the worker could have begun
-    return [
-        (
-            boundary_bytes[min(message.source.stage, message.target.stage)],
-            times[message.target].start_s - times[message.source].end_s,
-        )
-        for message in transfers(schedule)
-        if free_s.get(message.target, -inf) < times[message.source].end_s
-    ]
-
-
-def boundaries(bench: Bench, size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Bytes of one micro-batch behind each layer but the last: distinct tensors; those with a gradient."""
-    value = split(bench.job.subject.batch(size, str(bench.device))[0], 1)[0]
-    forward, back = [], []
-    was_training = [layer.training for layer in bench.layers]
-    try:
-        for layer in bench.layers:
-            layer.eval()  # must not move batch normalization's averages
-        with torch.no_grad():
-            for layer in bench.layers[:-1]:
-                value = layer(value)
-                tensors, _ = flatten(value)
-                forward.append(float(sum(tensor.nbytes for tensor in tensors)))
-                back.append(float(sum(t.nbytes for t in tensors if t.is_floating_point())))
-    finally:
-        for layer, training in zip(bench.layers, was_training, strict=True):
-            layer.train(training)
-    return tuple(forward), tuple(back)

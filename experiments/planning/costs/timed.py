@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gpipe_bench.experiments.planning.costs.bench import Bench, ProbeJob
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.costs.measured import measured
-from gpipe_bench.experiments.planning.costs.probes import Bench, Probed, ProbeJob, probe
+from gpipe_bench.experiments.planning.costs.probes import Probed, probe
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.subjects import OfTheZoo, OneOfYours, Subject

@@ -17,6 +17,7 @@ from gpipe_bench.harness.timing.usage import used_by_others
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.plan.running.work import PlanResult
+    from gpipe_bench.pipeline.plan.links import Link
 
 PART = "steps"
 NUM_PROCESSES = 2
@@ -110,12 +111,8 @@ def summary(result: PlanResult) -> dict[str, Any]:
         "plan_s": result.plan_s,
         "gap_ms": 1e3 * costs.gap_s,
         "step_ms": 1e3 * costs.step_s,
-        "link": None
-        if costs.link is None
-        else {
-            "latency_ms": 1e3 * costs.link.latency_s,
-            "bytes_per_s": _finite(costs.link.bandwidth_bytes_per_s),
-        },
+        "link": _link(costs.link),
+        "sum_link": _link(costs.sum_link),
         "update_ms": [1e3 * each for each in costs.update_s],
         "layers_ms": {
             str(size): {kind: [round(1e3 * s, 4) for s in seconds] for kind, seconds in each.layers_s.items()}
@@ -125,7 +122,17 @@ def summary(result: PlanResult) -> dict[str, Any]:
             str(size): {kind: round(1e3 * s, 4) for kind, s in each.action_s.items()}
             for size, each in costs.sizes.items()
         },
+        "whole_ms": {
+            str(size): {kind: round(1e3 * s, 4) for kind, s in each.whole_s.items()}
+            for size, each in costs.sizes.items()
+        },
     }
+
+
+def _link(link: Link | None) -> dict[str, float | None] | None:
+    if link is None:
+        return None
+    return {"latency_ms": 1e3 * link.latency_s, "bytes_per_s": _finite(link.bandwidth_bytes_per_s)}
 
 
 def _finite(value: float) -> float | None:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from torch import distributed as dist
 
 from gpipe_bench.experiments.measuring.device_timing import settle, time_step
-from gpipe_bench.experiments.planning.costs.bench import ALONE, Bench
+from gpipe_bench.experiments.planning.costs.bench import ALONE, NUM_MICROBATCHES, Bench
 from gpipe_bench.experiments.planning.costs.boundaries import boundaries, messages, receives
 from gpipe_bench.experiments.planning.costs.costs import kinds_of
 from gpipe_bench.experiments.planning.costs.wholes import Whole, WholeRaw, WholeRun, run_of, take, wholes
@@ -36,7 +36,6 @@ from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Event
 
-NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them
 WAYS = (("gpipe", "always"), ("zb-h1", "never"))
 """Schedule and re-materialization of the probes."""
 

@@ -18,14 +18,13 @@ from typing import NamedTuple
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.experiments.measuring.device_timing import time_step
-from gpipe_bench.experiments.planning.costs.bench import Bench
+from gpipe_bench.experiments.planning.costs.bench import NUM_MICROBATCHES, Bench
 from gpipe_bench.experiments.planning.costs.costs import kinds_of
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Event
 
-NUM_MICROBATCHES = 3
 WAYS = (("1f1b", "always"), ("1f1b", "never"))
 
 

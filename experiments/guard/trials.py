@@ -5,11 +5,11 @@
     python -m gpipe_bench.experiments.guard.trials --summary       # what the records say
     python -m gpipe_bench.experiments.guard.trials --write-docs    # the same, into docs/guard.md
 
-A trial is a guard run on one benchmark; the benchmarks take turns. In trials of this project both arms are
-the same commit: in those of kind "same" they are identical, in those of kind "slower" the head's engine stays
-busy for another tenth of every step. In trials of another repository (`scene`) its owner has committed since:
-nothing, or an engine that takes a tenth longer. One line of JSON per finished trial; those on record are not
-run again.
+A trial is a guard run on one benchmark, as `guard --only NAME` makes it; the benchmarks take turns. In trials
+of this project both arms are the same commit: in those of kind "same" they are identical, in those of kind
+"slower" the head's engine stays busy for another tenth of every step. In trials of another repository
+(`scene`) its owner has committed since: nothing, or an engine that takes a tenth longer. One line of JSON per
+finished trial; those on record are not run again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from gpipe_bench.experiments.guard import scene
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
-from gpipe_bench.experiments.guard.run import Finding, guard
+from gpipe_bench.experiments.guard.run import BUDGET_S, Finding, guard
 from gpipe_bench.experiments.guard.subject import repository
 from gpipe_bench.harness.guard.tree import base_tree
 from gpipe_bench.harness.places import PUBLISHED, ROOT
@@ -34,7 +34,6 @@ from gpipe_bench.harness.running.trials import Series, rate, timed
 TRIALS = {"same": 40, "slower": 20, "other repository, same": 20, "other repository, slower": 8}
 SLOW_DOWN = {"same": 0.0, "slower": 0.10, "other repository, same": 0.0, "other repository, slower": 0.10}
 ELSEWHERE = ("other repository, same", "other repository, slower")
-BUDGET_S = 120.0  # of one trial
 Which = tuple[str, int, str]  # kind, number, benchmark
 
 

@@ -86,7 +86,7 @@ def result(times: dict[str, list[float]], refused: dict[str, str] | None = None)
     return PeersResult(
         checks, refused or {}, (range(0, 3), range(3, 8)), {"0F": 0.008, "1B": 0.006},
         {"pinned_cores": "0", "threads": "1"}, times, Usage(1.0, 3.0, 2.0, 2),
-        dict.fromkeys(times, 1000),
+        dict.fromkeys(times, 3 * 2**20),
     )  # fmt: skip
 
 
@@ -221,8 +221,8 @@ def test_each_engine_is_set_against_every_other_one_with_its_interval_and_its_me
     assert set(pairs) == set(itertools.combinations(TIMES, 2))
     assert pairs["torch-gpipe", "torch-1f1b"] == ["0.700 [0.700, 0.700]", "slower"]
     assert pairs["ours", "torch-1f1b"] == ["1.050 [1.050, 1.050]", "faster"]
-    peaks = {row[0]: row[1] for row in cells if len(row) == 2 and "bytes, " in row[1]}
-    assert peaks == dict.fromkeys(TIMES, "1000 bytes, 1000 bytes")
+    peaks = {row[0]: row[1] for row in cells if len(row) == 2 and "MiB, " in row[1]}
+    assert peaks == dict.fromkeys(TIMES, "3 MiB, 3 MiB")
 
 
 @pytest.mark.parametrize(
@@ -279,3 +279,19 @@ def test_compare_and_report_show_the_runs_in_which_an_engine_took_part(tmp_path:
     assert view.text.startswith(f"--engine {USERS}\n")
     with pytest.raises(ValueError, match="no record has it"):
         build(results, figures=False, engine="nobody:Engine")
+
+
+def test_other_programs_get_every_number_though_the_paper_has_none() -> None:
+    records = Store(REFERENCE / "cpu-2-cores").load("peers").records
+    status, out, _ = call("compare", "peers", "--results", REFERENCE / "cpu-2-cores", "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert status == 0
+    assert len(lines) == sum(len(record.quantities) for record in records)
+    (ours,) = (line for line in lines if line["name"] == "step of ours" and line["case"] == records[0].case)
+    quantity = records[0].quantity("step of ours")
+    assert quantity is not None
+    assert (ours["value"], ours["low"], ours["high"]) == (quantity.value, quantity.low, quantity.high)
+    assert (ours["unit"], ours["provenance"]) == ("ms", "measured")
+    _, out, _ = call("compare", "peers", "--results", REFERENCE / "cpu-2-cores", "--markdown")
+    assert out.startswith("```text\nEngines side by side")
+    assert out.endswith("```\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -60,8 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     comparisons = _with_reasons(shown.comparisons, loaded.problems)
     if arguments.json:
-        for comparison in comparisons:
-            print_line(msgspec.json.encode(comparison))
+        for cell in comparisons or _numbers(shown.records):
+            print_line(msgspec.json.encode(cell))
+    elif arguments.markdown and not comparisons:
+        say(f"```text\n{shown.text}\n```")
     elif arguments.markdown:
         answers = replies_markdown(comparisons)
         print("\n\n".join([*([answers] if answers else []), markdown_table(comparisons)]))
@@ -71,6 +73,25 @@ def run(arguments: argparse.Namespace) -> int:
     if loaded.problems and not arguments.json:
         say(f"\n{left_out(loaded.problems, experiment.name)}")
     return exits.DONE
+
+
+def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:
+    """What was found, a number each, where the paper has none to set it against."""
+    for record in records:
+        for quantity in record.quantities:
+            yield {
+                "experiment": record.experiment,
+                "profile": record.profile,
+                "case": record.case,
+                "name": quantity.name,
+                "key": quantity.key,
+                "value": quantity.value,
+                "low": quantity.low,
+                "high": quantity.high,
+                "unit": quantity.unit,
+                "provenance": quantity.provenance,
+                "note": quantity.note,
+            }
 
 
 def _of_engine(records: Sequence[Record], experiment: Experiment, engine: str | None) -> Sequence[Record]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from gpipe_bench.experiments.side_by_side.control import Target, measured, state_of, verdict
 from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.units import show
+from gpipe_bench.harness.judging.units import convert, show
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
 from gpipe_bench.harness.report.grid import Grid
 
@@ -125,9 +125,12 @@ def _faster(record: Record, ratio: Quantity) -> str:
 
 
 def _peak(record: Record, arm: str) -> str:
-    """`1.2 MB, 0.8 MB`: of every process."""
+    """`1.20 MiB, 0.81 MiB`: of every process."""
     found = [each for each in record.quantities if each.name == f"peak memory of {arm}"]
-    return ", ".join("not seen" if each.value is None else show(each.value, each.unit, 3) for each in found)
+    return ", ".join(
+        "not seen" if each.value is None else show(convert(each.value, each.unit, "MiB"), "MiB", 3)
+        for each in found
+    )
 
 
 def title_of(case: dict[str, Scalar]) -> str:

@@ -160,38 +160,39 @@ def test_a_steady_drift_cancels_within_the_round() -> None:
     assert log_ratios(rounds, "head") == pytest.approx([0.0] * len(rounds), abs=1e-9)
 
 
-def test_no_time_left_is_inconclusive_however_clear_it_looks() -> None:
-    now = itertools.count()
-    judged, rounds = run_rounds(sampler(1, head=2.0), "a", deadline_s=6, clock_s=lambda: float(next(now)))
-    assert len(rounds) == 7  # the clock is read at the beginning; two without asking, five in time
+def run_for(rounds_in_time: float, **options: float) -> tuple[Judgement, int]:
+    """A run that has time for so many rounds, of which each takes a second."""
+    take, taken = sampler(1, **options), [0]
+
+    def sample(arm: str) -> Sample:
+        taken[0] += 1
+        return take(arm)
+
+    judged, rounds = run_rounds(sample, "a", deadline_s=rounds_in_time, clock_s=lambda: taken[0] / 6)
+    return judged, len(rounds)
+
+
+def test_before_the_first_look_it_is_inconclusive_however_clear_it_seems() -> None:
+    judged, rounds = run_for(7, head=2.0)
+    assert rounds == 7
     assert judged.head.low > THRESHOLD
     assert (judged.verdict, judged.out_of_time) == ("inconclusive", True)
+
+
+def test_where_time_ends_between_two_looks_the_next_one_is_taken_there() -> None:
+    """Noise of a quarter: 48 rounds can't tell a tenth, of which there are 130 here."""
+    judged, rounds = run_for(130, head=1.1, noise=0.25)
+    assert (judged.verdict, rounds, judged.rounds, judged.out_of_time) == ("regression", 130, 130, False)
+    assert judged.confidence == LOOKS[2].confidence
+    judged, rounds = run_for(130, noise=0.9)
+    assert (judged.verdict, rounds, judged.out_of_time) == ("inconclusive", 130, True)
+    judged, rounds = run_for(1e6, noise=0.9)
+    assert (judged.verdict, rounds, judged.out_of_time) == ("inconclusive", LOOKS[2].rounds, False)
 
 
 def test_no_time_at_all_still_shows_two_rounds() -> None:
     judged, rounds = run_rounds(sampler(1, head=2.0), "a", deadline_s=0.0, clock_s=lambda: 1.0)
     assert (judged.verdict, judged.rounds, len(rounds)) == ("inconclusive", 2, 2)
-
-
-def test_rounds_that_would_not_reach_the_next_look_are_not_begun() -> None:
-    """A round takes 1 s: after 48 of them 144 are missing, and of the 150 s are 102 left."""
-
-    def run(deadline_s: float) -> tuple[Judgement, int]:
-        take, taken = sampler(1, noise=0.9), itertools.count()
-        samples = 0
-
-        def sample(arm: str) -> Sample:
-            nonlocal samples
-            samples = next(taken) + 1
-            return take(arm)
-
-        judged, rounds = run_rounds(sample, "a", deadline_s=deadline_s, clock_s=lambda: samples / 6)
-        return judged, len(rounds)
-
-    judged, rounds = run(deadline_s=150.0)
-    assert (judged.verdict, rounds, judged.out_of_time) == ("inconclusive", LOOKS[1].rounds, True)
-    judged, rounds = run(deadline_s=200.0)
-    assert (judged.verdict, rounds, judged.out_of_time) == ("inconclusive", LOOKS[2].rounds, False)
 
 
 # What one and several runs amount to

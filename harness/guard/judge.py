@@ -90,7 +90,7 @@ class Judgement:
     cpu: Change  # the head's processor time: it can't see waiting, so it decides nothing
     base_s: float  # median seconds per step
     head_s: float
-    out_of_time: bool = False
+    out_of_time: bool = False  # inconclusive, with fewer rounds than the last look's for want of time
 
     @property
     def noise_floor(self) -> float:

@@ -108,7 +108,9 @@ def summary(records: Sequence[Mapping[str, Any]]) -> str:
             hits = sum(each["confirmed"] for each in of_name)
             lines.append(f"    {name}: {hits} of {len(of_name)}")
         verdicts = Counter(run["verdict"] for run in runs)
-        lines.append(f"  {len(runs)} runs: " + ", ".join(f"{n} {v}" for v, n in verdicts.most_common()))
+        told = ", ".join(f"{n} {v}" for v, n in verdicts.most_common())
+        confidences = " or ".join(f"{each:.1%}" for each in sorted({run["confidence"] for run in runs}))
+        lines.append(f"  {len(runs)} runs, of which a look has {confidences}: {told}")
         lines.append(
             f"  seconds per trial: median {_median(found, 'duration_s'):.0f}, "
             f"most {max(each['duration_s'] for each in found):.0f}; "

@@ -18,7 +18,8 @@ from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.experiments.planning.searching.room import Room, Rules
 from gpipe_bench.experiments.planning.searching.space import Space, grids, splits
 from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory
-from gpipe_bench.pipeline.plan.partition import Partition, leanest, partition, partition_by
+from gpipe_bench.pipeline.plan.cutting.by_cost import leanest, partition_by
+from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.remat import Choice, Remat, choice_of, to_text
 from gpipe_bench.pipeline.plan.schedules.known import named
 

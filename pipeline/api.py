@@ -168,9 +168,8 @@ class Pipeline(Assembled):
                 is each replica's own, to which further steps add, until one of them sums.
 
         Returns the mean loss over the mini-batch, of all replicas, without a graph; with a process group, on
-        every rank. An
-        exception inside an action becomes an `ActionError` that names it; gradients of completed actions stay
-        in `.grad`.
+        every rank. An exception inside an action becomes an `ActionError` that names it; gradients of
+        completed actions stay in `.grad`.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(

@@ -38,6 +38,7 @@ from gpipe_bench.pipeline.stage.portals import declarations, refuse_graphed_port
 from gpipe_bench.pipeline.stage.reduced import ReducedStage
 from gpipe_bench.pipeline.stage.running.graphed import refuse_graphs
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.state.batchnorm import refuse_unsupported
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.steps import Steps
 from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
@@ -103,6 +104,8 @@ class Assembled(nn.Module):
         self._schedule, self._calibration = layout.schedule, layout.calibration
         self._partition, self._devices = layout.partition, layout.devices
         modules, local, ties = layout.modules, layout.local, layout.ties
+        # On every rank, whosever layer it is: one that refuses alone would be waited for.
+        refuse_unsupported(part for layer in modules for part in layer.modules())
         self._portals = declarations(modules)
         self._lines = lines_of(self._portals, self._partition)
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
@@ -138,7 +141,8 @@ class Assembled(nn.Module):
             self._divided.check_own(self._layers)
             with building(job):  # a rank that fails here is not to be awaited in what follows
                 self._divided.divide(self._layers)
-        self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
+        with building(job):
+            self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
         self._ranks: PointToPoint | None = None
         apart = len(set(self._devices)) > 1
         self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())

@@ -235,6 +235,8 @@ def arguments_that_do_not_fit() -> None:
         Pipeline(seeded(mlp), num_stages=3, num_microbatches=2, group=dist.group.WORLD)
     with raises(ValueError, "rank 2 builds another pipeline than rank 0"):
         ranks.pipeline(seeded(mlp), seed=int(ranks.rank == 2))
+    with raises(ValueError, "SyncBatchNorm normalizes over replicas"):  # which only the last rank would hold
+        ranks.pipeline([*seeded(mlp), nn.SyncBatchNorm(4)])
 
 
 def on_gpus() -> list[float]:

@@ -161,8 +161,7 @@ class Statistics:
 
     def __init__(self, layers: Iterable[nn.Module], gather: Gather | None = None) -> None:
         modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
-        for module in modules:
-            _refuse_unsupported(module)
+        refuse_unsupported(modules)
         tracked = [m for m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self._meters = [_Meter(module, self) for module in tracked]
         self._blocks: list[_Block] = []
@@ -248,14 +247,16 @@ def _update_factor(module: _BatchNorm) -> float:
     return 1.0 / float(module.num_batches_tracked)  # momentum None: the cumulative average over mini-batches
 
 
-def _refuse_unsupported(module: nn.Module) -> None:
-    if isinstance(module, nn.SyncBatchNorm):
-        raise ValueError(
-            "SyncBatchNorm normalizes over replicas inside a micro-batch, which a pipeline does not "
-            "schedule; use BatchNorm, whose moving averages follow the replicas of a mesh together"
-        )
-    if isinstance(module, _InstanceNorm) and module.track_running_stats:
-        raise ValueError(
-            f"{module} tracks moving averages at every forward, so micro-batches and recomputation would "
-            "change them; set track_running_stats=False"
-        )
+def refuse_unsupported(modules: Iterable[nn.Module]) -> None:
+    """`ValueError` for a normalization that would be wrong in a pipeline, and what to use instead."""
+    for module in modules:
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(
+                "SyncBatchNorm normalizes over replicas inside a micro-batch, which a pipeline does not "
+                "schedule; use BatchNorm, whose moving averages follow the replicas of a mesh together"
+            )
+        if isinstance(module, _InstanceNorm) and module.track_running_stats:
+            raise ValueError(
+                f"{module} tracks moving averages at every forward, so micro-batches and recomputation would "
+                "change them; set track_running_stats=False"
+            )

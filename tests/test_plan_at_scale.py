@@ -14,6 +14,7 @@ from gpipe_bench.experiments.planning.searching.search import Search
 from gpipe_bench.experiments.planning.searching.space import Space, ways
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.records.record import Record
+from gpipe_bench.pipeline.plan.cutting.best import EFFORT
 from gpipe_bench.pipeline.plan.links import Link
 
 TINY = at_scale.Scale(
@@ -25,12 +26,12 @@ TINY = at_scale.Scale(
 
 def test_of_each_grid_it_is_the_best_of_all_its_ways() -> None:
     request = Request(accelerators=4, memory_bytes=2**40, batch_size=8, link=Link("near", 1e-4, 1e6))
-    space = Space(schedules=at_scale.SCHEDULES, tp=(1, 2))
+    space = Space(schedules=("1f1b", "interleaved", "zb-h1"), tp=(1, 2))
     model = planned("plain")
     search = Search(costs_of(model), request, space, model.ties)
     every: dict[tuple[int, int], float] = {}
     for way in ways(request, space, search.costs.num_layers):
-        found = search.best_of(way, at_scale.EFFORT)
+        found = search.best_of(way, EFFORT)
         if found is not None:
             grid = (way.grid.pp, way.grid.tp)
             every[grid] = min(every.get(grid, float("inf")), found.step_s)

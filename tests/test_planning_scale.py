@@ -87,10 +87,10 @@ def test_what_fits_is_what_the_memory_says() -> None:
     for name, grid in product(("interleaved", "zb-v", "1f1b"), (Grid(2), Grid(2, 2), Grid(2, 1, 2, 2))):
         per_worker = NAMED[name].stages_per_worker or 2
         way = Way(grid, name, per_worker, 4, 2)
-        room, stages = search.room(way), 2 * per_worker
+        room, stages = search.parts.room(way), 2 * per_worker
         cut = tuple(range(a, b) for a, b in pairwise((0, *range(3, 2 + stages), 8)))
         for worker in range(2):
-            mine = [cut[stage] for stage in search.schedule(way).stages_of(worker)]
+            mine = [cut[stage] for stage in search.parts.schedule(way).stages_of(worker)]
             for remat in product(REMATS, repeat=per_worker):
                 peak = room.memory(worker, tuple(mine), remat).peak
                 for cap in (peak - 1, peak, peak // 2, 2 * peak):

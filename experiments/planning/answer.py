@@ -22,10 +22,11 @@ from gpipe_bench.experiments.planning.predict import predict
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import MEASURED, Request
 from gpipe_bench.experiments.planning.script import NAME, command, script
+from gpipe_bench.experiments.planning.searching.found import Found
 from gpipe_bench.experiments.planning.searching.grids import Grid, tensor_parallel
-from gpipe_bench.experiments.planning.searching.search import KEPT, Found, Search, sizes_of
+from gpipe_bench.experiments.planning.searching.search import KEPT, Search
 from gpipe_bench.experiments.planning.searching.shortfall import nothing_fits, smallest
-from gpipe_bench.experiments.planning.searching.space import Space, Way, check
+from gpipe_bench.experiments.planning.searching.space import Space, Way, check, sizes_of
 from gpipe_bench.pipeline.plan.links import LINKS
 
 SHOWN = 5
@@ -133,6 +134,32 @@ def plan(
         ValueError: nothing fits, or nothing is to be tried; the message says the smallest peak, where it is
             and what would help, or what cannot be divided. An unknown accelerator.
     """
+    search = search_for(model, request, space=space, costs=costs, progress=progress)
+    found = search.run(max(KEPT, shown))
+    if not found:
+        raise ValueError(_too_large(model, search.request, search.space))
+    predictions = tuple(sorted((predicted(each, search) for each in found), key=lambda each: each.step_s))
+    return Plan(
+        model,
+        search.request,
+        predictions[:shown],
+        frontier(found, predictions, search),
+        search.tried,
+        search.skipped,
+    )
+
+
+def search_for(
+    model: Model,
+    request: Request,
+    *,
+    space: Space | None = None,
+    costs: Costs | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Search:
+    """The search among all that may be chosen, with the costs of every size that may fit; arguments and
+    errors as of `plan`, but that it is not yet known whether a cut fits.
+    """
     space = space or Space()
     if why_whole(model, request):
         space = replace(space, sharded=False)
@@ -149,19 +176,12 @@ def plan(
         sizes = sizes_of(request, space, num_layers)
         progress("layers", 0, len(sizes))
         costs = costs_for(model, request, list(takewhile(partial(_may_fit, model, request), sizes)))
-    request = _as_measured(request, costs)
-    search = Search(costs, request, space, model.ties, lambda done, total: progress("ways", done, total))
-    found = search.run(max(KEPT, shown))
-    if not found:
-        raise ValueError(_too_large(model, request, space))
-    predictions = tuple(sorted((predicted(each, search) for each in found), key=lambda each: each.step_s))
-    return Plan(
-        model,
-        request,
-        predictions[:shown],
-        frontier(found, predictions, search),
-        search.tried,
-        search.skipped,
+    return Search(
+        costs,
+        _as_measured(request, costs),
+        space,
+        model.ties,
+        lambda done, total: progress("ways", done, total),
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs, kinds_of
 from gpipe_bench.experiments.planning.prediction import Prediction
-from gpipe_bench.experiments.planning.request import MEASURED, Request
+from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.pipeline.plan.breakdown import breakdown
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.reductions import (
@@ -73,7 +73,7 @@ class Layout:
         self.size = candidate.microbatch_size(request.batch_size)
         self.at = costs.at(self.size)
         self.kinds = kinds_of(self.schedule)
-        self._ahead = request.device_type != MEASURED  # a CPU gathers and computes in turn
+        self._ahead = request.accelerated  # a CPU gathers and computes in turn
         self._link = pipeline_link(candidate, request)
         self._sums = costs.sums_beside(request.link)
         self._replica_link = self._sums or replica_link(candidate, request)
@@ -242,7 +242,7 @@ def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str
 
     split = any(action.kind is Kind.W for action in layout.schedule)
     profile = layout.costs.profiles(layout.size, split)
-    transport = Transport(accelerated=request.device_type != MEASURED)
+    transport = Transport(request.accelerated)
     if candidate.replicas > 1:
         sharing = Sharing(candidate.dp, candidate.fsdp, candidate.fsdp_level or 2)
         held = [

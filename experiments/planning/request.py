@@ -72,6 +72,11 @@ class Request:
             raise ValueError(f"precision is {self.precision!r}; choose one of {', '.join(PRECISIONS)}")
 
     @property
+    def accelerated(self) -> bool:
+        """Whether messages go from device to device; what is timed here are processes of this host."""
+        return self.device_type != MEASURED
+
+    @property
     def per_host(self) -> int:
         """Accelerators of one host."""
         return self.accelerators // self.hosts

@@ -2,14 +2,13 @@
 
 Nothing here runs: layers are a roofline of the accelerator, links are nominal, so every number is modelled
 and has the range of the share of the peak. Of each number of workers K and each size of tensor parallelism
-the best way is searched that fits, over replicas, shards, `SCHEDULES` and micro-batches of one or two
-examples, with little effort for each cut: there may be better ones. What others did
-is predicted with the same costs, so that the two can be compared; what they measured stands beside it.
+the best way that fits is what the search of `plan` finds: replicas, shards, every schedule, every number of
+micro-batches. What others did is predicted with the same costs, so that the two can be compared; what they
+measured stands beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +19,13 @@ if TYPE_CHECKING:
     from gpipe_bench.experiments.planning.models import Model
     from gpipe_bench.experiments.planning.prediction import Prediction
     from gpipe_bench.experiments.planning.request import Request
-    from gpipe_bench.experiments.planning.searching.search import Found, Search
+    from gpipe_bench.experiments.planning.searching.found import Found
+    from gpipe_bench.experiments.planning.searching.search import Search
     from gpipe_bench.experiments.planning.searching.space import Way
 
 PART = "at scale"
 STEP = "step"
 THEIRS = "step of what was done"
-SCHEDULES = ("1f1b", "interleaved")
-EFFORT = 10_000
-"""Actions that are laid out for the cut of one way."""
 HOST = 8
 """Accelerators of a host."""
 
@@ -88,7 +85,7 @@ def _titan(name: str, schedule: str, speed: float) -> Done:
 
 SCALES: dict[str, Scale] = {
     "llama-405b": Scale(
-        title="Llama 3 of 405B parameters on 512 H100 of 96 GB",
+        title="Llama 3 of 405B parameters on 512 H100 of 89.4 GiB",
         accelerators=512, memory_bytes=96 * 10**9, device_type="h100", link="nvlink", between="infiniband",
         batch_size=256, tp=(1, 2, 4, 8), optimizer="adam", precision="bfloat16", seconds=300.0,
         done=(
@@ -108,12 +105,13 @@ SCALES: dict[str, Scale] = {
 
 def run(key: dict[str, Scalar]) -> Outcome:
     """The case of one model."""
-    from gpipe_bench.experiments.planning.answer import predicted
+    from gpipe_bench.experiments.planning.answer import predicted, search_for
+    from gpipe_bench.experiments.planning.searching.space import Space
 
     name = str(key["model"])
     scale = SCALES[name]
     model, request = _model(name, scale), request_of(scale)
-    search = search_of(model, request, scale)
+    search = search_for(model, request, space=Space(tp=scale.tp))
     best = best_of_each_grid(search)
     rows = [_row(predicted(found, search), request, "") for found in best.values()]
     theirs = [
@@ -157,41 +155,10 @@ def request_of(scale: Scale) -> Request:
     )  # fmt: skip
 
 
-def search_of(model: Model, request: Request, scale: Scale) -> Search:
-    """With the costs of micro-batches of one and two examples: such models have little room for more."""
-    from gpipe_bench.experiments.planning.answer import costs_for
-    from gpipe_bench.experiments.planning.searching.search import Search, sizes_of
-    from gpipe_bench.experiments.planning.searching.space import Space
-
-    space = Space(schedules=SCHEDULES, tp=scale.tp, remats=("never", "always"))
-    sizes = [size for size in sizes_of(request, space, len(model.layers)) if size <= 2]
-    return Search(costs_for(model, request, sizes), request, space, model.ties)
-
-
-def best_of_each_grid(
-    search: Search, progress: Callable[[int, int], None] = lambda done, total: None
-) -> dict[tuple[int, int], Found]:
-    """The best way of each (K, tp) of those that fit; ways whose bound is above it are left out."""
-    from gpipe_bench.experiments.planning.searching.space import ways
-
-    every = [
-        way
-        for way in ways(search.request, search.space, search.costs.num_layers)
-        if way.microbatch_size in search.costs.sizes
-    ]
-    every.sort(key=search.bound_s)
-    best: dict[tuple[int, int], Found] = {}
-    for done, way in enumerate(every):
-        progress(done, len(every))
-        grid = (way.grid.pp, way.grid.tp)
-        if grid in best and search.bound_s(way) >= best[grid].step_s:
-            search.skipped += 1
-            continue
-        search.tried += 1
-        found = search.best_of(way, EFFORT)
-        if found is not None and (grid not in best or found.step_s < best[grid].step_s):
-            best[grid] = found
-    return dict(sorted(best.items()))
+def best_of_each_grid(search: Search) -> dict[tuple[int, int], Found]:
+    """The best way of each (K, tp) of those that fit."""
+    found = search.run(None, of_each=lambda way: (way.grid.pp, way.grid.tp))
+    return dict(sorted(((each.candidate.num_workers, each.candidate.tp), each) for each in found))
 
 
 def as_done(done: Done, search: Search) -> Found:
@@ -205,7 +172,7 @@ def as_done(done: Done, search: Search) -> Found:
     grid = Grid(done.num_workers, 1, done.shards, 2 if done.shards > 1 else 0, done.tp)
     size = search.request.batch_size // done.shards // done.num_microbatches
     way: Way = Way(grid, done.schedule, stages_per_worker, done.num_microbatches, size)
-    times = search.times(way, search.places(way))
+    times = search.parts.times(way)
     work_s = [times.least_s(layer, layer + 1) for layer in range(times.num_layers)]
     cut = partition(work_s, way.num_stages)
     return search.found(way, Cut(cut, ("always",) * way.num_stages, 1.0, 0.0))

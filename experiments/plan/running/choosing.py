@@ -49,7 +49,7 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
             if not schedules or not counts or (pp == 1 and not costs.parameter_bytes):
                 continue  # of replicas nothing is known of what they would sum
             space = Space(schedules=schedules, microbatches=counts, pp=(pp,), remats=(remat,), sharded=False)
-            for each in Search(costs, request, space).run(kept=None):
+            for each in Search(costs, request, space).run(kept=None, of_each=lambda way: way):
                 candidate = each.candidate
                 schedule = schedule_of(candidate)
                 same = (schedule.actions, schedule.placement, candidate.cut, candidate.dp)

@@ -8,36 +8,38 @@ layers in a row are one content wherever they stand. Two things are only known h
     a tied weight    one with one state where one worker has all its layers, but a gradient of each of its
                      uses until a step ends; where others have some, for a moment their gradient, too
 
-What a grid adds to the first forward or the last backward alone is counted at every moment of a step: a cut
-that fits here fits, and `grid_peak_bytes` says to the byte how much is left.
+What a grid adds to the first forward or the last backward alone is counted at every moment of a step. What
+messages take is only known of all stages together: a cut is looked for with one receive ahead, `messages`
+then says what the transport holds beyond that, and a cut that fits with it fits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from operator import le
 
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.planning.searching.footprints import Footprints
 from gpipe_bench.experiments.planning.searching.grids import Grid
+from gpipe_bench.experiments.planning.searching.rows import most_graphs, with_recomputation
 from gpipe_bench.pipeline.memory.stages.copies import with_shadows
 from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint
-from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing
+from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing, grid_peak_bytes
 from gpipe_bench.pipeline.memory.stages.peaks import (
     StageMemory,
     memory_at,
     optimizer_state,
     rule_of,
 )
+from gpipe_bench.pipeline.memory.stages.rows.messages import Ahead, Transport, all_received_apart
 from gpipe_bench.pipeline.memory.stages.rows.searched import (
     WorkerMoment,
     worker_memory,
     worker_moments,
 )
-from gpipe_bench.pipeline.plan.remat import Choice, recomputes
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.remat import Choice
+from gpipe_bench.pipeline.plan.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,52 @@ class Room:
             held = self._once([self._footprints.of(stage, self._sharing) for stage in stages], stages, ties)
             found = self._alone(worker, held[0], remat[0]) if len(held) == 1 else None
             found = found or self._together(worker, held, remat)
-            received = max((tie.num_bytes for tie in self._rules.ties if _is_split(tie, stages)), default=0)
+            received = self._received_bytes(stages)
             if received:
                 found = max(found, self._summing(worker, held, received), key=lambda each: each.peak)
             self._known[key] = self._divided(found)
         return self._known[key]
+
+    def messages(self, stages: Sequence[range], remat: Sequence[Choice], accelerated: bool) -> list[int]:
+        """What rings of buffers and messages on their way make of each worker's fullest moment, beyond what
+        `memory` counts, which may be less than nothing. They are whole where layers are divided (tp).
+        """
+        schedule = self._schedule
+        workers = range(schedule.num_workers)
+        if len(workers) == 1:
+            return [0]
+        held: dict[int, HeldStage] = {}
+        rows = []
+        for worker in workers:
+            mine = schedule.stages_of(worker)
+            spans = tuple(stages[stage] for stage in mine)
+            alone = [self._footprints.of(span, self._sharing) for span in spans]
+            held |= zip(mine, self._once(alone, spans, self._ties(spans)), strict=True)
+            rows.append(with_recomputation(schedule, worker, [remat[stage] for stage in mine]))
+        whole = replace(schedule, remat=tuple(remat), actions=tuple(rows))
+        counted, supposed = (
+            self._all_together([held[stage] for stage in range(len(stages))], stages, whole, ahead)
+            for ahead in (Transport(accelerated), self._ahead)
+        )
+        return [more - less for more, less in zip(counted, supposed, strict=True)]
+
+    def _all_together(
+        self, held: Sequence[HeldStage], stages: Sequence[range], whole: Schedule, ahead: Ahead
+    ) -> list[int]:
+        """The peaks of all workers by the model's own walk, with the sums of tied weights."""
+        found = list(grid_peak_bytes(held, whole, self._rules.optimizer, receive_ahead=ahead))
+        rests = all_received_apart([each.rest for each in held], whole, ahead)
+        for worker in range(whole.num_workers):
+            mine = whole.stages_of(worker)
+            received = self._received_bytes(tuple(stages[stage] for stage in mine))
+            if received:
+                resting = [replace(held[stage], rest=rests[stage]) for stage in mine]
+                found[worker] = max(found[worker], self._summing(worker, resting, received).peak)
+        return found
+
+    def _received_bytes(self, stages: tuple[range, ...]) -> int:
+        """The largest gradient that a worker with these stages is sent of a tied weight."""
+        return max((tie.num_bytes for tie in self._rules.ties if _is_split(tie, stages)), default=0)
 
     def fits(self, worker: int, stages: tuple[range, ...], remat: Sequence[Choice], cap: int) -> bool:
         """Whether a worker has room for stages of these layers, which recompute so much."""
@@ -135,7 +178,7 @@ class Room:
     def _alone(self, worker: int, held: HeldStage, remat: Choice) -> StageMemory:
         key = (worker, remat)
         if key not in self._walked.demands:
-            row = _with_recomputation(self._schedule, worker, (remat,))
+            row = with_recomputation(self._schedule, worker, (remat,))
             self._walked.demands[key] = demands(row, self._ahead)
         rule, count = rule_of(self._rules.optimizer), self._schedule.num_microbatches
         state, more = optimizer_state(held.rest, rule), max((*held.first, *held.last))
@@ -150,7 +193,7 @@ class Room:
     def _together(self, worker: int, held: Sequence[HeldStage], remat: Sequence[Choice]) -> StageMemory:
         key = (worker, tuple(remat))
         if key not in self._walked.moments:
-            row = _with_recomputation(self._schedule, worker, remat)
+            row = with_recomputation(self._schedule, worker, remat)
             self._walked.moments[key] = worker_moments(self._schedule, worker, row, self._ahead)
         mine = self._schedule.stages_of(worker)
         found = worker_memory(
@@ -228,31 +271,3 @@ def _without(held: HeldStage, num_bytes: int) -> HeldStage:
         )
 
     return replace(held, step=less(held.step), rest=less(held.rest))
-
-
-def _with_recomputation(schedule: Schedule, worker: int, remat: Sequence[Choice]) -> tuple[Action, ...]:
-    """The worker's row with R before each backward of what its stages recompute."""
-    count = schedule.num_microbatches
-    again = dict(zip(schedule.stages_of(worker), remat, strict=True))
-    row: list[Action] = []
-    for action in schedule.actions[worker]:
-        if action.kind in (Kind.B, Kind.I) and recomputes(again[action.stage], action.microbatch, count):
-            row.append(Action(action.stage, Kind.R, action.microbatch))
-        row.append(action)
-    return tuple(row)
-
-
-def most_graphs(row: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """How many graphs of each of its stages a worker keeps at a time that recomputes nothing, without what
-    another moment has at least as many of.
-    """
-    counts, found = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
-    for action in row:
-        if action.kind is Kind.F:
-            counts[action.stage] += 1
-        elif action.kind is not Kind.W:
-            found.add(tuple(counts.values()))  # before anything is let go there are most
-            counts[action.stage] -= 1
-    return tuple(
-        one for one in found if not any(other != one and all(map(le, one, other)) for other in found)
-    )

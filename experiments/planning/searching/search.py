@@ -2,8 +2,8 @@
 
 A way has a bound from below that needs no cut: its work divided evenly, and a pipeline that has to be filled.
 Ways are taken in the order of their bounds, and the search ends where a bound is above the last of the steps
-that are kept; what is left cannot be among them. Of each grid and schedule the best number of micro-batches
-is kept, or the answer would be one way with many of them.
+that are kept; what is left cannot be among them. Of each group of ways, such as those of one grid and
+schedule, the best is kept.
 
 Steps are those of `pipeline.plan.cutting`; whoever wants ranges, parts and jitter predicts the few that are
 found (`predict`).
@@ -11,36 +11,27 @@ found (`predict`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import comb, inf
 
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs
-from gpipe_bench.experiments.planning.links import Places, places
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.searching.bounds import (
-    Equals,
-    Graphs,
     by_memory_s,
     by_work_s,
-    equals_of,
     even_share,
-    graphs_of,
 )
-from gpipe_bench.experiments.planning.searching.footprints import Footprints
-from gpipe_bench.experiments.planning.searching.grids import Grid, times_on
-from gpipe_bench.experiments.planning.searching.lately import Lately
-from gpipe_bench.experiments.planning.searching.room import Room, Rules, Walked
+from gpipe_bench.experiments.planning.searching.found import Found
+from gpipe_bench.experiments.planning.searching.grids import Grid
+from gpipe_bench.experiments.planning.searching.parts import Parts, rows_of
+from gpipe_bench.experiments.planning.searching.room import Room
 from gpipe_bench.experiments.planning.searching.space import Space, Way, ways
-from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.plan.cutting.best import EFFORT, Cut, best_cut
-from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
-from gpipe_bench.pipeline.plan.cutting.times import LayerTimes, StageTimes
-from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.cutting.times import StageTimes
 
 KEPT = 8
 """Ways that are kept; those that are printed are fewer."""
@@ -48,30 +39,18 @@ FEW_CUTS = 100_000
 """Cuts of a way that is not large."""
 FIRST_EFFORT = 30_000
 """Actions to lay out for a cut before it is known whether its way is among the best."""
+CUTS_ANEW = 4
+"""Cuts of a way until its messages fit, too; each leaves as much room as the one before lacked."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """A way with its best cut, the seconds of a step, and the bytes of each worker."""
-
-    candidate: Candidate
-    step_s: float
-    bound_s: float
-    memory: tuple[StageMemory, ...]
-
-    @property
-    def peak(self) -> int:
-        return max(each.peak for each in self.memory)
-
-    @property
-    def is_best_cut(self) -> bool:
-        """Whether it is known that no other cut of this way is faster."""
-        return self.bound_s >= self.step_s
+def grid_and_schedule(way: Way) -> Hashable:
+    """Ways that differ in micro-batches alone are one group, or the answer would be one way with many."""
+    return way.grid, way.schedule, way.stages_per_worker
 
 
 @dataclass
 class Search:
-    """One search; what it has made for one way serves the next.
+    """One search. Its `parts` are what it knows of single ways.
 
     Args:
         costs: of the layers, at every size that a way has
@@ -88,36 +67,35 @@ class Search:
     tried: int = 0
     skipped: int = 0  # whose bounds were too high
     _number: int = 0  # of all ways
-    _footprints: dict[tuple[int, bool], Footprints] = field(default_factory=dict, repr=False)
-    _placements: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict, repr=False)
-    _places: dict[tuple[object, ...], Places] = field(default_factory=dict, repr=False)
-    _times: dict[tuple[object, ...], LayerTimes] = field(default_factory=dict, repr=False)
-    _schedules: Lately[Schedule] = field(default_factory=lambda: Lately[Schedule](), repr=False)
-    _quick: Lately[QuickSteps] = field(default_factory=lambda: Lately[QuickSteps](), repr=False)
-    _walked: Lately[Walked] = field(default_factory=lambda: Lately[Walked](), repr=False)
     _even: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
-    _equals: dict[tuple[object, ...], Equals | None] = field(default_factory=dict, repr=False)
-    _graphs: dict[tuple[str, int, int, int], Graphs] = field(default_factory=dict, repr=False)
     _least: dict[Grid, int] = field(default_factory=dict, repr=False)
 
-    def run(self, kept: int | None = KEPT) -> tuple[Found, ...]:
-        """The best of each grid and schedule, the fastest first, so many of them; none where nothing fits.
+    def __post_init__(self) -> None:
+        self.parts = Parts(self.costs, self.request, self.ties)
+
+    def run(
+        self, kept: int | None = KEPT, of_each: Callable[[Way], Hashable] = grid_and_schedule
+    ) -> tuple[Found, ...]:
+        """The best of each group of ways, the fastest first, so many of them; none where nothing fits.
 
         What is not among them has a bound above the last of them, or is slower in a first cut (`tried`).
-        With None every way that fits, whatever its step.
+
+        Args:
+            kept: groups of which the best is wanted; None for every group that has a way that fits
+            of_each: the group of a way
         """
-        best: dict[object, tuple[Found, Way]] = {}
+        best: dict[Hashable, tuple[Found, Way]] = {}
         limit_s = inf
         for bound_s, way in self._in_order():
             if bound_s >= limit_s:
                 break
-            key = way if kept is None else (way.grid, way.schedule, way.stages_per_worker)
-            if key in best and bound_s >= best[key][0].step_s:
+            group = of_each(way)
+            if group in best and bound_s >= best[group][0].step_s:
                 continue
-            found = self.best_of(way, FIRST_EFFORT)
+            found = self.best_of(way, FIRST_EFFORT, below_s=best[group][0].step_s if group in best else inf)
             self.tried += 1
-            if found is not None and (key not in best or found.step_s < best[key][0].step_s):
-                best[key] = (found, way)
+            if found is not None:
+                best[group] = (found, way)
                 if kept is not None and len(best) >= kept:
                     limit_s = sorted(each.step_s for each, _ in best.values())[kept - 1]
         self.skipped = self._number - self.tried
@@ -152,7 +130,7 @@ class Search:
         there is, and a bound; 0 of a way that is not too large.
         """
         stages, layers = way.num_stages, self.costs.num_layers
-        times = self.times(way, self.places(way))
+        times = self.parts.times(way)
         if stages == layers:
             takes, share = tuple(times.stage(layer, layer + 1) for layer in range(layers)), 1.0
         elif comb(layers - 1, stages - 1) > FEW_CUTS:
@@ -161,121 +139,77 @@ class Search:
             share = even_share(way.grid.pp, way.num_microbatches)
         else:
             return 0.0
-        key = (*self._rows_of(way), takes)
+        key = (*rows_of(way), takes)
         if key not in self._even:
-            steps = self._quick.of(self._rows_of(way), lambda: QuickSteps(self.schedule(way)))
+            steps = self.parts.quick(way)
             self._even[key] = share * steps.makespan_s(takes, ["never"] * stages)
         return self._even[key]
 
-    def best_of(self, way: Way, effort: int, memory_bytes: int | None = None) -> Found | None:
-        """The best cut of a way under a cap, the request's if not given; None where none fits."""
+    def best_of(
+        self, way: Way, effort: int, memory_bytes: int | None = None, below_s: float = inf
+    ) -> Found | None:
+        """The best cut of a way under a cap, the request's if not given; None where none fits, or none that
+        takes less than `below_s`.
+
+        The cut is made with one receive ahead. What the transport holds beyond that is known of a whole cut
+        only: where it is too much, the way is cut anew with so much less room.
+        """
         cap = memory_bytes or self.request.memory_bytes
-        schedule, near = self.schedule(way), self.places(way)
-        room = self.room(way)
+        room = self.parts.room(way)
         if self._least_bytes(way, room) > cap:
             return None
-        cut = best_cut(
-            schedule,
-            self.times(way, near),
+        spare, bound_s = 0, 0.0
+        for _ in range(CUTS_ANEW):
+            cut = self._cut(way, room, cap - spare, effort)
+            if cut is None or cut.step_s >= below_s:
+                return None
+            bound_s = bound_s or cut.bound_s  # of any cut of the way; with less room there are fewer
+            found = self.found(way, replace(cut, bound_s=bound_s))
+            if found.peak <= cap:
+                return found
+            spare += found.peak - cap
+        return None
+
+    def _cut(self, way: Way, room: Room, cap: int, effort: int) -> Cut | None:
+        near = self.parts.places(way)
+        return best_cut(
+            self.parts.schedule(way),
+            self.parts.times(way),
             links=near.boundaries,
             fits=lambda worker, stages, remat: room.fits(worker, stages, remat, cap),
             remats=self.space.remats,
             effort=effort,
         )
-        return None if cut is None else self.found(way, cut)
 
     def found(self, way: Way, cut: Cut) -> Found:
         """A cut of a way as an answer."""
-        schedule, room, grid = self.schedule(way), self.room(way), way.grid
+        schedule, room, grid = self.parts.schedule(way), self.parts.room(way), way.grid
         homes = [schedule.stages_of(worker) for worker in range(schedule.num_workers)]
-        memory = tuple(
+        more = room.messages(cut.stages, cut.remat, self.request.accelerated)
+        memory = [
             room.memory(worker, tuple(cut.stages[s] for s in mine), tuple(cut.remat[s] for s in mine))
             for worker, mine in enumerate(homes)
-        )
+        ]
         candidate = Candidate(
             cut=cut.stages, schedule=way.schedule, num_microbatches=way.num_microbatches, remat=cut.remat,
             num_workers=grid.pp, stages_per_worker=way.stages_per_worker, dp=grid.dp, fsdp=grid.fsdp,
             fsdp_level=grid.fsdp_level, tp=grid.tp,
         )  # fmt: skip
-        return Found(candidate, cut.step_s, cut.bound_s, memory)
+        counted = (replace(e, boundary=e.boundary + m) for e, m in zip(memory, more, strict=True))
+        return Found(candidate, cut.step_s, cut.bound_s, tuple(counted))
 
     def bound_s(self, way: Way) -> float:
         """Seconds that no cut of the way goes below, infinity where none fits."""
         least_s = self.by_work_s(way)
-        equals = self._equals_of(way, self.times(way, self.places(way)))
+        equals = self.parts.equals(way)
         if equals is None:
             return least_s
         cap, remats = self.request.memory_bytes, self.space.remats
-        return by_memory_s(way, equals, self._graphs_of(way), cap, remats, least_s)
+        return by_memory_s(way, equals, self.parts.graphs(way), cap, remats, least_s)
 
     def by_work_s(self, way: Way) -> float:
         """The same whatever the memory."""
-        return by_work_s(way, self.times(way, self.places(way)))
-
-    def _equals_of(self, way: Way, times: LayerTimes) -> Equals | None:
-        key = (way.grid, way.microbatch_size, way.splits)
-        if key not in self._equals:
-            self._equals[key] = None
-            if self.costs.profiles is not None:
-                profile = self.costs.profiles(way.microbatch_size, False)
-                self._equals[key] = equals_of(profile, times, way.grid, self.request.optimizer, self.ties)
-        return self._equals[key]
-
-    def _graphs_of(self, way: Way) -> Graphs:
-        """Those of fewer micro-batches, where there are many: of more there are never fewer."""
-        few = min(way.num_microbatches, 2 * way.grid.pp)
-        key = self._rows_of(replace(way, num_microbatches=few))
-        if key not in self._graphs:
-            self._graphs[key] = graphs_of(
-                named(way.schedule, way.grid.pp, few, stages_per_worker=way.stages_per_worker)
-            )
-        return self._graphs[key]
-
-    def schedule(self, way: Way) -> Schedule:
-        """Its rows without recomputation."""
-        return self._schedules.of(
-            self._rows_of(way),
-            lambda: named(
-                way.schedule, way.grid.pp, way.num_microbatches, stages_per_worker=way.stages_per_worker
-            ),
-        )
-
-    @staticmethod
-    def _rows_of(way: Way) -> tuple[str, int, int, int]:
-        return way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches
-
-    def places(self, way: Way) -> Places:
-        grid, per_worker = way.grid, way.stages_per_worker
-        placement = [worker for _ in range(per_worker) for worker in range(grid.pp)]
-        if per_worker > 1:
-            given = (way.schedule, grid.pp, per_worker)
-            if given not in self._placements:
-                small = named(way.schedule, grid.pp, 1, stages_per_worker=per_worker)
-                self._placements[given] = small.placement
-            placement = list(self._placements[given]) or placement
-        key = (grid, *placement)
-        if key not in self._places:
-            near = places(
-                self.request, pp=grid.pp, dp=grid.dp, fsdp=grid.fsdp, tp=grid.tp, placement=placement
-            )
-            sums = self.costs.sums_beside(self.request.link)
-            self._places[key] = replace(near, dp=sums, fsdp=sums) if sums else near
-        return self._places[key]
-
-    def times(self, way: Way, near: Places) -> LayerTimes:
-        key = (way.grid, way.microbatch_size, way.splits)
-        if key not in self._times:
-            self._times[key] = times_on(way.grid, self.costs, way.microbatch_size, near, split=way.splits)
-        return self._times[key]
-
-    def room(self, way: Way) -> Room:
-        """The memory of its workers."""
-        return Room(
-            self.footprints(way.microbatch_size, way.splits),
-            self.schedule(way),
-            Rules(self.request.optimizer, way.grid, self.ties),
-            self._walked.of(self._rows_of(way), Walked),
-        )
+        return by_work_s(way, self.parts.times(way))
 
     def _least_bytes(self, way: Way, room: Room) -> int:
         """Of a way's grid, whatever its schedule and micro-batches; where that is too much nothing is cut."""
@@ -283,21 +217,6 @@ class Search:
             self._least[way.grid] = room.least_bytes()
         return self._least[way.grid]
 
-    def footprints(self, microbatch_size: int, split: bool) -> Footprints:
-        key = (microbatch_size, split)
-        if key not in self._footprints:
-            if self.costs.profiles is None:
-                raise ValueError(
-                    "these costs have no profiles, so nobody knows what fits: time the layers anew"
-                )
-            self._footprints[key] = Footprints(self.costs.profiles(microbatch_size, split))
-        return self._footprints[key]
-
     def _fitting_sizes(self, given: Iterator[Way]) -> Iterator[Way]:
         """Those whose micro-batches have costs."""
         return (way for way in given if way.microbatch_size in self.costs.sizes)
-
-
-def sizes_of(request: Request, space: Space, num_layers: int) -> Sequence[int]:
-    """The micro-batch sizes that a search asks the costs of."""
-    return sorted({way.microbatch_size for way in ways(request, space, num_layers)})

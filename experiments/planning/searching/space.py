@@ -7,7 +7,7 @@ then is gradient accumulation, and halves of backwards where parameters are shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gpipe_bench.experiments.planning.request import Request
@@ -111,6 +111,11 @@ def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
                     continue
                 if 3 * grid.pp * per_worker * count <= MOST_ACTIONS:
                     yield Way(grid, name, per_worker, count, share // count)
+
+
+def sizes_of(request: Request, space: Space, num_layers: int) -> Sequence[int]:
+    """The micro-batch sizes that a search asks the costs of."""
+    return sorted({way.microbatch_size for way in ways(request, space, num_layers)})
 
 
 def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str, int]]:

@@ -23,6 +23,12 @@ nox.options.sessions = ["tests", "lint"]
 ROOT = Path(__file__).parent
 # nox makes an environment per session; torch is gigabytes, so all sessions share this one instead.
 VENV = ROOT / ".venv"
+# Files that other programs read, by the schema that they have to keep.
+SCHEMAS = {
+    "github-workflows": (".github/workflows/guard.yml", "docs/examples/guard-your-engine.yml"),
+    "github-actions": ("action.yml",),
+    "citation-file-format": ("CITATION.cff",),
+}
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 REGISTRY = runpy.run_path(str(ROOT / "experiments" / "registry.py"))  # by its path: nothing is installed yet
@@ -96,7 +102,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", tags=["ci"])
 def lint(session: nox.Session) -> None:
-    """ruff, mypy (strict on pipeline and harness) and the import directions."""
+    """ruff, mypy (strict on pipeline and harness), the import directions, and files that others read."""
     python, arguments = prepare(session)
     if arguments:
         session.error(f"lint takes no arguments, got {' '.join(arguments)}")
@@ -104,6 +110,9 @@ def lint(session: nox.Session) -> None:
     session.run(python, "-m", "ruff", "check", ".", external=True)
     session.run(python, "-m", "mypy", external=True)
     session.run(python, "-c", "from importlinter.cli import lint_imports_command as c; c()", external=True)
+    for schema, files in SCHEMAS.items():
+        check = ("-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}")
+        session.run(python, *check, *files, external=True)
 
 
 @nox.session(venv_backend="none", tags=["ci"], default=False)

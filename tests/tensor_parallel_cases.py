@@ -89,7 +89,11 @@ def masks_of_divided_layers() -> None:
     mesh = grid(pp=2, tp=2)
     for sequence in (False, True):
         seen: dict[str, list[Tensor]] = {}
-        layers = tensor_parallel(seeded(lambda: transformer(dropout=0.4)), mesh["tp"], sequence=sequence)
+        whole = seeded(lambda: transformer(dropout=0.4))
+        for name, parameter in whole.named_parameters():
+            if name.endswith("inner.bias"):  # no hidden unit is 0 that was not dropped
+                nn.init.constant_(parameter, 100.0)
+        layers = tensor_parallel(whole, mesh["tp"], sequence=sequence)
         for name, module in layers.named_modules():
             found = seen[name] = []
             if name.endswith("outer"):

@@ -79,19 +79,6 @@ def test_the_frontier_gets_slower_with_less_memory(two: tuple[dict[str, Any], Pa
     assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_frontier_goes_by_predicted_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    options = (
-        "--memory-gib 24 --batch-size 8 --device-type a10 --link pcie --pp 1 --num-microbatches 1 --json"
-    )
-    assert main(f"plan gpt2 --num-layers 4 --accelerators 2 {options}".split()) == 0
-    found = json.loads(capsys.readouterr().out)
-    for each in found["plans"]:  # nothing is left out that is faster with as little memory
-        assert any(
-            point["peak_bytes"] <= max(each["peak_bytes"]) and point["step_s"] <= each["step_s"]
-            for point in found["frontier"]
-        )
-
-
 def test_the_text_has_the_best_the_cut_the_schedule_and_the_script(
     two: tuple[dict[str, Any], Path, str],
 ) -> None:

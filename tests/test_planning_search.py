@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, product
 import pytest
 from planning_models import costs_of, planned
 
-from gpipe_bench.experiments.planning.answer import plan
+from gpipe_bench.experiments.planning.answer import frontier, plan, predicted
 from gpipe_bench.experiments.planning.links import link_named, places
 from gpipe_bench.experiments.planning.predict import predict
 from gpipe_bench.experiments.planning.request import Request
@@ -269,3 +269,19 @@ def test_where_layers_are_timed_messages_and_sums_take_what_was_measured() -> No
     named_one = plan(model, replace(asked, link=other), space=both, costs=costs)
     assert named_one.request.link == other
     assert named_one.best.candidate.dp == 2
+
+
+def test_the_frontier_goes_by_predicted_steps() -> None:
+    """The replay finds that the way which the search has last takes least."""
+    search = search_of(space=Space(schedules=("gpipe", "1f1b")))
+    found = search.run()
+    steps_s = [each.step_s for each in found]
+    predictions = [
+        replace(predicted(each, search), step_s=step_s, low_s=1e-9, high_s=1e9)
+        for each, step_s in zip(found, reversed(steps_s), strict=True)
+    ]
+    points = frontier(found, predictions, search)
+    assert points[-1].step_s == steps_s[0] < steps_s[-1]
+    assert points[-1].prediction.candidate == found[-1].candidate
+    for each in predictions:
+        assert any(p.peak_bytes <= each.peak and p.step_s <= each.step_s for p in points)

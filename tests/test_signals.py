@@ -14,7 +14,7 @@ import pytest
 from command_line import START, Gate, lines, start, surroundings
 
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.harness.running.stopping import check, held, number_of, stopping
+from gpipe_bench.harness.running.stopping import check, held, number_of, starting, stopping
 
 RANKS = START.replace('"fake_experiment"', '"fake_ranks"')
 # Cases beside each other, in processes of their own.
@@ -287,3 +287,22 @@ def test_the_handlers_are_as_before_when_a_command_is_done(tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert main(["list", "--results", str(tmp_path)]) == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_an_interrupt_waits_for_a_process_that_is_starting():
+    """It is blocked from the process's first moment until that says that it has started."""
+    code = (
+        "import signal\n"
+        "from gpipe_bench.harness.running.stopping import started\n"
+        "is_blocked = lambda: signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())\n"
+        "before = is_blocked()\n"
+        "started()\n"
+        "print(before, is_blocked())"
+    )
+    with starting():
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=surroundings()
+        )
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    assert done.stdout.split() == ["True", "False"]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())

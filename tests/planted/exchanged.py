@@ -59,6 +59,6 @@ EXCHANGED = (
         old="before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})",
         new="before = signal.pthread_sigmask(signal.SIG_BLOCK, set())",
         why="Ctrl-C would show a traceback out of the middle of an import for every process",
-        tests=("tests/test_signal_moments.py::test_an_examination[moment1]",),
+        tests=("tests/test_signals.py::test_an_interrupt_waits_for_a_process_that_is_starting",),
     ),
 )

@@ -117,6 +117,6 @@ PLANNED = (
         old="    known = {each.candidate: each for each in predictions}\n",
         new="    known: dict[Any, Prediction] = {}\n",
         why="a plan could be left out that is faster with less memory",
-        tests=("tests/test_plan_verb.py::test_the_frontier_goes_by_predicted_steps",),
+        tests=("tests/test_planning_search.py::test_the_frontier_goes_by_predicted_steps",),
     ),
 )

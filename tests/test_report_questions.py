@@ -338,13 +338,14 @@ def test_compare_and_the_report_give_the_same_verdict(name, reference, capsys):
     if not (MACHINE / f"{name}.jsonl").exists():
         pytest.skip(f"{name} has no reference records")
     assert cli.main(["compare", name, "--json", "--results", str(MACHINE)]) == exits.DONE
-    compared = {
-        (line["table"], line["row"], line["column"], line["source"], line["question"]): line
-        for line in map(json.loads, capsys.readouterr().out.splitlines())
-    }
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     if name in ("plan", "engine", "peers"):
-        assert not compared, "it sets its numbers beside no published ones"
+        assert lines
+        assert not any("verdict" in line for line in lines), "it sets its numbers beside no published ones"
         return
+    compared = {
+        (line["table"], line["row"], line["column"], line["source"], line["question"]): line for line in lines
+    }
     shown = {
         row.comparison.key: row.comparison
         for table in reference.tables

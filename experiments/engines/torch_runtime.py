@@ -65,6 +65,8 @@ class TorchRuntime:
             for index, layers in enumerate(stages)
             if self.placement[index] == rank
         ]
+        for stage in mine:
+            _greet_others_only(stage, rank)
         given: Any = mine[0] if rows in _ONE_STAGE else mine
         try:
             with warnings.catch_warnings():
@@ -100,6 +102,14 @@ class TorchRuntime:
         order = self.running._get_pipeline_order().values()
         text = "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in order)
         return from_csv(text, name)
+
+
+def _greet_others_only(stage: Any, rank: int) -> None:
+    """torch 2.11 sends a first message to the ranks of both neighbours, also where that is this one, as in a
+    V; gloo has no connection from a process to itself, and the others would wait for it.
+    """
+    greetings = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda: [each for each in greetings() if each.group_peer != rank]
 
 
 def _placement(rows: Schedule | str, num_workers: int, num_stages: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
+from math import inf
 from typing import Any
 
 from gpipe_bench.experiments.planning.costs.costs import Costs
@@ -176,13 +177,7 @@ def search_for(
         sizes = sizes_of(request, space, num_layers)
         progress("layers", 0, len(sizes))
         costs = costs_for(model, request, list(takewhile(partial(_may_fit, model, request), sizes)))
-    return Search(
-        costs,
-        _as_measured(request, costs),
-        space,
-        model.ties,
-        lambda done, total: progress("ways", done, total),
-    )
+    return Search(costs, _as_measured(request, costs), space, model.ties, partial(progress, "ways"))
 
 
 def _as_measured(request: Request, costs: Costs) -> Request:
@@ -233,7 +228,7 @@ def predicted(found: Found, search: Search) -> Prediction:
 def frontier(found: Sequence[Found], predictions: Sequence[Prediction], search: Search) -> tuple[Point, ...]:
     """The fastest steps under less and less memory, of the ways that were found and with fewer examples.
 
-    `predictions` are those of what was found.
+    `predictions` are those of what was found: by the replay steps and their order differ a little.
     """
     every = list(found)
     request = search.request
@@ -247,11 +242,13 @@ def frontier(found: Sequence[Found], predictions: Sequence[Prediction], search: 
         == request.batch_size
     ]
     for share in CAPS:
-        cap = int(share * max(each.peak for each in found))
+        cap, least_s = int(share * max(each.peak for each in found)), inf
         for way in dict.fromkeys([*ways, *smaller]):
-            other = search.best_of(way, 50_000, cap)
+            # A slower one under the same cap is of use under a lower cap only, and is found there.
+            other = search.best_of(way, 50_000, cap, below_s=least_s)
             if other is not None:
                 every.append(other)
+                least_s = other.step_s
     every.sort(key=lambda each: (each.step_s, each.peak))
     kept: list[Found] = []
     for each in every:
@@ -259,7 +256,6 @@ def frontier(found: Sequence[Found], predictions: Sequence[Prediction], search: 
             kept.append(each)
     known = {each.candidate: each for each in predictions}
     known |= {each.candidate: predicted(each, search) for each in kept if each.candidate not in known}
-    # By the replay steps differ a little from what the search had, and so may their order.
     points = sorted(
         (Point(each.peak, each.step_s, each) for each in known.values()),
         key=lambda point: (point.peak_bytes, point.step_s),

@@ -140,6 +140,24 @@ def test_a_regression_is_measured_again_in_fresh_processes(monkeypatch: pytest.M
     assert [finding.confirmed for finding in findings] == [True, False]
 
 
+def test_first_runs_leave_time_for_second_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two benchmarks of 100 s: 60 s are for their first runs, 30 each; what is left is for the second one."""
+    scripted(monkeypatch, {"transformer": "regression regression", "tiny-layers": "same"})
+    now, ends = [0.0], list[float]()
+
+    def measured(arms: None, finding: Finding, seed: str, *, deadline_s: float, **options: Any) -> Judgement:
+        ends.append(deadline_s)
+        now[0] = deadline_s  # it takes all the time it has
+        verdict = "regression" if finding.benchmark == "transformer" else "same"
+        return replace(SAME, verdict=verdict)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("gpipe_bench.experiments.guard.run.measure", measured)
+    names = ["transformer", "tiny-layers"]
+    findings = guard(ROOT, ROOT, names, 1, budget_s=100.0, clock_s=lambda: now[0])
+    assert ends == [30.0, 60.0, 100.0]
+    assert [finding.confirmed for finding in findings] == [True, False]
+
+
 def test_what_can_not_be_confirmed_in_time_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {"transformer": "regression regression"})
     now = iter([0.0, 0.0, 95.0])
@@ -337,6 +355,8 @@ def test_the_committed_trials_hold_what_is_promised() -> None:
     assert sum(any(run["verdict"] == "regression" for run in record["runs"]) for record in same) <= 1
     assert not any(record["confirmed"] for record in same)
     assert sum(record["confirmed"] for record in slower) >= 0.8 * len(slower)
+    for kind, found in (("other repository, same", False), ("other repository, slower", True)):
+        assert {record["confirmed"] for record in records if record["kind"] == kind} == {found}
     assert max(record["duration_s"] for record in records) < 180
     text = guard_trials.summary(records)
     assert f"same: {len(same)} of 40 trials" in text

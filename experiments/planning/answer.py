@@ -244,7 +244,7 @@ def frontier(found: Sequence[Found], predictions: Sequence[Prediction], search: 
     for share in CAPS:
         cap, least_s = int(share * max(each.peak for each in found)), inf
         for way in dict.fromkeys([*ways, *smaller]):
-            # A slower one under the same cap is of use under a lower cap only, and is found there.
+            # What is slower under this cap is asked again under the next one, which it may keep.
             other = search.best_of(way, 50_000, cap, below_s=least_s)
             if other is not None:
                 every.append(other)

@@ -61,4 +61,28 @@ EXCHANGED = (
         why="Ctrl-C would show a traceback out of the middle of an import for every process",
         tests=("tests/test_signals.py::test_an_interrupt_waits_for_a_process_that_is_starting",),
     ),
+    Mutant(
+        name="rounds are thrown away where time ends",
+        file="harness/guard/rounds.py",
+        old="        if len(rounds) < looks[0].rounds:\n",
+        new="        if len(rounds) < look.rounds:\n",
+        why="a slow-down that was measured would not be found on a busy machine",
+        tests=("tests/test_guard.py::test_where_time_ends_between_two_looks_the_next_one_is_taken_there",),
+    ),
+    Mutant(
+        name="first runs leave no time to confirm them",
+        file="experiments/guard/run.py",
+        old="deadline_s if finding.runs else first_deadline_s",
+        new="deadline_s",
+        why="a regression that nobody confirms fails nothing",
+        tests=("tests/test_guard_run.py::test_first_runs_leave_time_for_second_ones",),
+    ),
+    Mutant(
+        name="a layer is refused by its own rank alone",
+        file="pipeline/assembled.py",
+        old="        refuse_unsupported(part for layer in modules for part in layer.modules())\n",
+        new="",
+        why="the other ranks would wait for it until their time is over",
+        tests=("tests/test_distributed.py::test_case[arguments_that_do_not_fit]",),
+    ),
 )

@@ -112,6 +112,14 @@ PLANNED = (
         tests=("tests/test_plan_at_scale.py::test_of_each_grid_it_is_the_best_of_all_its_ways",),
     ),
     Mutant(
+        name="a plan whose messages do not fit",
+        file="experiments/planning/searching/search.py",
+        old="            if found.peak <= cap:\n",
+        new="            if found is not None:\n",
+        why="it would run out of memory with the plan that was made for it",
+        tests=("tests/test_planning_search.py::test_messages_that_do_not_fit_cut_a_way_anew",),
+    ),
+    Mutant(
         name="the frontier goes by the search's steps",
         file="experiments/planning/answer.py",
         old="    known = {each.candidate: each for each in predictions}\n",

@@ -19,6 +19,7 @@ from gpipe_bench.experiments.report.timelines import charts_of
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.hypotheses import with_reasons
 from gpipe_bench.harness.records.environment import differences
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.chart import Chart
@@ -60,7 +61,8 @@ def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
 
     Raises RuntimeError where the entries contradict themselves, and whatever the experiment stumbles over.
     """
-    entries = experiment.cells(records)
+    tested = () if experiment.hypotheses is None else experiment.hypotheses(records)
+    entries = with_reasons(experiment.cells(records), tested)
     try:
         comparisons = compare(entries, whole=experiment.paper_tables)
     except ValueError as error:  # not the user's mistake, so it must not look like bad usage

@@ -25,9 +25,9 @@ from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, Size, Subje
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.published import cases as predictions
+from gpipe_bench.experiments.published.hypotheses import hypotheses_of
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table2.figures import figures
-from gpipe_bench.experiments.table2.hypotheses import hypotheses
 from gpipe_bench.experiments.table2.tables import cells, tables
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.shown import PaperTable
@@ -153,5 +153,5 @@ EXPERIMENT = timed_experiment(
     tables=tables,
     figures=figures,
     timelines=kept_timelines,
-    hypotheses=hypotheses,
+    hypotheses=hypotheses_of,
 )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.speed_models import Size, Subject
 from gpipe_bench.experiments.published import cases as predictions
+from gpipe_bench.experiments.published.hypotheses import hypotheses_of
 from gpipe_bench.experiments.table3.figures import figures
 from gpipe_bench.experiments.table3.tables import cells, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -212,5 +213,6 @@ EXPERIMENT = Experiment(
     paper_tables=PAPER_TABLES,
     tables=tables,
     figures=figures,
+    hypotheses=hypotheses_of,
     options=("device",),
 )

@@ -74,10 +74,15 @@ def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
 
 
 def environment_warnings(records: Sequence[Record]) -> list[str]:
-    """One line for each field that numbers depend on and in which the records differ."""
+    """One line for each field in which the records differ, of those whose numbers depend on a machine."""
+    environments = [
+        record.environment
+        for record in records
+        if any(quantity.provenance != "modelled" for quantity in record.quantities)
+    ]
     return [
         f"records differ in {name}: {' | '.join(str(value) for value in values)}"
-        for name, values in differences([record.environment for record in records]).items()
+        for name, values in differences(environments).items()
     ]
 
 

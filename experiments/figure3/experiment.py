@@ -1,7 +1,7 @@
 """Figure 3 of the paper's first version: speed-ups of ResNet-101 and of AmoebaNet-D (4, 512).
 
 Expected: re-materialization costs ResNet-101 on one device a fifth to a quarter; a pipeline overtakes the
-naive split on two devices and grows with K. About three minutes on two laptop cores:
+naive split on two devices and grows with K.
 
     python -m experiments run figure3
 

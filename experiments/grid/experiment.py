@@ -2,7 +2,7 @@
 
 Expected: a pipeline sends a small part of what replicas send for Transformers, and not for small AmoebaNets;
 steps on this machine are those of the replay; of all grids of an accelerator's, few stages are fast and full.
-About three minutes on two laptop cores, which should have nothing else to do:
+The machine should have nothing else to do:
 
     python -m experiments run grid
 """

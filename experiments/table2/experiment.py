@@ -1,8 +1,7 @@
 """Table 2: normalised throughput of AmoebaNet-D (18, 256) and Transformer-48 over K and M.
 
 Expected: throughput grows with M until the bubble is gone, and with K almost linearly for the Transformer,
-whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even. About six minutes on two
-laptop cores:
+whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even.
 
     python -m experiments run table2
 

@@ -1,7 +1,7 @@
 """Table 3: throughput without a fast interconnect, AmoebaNet-D (18, 128) and Transformer-24 with M = 32.
 
 Expected: the Transformer does not notice (a message takes a hundredth of an action), AmoebaNet does with many
-stages, whose messages take as long as their actions. About three minutes on two laptop cores:
+stages, whose messages take as long as their actions.
 
     python -m experiments run table3
 

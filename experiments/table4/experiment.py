@@ -1,7 +1,7 @@
 """Table 4, the overhead breakdown: where the device time of a step goes.
 
 For ResNet-101 and AmoebaNet-D (4, 512). Expected: computation two thirds, recomputation a fifth to a quarter,
-the rest bubble and uneven stages, more of both with more stages. About two minutes on two laptop cores:
+the rest bubble and uneven stages, more of both with more stages.
 
     python -m experiments run table4
 

@@ -51,8 +51,7 @@ MODELS = {
     "transformer": Model("Transformer-24", 4, tp=True),
     "amoebanet": Model("AmoebaNet-D (18, 256)", 16, tp=False),
 }
-SECONDS = {("transformer", 8): 20.0, ("transformer", 64): 25.0, ("transformer", 512): 30.0,
-           ("amoebanet", 8): 60.0, ("amoebanet", 64): 60.0, ("amoebanet", 512): 60.0}  # fmt: skip
+ESTIMATE_S = 5.0
 
 
 class Place(NamedTuple):
@@ -73,7 +72,7 @@ class Setting(NamedTuple):
 
 def keys(profile: str) -> list[tuple[dict[str, Scalar], float]]:
     return [
-        ({"part": PART, "model": name, "accelerators": count}, SECONDS[name, count])
+        ({"part": PART, "model": name, "accelerators": count}, ESTIMATE_S)
         for name in (("transformer",) if profile == "smoke" else MODELS)
         for count in COUNTS[profile]
     ]

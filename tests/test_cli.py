@@ -8,11 +8,12 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 
 import pytest
 from command_line import NO_TORCH, ROOT, SEVERAL, Gate, call, finish, lines, run_fake, start
 from fake_experiment import steps
-from records import record
+from records import quantity, record
 
 from gpipe_bench.experiments.commands import doctor
 from gpipe_bench.experiments.commands.cli import main
@@ -221,6 +222,13 @@ def test_compare_warns_where_the_records_come_from_different_surroundings(tmp_pa
         Store(tmp_path).append(record(step, environment={"variables": {"OMP_NUM_THREADS": str(step)}}))
     _, _, err = call("compare", "fake", "--results", tmp_path)
     assert "warning: records differ in variables: " in err
+    for step, sources in ((3, "old"), (4, "new")):  # other sources of one revision, and other surroundings
+        surroundings = {"code_sha256": sources, "variables": {"OMP_NUM_THREADS": str(step)}}
+        modelled = quantity(provenance="modelled")
+        Store(tmp_path / "b").append(record(step, environment=surroundings, quantities=(modelled,)))
+        Store(tmp_path / "c").append(record(step, environment={"code_sha256": sources}))
+    for folder in ("b", "c"):
+        assert call("compare", "fake", "--results", tmp_path / folder)[2] == ""
 
 
 def test_compare_without_records_says_how_to_get_them(tmp_path):
@@ -312,8 +320,6 @@ def test_where_torch_could_see_a_device_it_is_asked(tmp_path, monkeypatch, cuda,
 
 
 def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, capsys, monkeypatch):
-    from dataclasses import replace
-
     import fake_experiment
 
     monkeypatch.setattr(
@@ -342,8 +348,6 @@ def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, ca
 
 
 def test_a_mistake_of_an_experiment_is_not_taken_for_bad_usage(fake, tmp_path, monkeypatch):
-    from dataclasses import replace
-
     import fake_experiment
 
     def twice(records):
@@ -376,6 +380,12 @@ def test_list_knows_how_long_it_took_here(tmp_path):
     assert (smoke["expected_s"], smoke["on_record"]) == (6.0, 0)
     assert 8.0 <= short["expected_s"] < 10.0
     assert short["on_record"] == 1
+    (kept,) = Store(tmp_path).load("fake").records
+    for step, changes in ((2, {"revision": 0}), (3, {"options": {**kept.options, "seed": 7}})):
+        Store(tmp_path).append(replace(kept, case={**kept.case, "step": step}, **changes))
+    _, out, _ = call("list", "--results", tmp_path, "--json")
+    fake = next(entry for entry in lines(out) if entry["name"] == "fake")
+    assert fake["profiles"][1]["on_record"] == 1, "run would reuse neither"
 
 
 def test_every_experiment_lists_its_cases_without_torch():

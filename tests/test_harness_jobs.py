@@ -8,6 +8,8 @@ import os
 import pickle
 import signal
 import subprocess
+from multiprocessing import forkserver
+from types import SimpleNamespace
 
 import fake_experiment
 import psutil
@@ -22,7 +24,7 @@ from gpipe_bench.harness.records import environment
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.running.progress import PlainReporter
 from gpipe_bench.harness.running.runner import run_experiment
-from gpipe_bench.harness.running.workers import sensible_jobs
+from gpipe_bench.harness.running.workers import Workers, sensible_jobs
 
 UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
 # The fake experiment, as one that times nothing, on the command line.
@@ -99,6 +101,16 @@ def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):
     monkeypatch.delenv("FAKE_STEP_2")
     monkeypatch.delenv("FAKE_STEP_4")
     assert {record.status for record in go(store, 2).records} == {"done"}
+
+
+@pytest.mark.parametrize("lacks", ["_forkserver_pid", "_preload_modules", "_stop"])
+def test_another_pythons_fork_server_is_left_alone(monkeypatch, lacks):
+    """Cases then run in processes of their own, as on a system without such servers."""
+    whole = {"_forkserver_pid": None, "_preload_modules": ["__main__"], "_stop": lambda: None}
+    server = SimpleNamespace(**{name: value for name, value in whole.items() if name != lacks})
+    monkeypatch.setattr(forkserver, "_forkserver", server)
+    experiment = dataclasses.replace(UNTIMED, preload=("slow_to_import",))
+    Workers(experiment, RunOptions(device="cpu"), "").stop()
 
 
 def test_modules_that_cases_share_are_imported_once(tmp_path, log):

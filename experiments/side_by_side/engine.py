@@ -1,8 +1,8 @@
 """The engine's own cost, measured side by side with the bare layers and with other engines.
 
 Expected: stages overlap to within a few percent of the schedule's ideal step; two processes train a
-Transformer at almost twice the speed of one; small micro-batches cost a fraction of a millisecond. About four
-minutes on two cores, which should have nothing else to do:
+Transformer at almost twice the speed of one; small micro-batches cost a fraction of a millisecond. The
+machine should have nothing else to do:
 
     python -m experiments run engine
 

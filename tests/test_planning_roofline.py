@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ from torch import Tensor, nn
 
 from gpipe_bench.experiments.planning.accelerators import ACCELERATORS
 from gpipe_bench.experiments.planning.costs import roofline
-from gpipe_bench.experiments.planning.costs.roofline import Noted, Operation, noted
+from gpipe_bench.experiments.planning.costs.costs import SizeCosts
+from gpipe_bench.experiments.planning.costs.roofline import Noted, Operation, by_roofline, noted
+from gpipe_bench.experiments.planning.models import Model, model_of
+from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.models import MODELS
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.plan.links import LINKS
 
 ROWS, WIDTH = 64, 32
 
@@ -88,16 +93,16 @@ def block(dropout: float) -> nn.Module:
     return model[1]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(
-    ("precision", "attention"),
-    [("float32", "flash"), ("bfloat16", "flash"), ("float32", "efficient"), ("float32", "cpu")],
-)
+    ("precision", "attention", "dropout"),
+    [
+        ("float32", "flash", 0.0), ("float32", "flash", 0.1), ("bfloat16", "flash", 0.0),
+        ("bfloat16", "flash", 0.1), ("float32", "efficient", 0.1), ("float32", "cpu", 0.0),
+    ],
+)  # fmt: skip
 def test_fused_attention_multiplies_for_half_of_all_pairs(
     precision: str, attention: str, dropout: float
 ) -> None:
-    if attention == "cpu" and dropout:
-        pytest.skip("a CPU's attention with dropout is not fused")
     found = of(block(dropout), 1, LENGTH, HEADS * CHANNELS, precision=precision, attention=attention)
     width = HEADS * CHANNELS
     linear = 12 * width**2 * 2 * LENGTH
@@ -157,6 +162,49 @@ def test_seconds_are_those_of_the_slowest_part() -> None:
     assert roofline.seconds([Operation(0.0, False, {}, {})] * 3, device) == pytest.approx(
         3 * roofline.KERNEL_S / share
     )
+
+
+def costs_of(**more: Any) -> SizeCosts:
+    """Of `planning_models.square`, whose layers are too large for a kernel's start to count."""
+    request = Request(
+        accelerators=1, memory_bytes=2**40, batch_size=4096, link=LINKS["nvlink3"], device_type="a100", **more
+    )
+    return by_roofline(model_of("planning_models:square", 4096), request, [4096]).at(4096)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_layers_take_what_the_sheet_says_by_their_operations(precision: str) -> None:
+    device = ACCELERATORS["a100"]
+    seconds = costs_of(precision=precision).layers_s
+    elements, bandwidth = 4096**2, 0.8 * 0.92 * device.bytes_per_s
+    product_s = 2 * 4096**3 / (0.8 * 0.869 * device.rate(precision))
+    cast_s = 0.0 if precision == "float32" else 6 * elements / bandwidth  # of weights, then of gradients
+    assert [seconds[kind][1] for kind in "FIWB"] == pytest.approx(
+        [product_s + cast_s, product_s, product_s + cast_s, 2 * product_s + cast_s]
+    )
+    assert seconds["I"][0] == 0  # nothing wants the gradient of the input
+    size = 4 if precision == "float32" else 2
+    assert seconds["F"][2] == pytest.approx(2 * size * elements / bandwidth)
+
+
+def test_what_is_compiled_takes_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile_of = Model.profile_of  # of compiled layers it would import a compiler
+    monkeypatch.setattr(Model, "profile_of", lambda model, *given, compiled: profile_of(model, *given))
+    plain, compiled = (costs_of(precision="bfloat16", compiled=each).layers_s for each in (False, True))
+    assert compiled["F"][3] < 0.9 * plain["F"][3]  # the loss is with it
+    assert compiled["F"][:3] == plain["F"][:3]
+
+
+def test_an_optimizer_moves_its_state_once() -> None:
+    request = Request(
+        accelerators=1, memory_bytes=2**40, batch_size=1, link=LINKS["nvlink3"], device_type="a100",
+        optimizer="rmsprop",
+    )  # fmt: skip
+    found = by_roofline(model_of("planning_models:plain", 1), request, [1])
+    parameters = 16 * 17
+    bandwidth = 0.8 * 0.92 * ACCELERATORS["a100"].bytes_per_s
+    assert found.update_s[0] == pytest.approx(28 * parameters / bandwidth)
+    assert (found.low, found.high) == (0.8, 1.25)
 
 
 def test_between_two_products_a_compiler_makes_one_kernel() -> None:

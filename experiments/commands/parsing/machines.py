@@ -92,6 +92,10 @@ def size_options(verbs: Any) -> None:
     machines.add_argument(
         "--memory-gib", "--cap-gib", type=float, required=True, metavar="GIB", help="of each"
     )
+    machines.add_argument(
+        "--device-type", metavar="NAME",
+        help="an accelerator by its name, such as h100, whose attention keeps less; default: this CPU",
+    )  # fmt: skip
     training = verb.add_argument_group("how it is trained")
     training.add_argument(
         "--batch-size", type=int, metavar="N",

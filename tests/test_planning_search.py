@@ -9,7 +9,7 @@ import pytest
 from planning_models import costs_of, planned
 
 from gpipe_bench.experiments.planning.answer import frontier, plan, predicted
-from gpipe_bench.experiments.planning.links import link_named, places
+from gpipe_bench.experiments.planning.links import link_named, link_within, places
 from gpipe_bench.experiments.planning.predict import predict
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.searching.grids import Grid
@@ -213,6 +213,13 @@ def test_links_by_what_people_call_them() -> None:
     assert link_named("nvlink", "A100-80GB") is LINKS["nvlink3"]
     assert link_named("infiniband", "v100") is LINKS["infiniband-edr"]
     assert link_named("nvlink2", "h100") is LINKS["nvlink2"]
+    assert link_within("h100") is LINKS["nvlink4"]
+    assert [link_within(card) for card in ("a10", "l40s", "rtx4090", "p100")] == [
+        *[LINKS["pcie4-host"]] * 3,
+        LINKS["pcie3-host"],
+    ]
+    with pytest.raises(ValueError, match="what connects tpuv3 is no preset; give one that is like it"):
+        link_within("tpuv3")
     with pytest.raises(ValueError, match="unknown link 'nvlik'; known: nvlink, pcie, infiniband, ethernet"):
         link_named("nvlik")
 

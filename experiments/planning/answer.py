@@ -16,6 +16,7 @@ from itertools import takewhile
 from math import inf
 from typing import Any
 
+from gpipe_bench.experiments.planning.accelerators import accelerator
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.links import places
 from gpipe_bench.experiments.planning.models import Model
@@ -135,6 +136,7 @@ def plan(
         ValueError: nothing fits, or nothing is to be tried; the message says the smallest peak, where it is
             and what would help, or what cannot be divided. An unknown accelerator.
     """
+    model = as_on(model, request)
     search = search_for(model, request, space=space, costs=costs, progress=progress)
     found = search.run(max(KEPT, shown))
     if not found:
@@ -161,7 +163,7 @@ def search_for(
     """The search among all that may be chosen, with the costs of every size that may fit; arguments and
     errors as of `plan`, but that it is not yet known whether a cut fits.
     """
-    space = space or Space()
+    model, space = as_on(model, request), space or Space()
     if why_whole(model, request):
         space = replace(space, sharded=False)
     num_layers = len(model.layers)
@@ -178,6 +180,13 @@ def search_for(
         progress("layers", 0, len(sizes))
         costs = costs_for(model, request, list(takewhile(partial(_may_fit, model, request), sizes)))
     return Search(costs, _as_measured(request, costs), space, model.ties, partial(progress, "ways"))
+
+
+def as_on(model: Model, request: Request) -> Model:
+    """The model with the attention of the request's accelerator, by which its layers are profiled."""
+    if request.device_type == MEASURED:
+        return model
+    return replace(model, attention=accelerator(request.device_type, request.precision).attention)
 
 
 def _as_measured(request: Request, costs: Costs) -> Request:

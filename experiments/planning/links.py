@@ -22,8 +22,8 @@ DIMENSIONS = ("pp", "dp", "fsdp", "tp")
 
 _GENERATIONS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     "nvlink": (
-        (("p100",), "nvlink1"), (("v100",), "nvlink2"), (("a100", "a800"), "nvlink3"),
-        (("b100", "b200", "gb200"), "nvlink5"), (("",), "nvlink4"),
+        (("v100",), "nvlink2"), (("a100", "a800"), "nvlink3"),
+        (("h100", "h200", "gh200"), "nvlink4"), (("b100", "b200", "gb200"), "nvlink5"),
     ),
     "pcie": (
         (("p100", "p40", "v100", "t4"), "pcie3-host"), (("h100", "h200", "b100", "b200"), "pcie5-host"),
@@ -35,13 +35,13 @@ _GENERATIONS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     ),
     "ethernet": ((("",), "ethernet-25g"),),
 }  # fmt: skip
-"""By the first of an accelerator's names that fits; the last one is that of all others."""
+"""By the first of an accelerator's names that fits; an empty one is that of all others."""
 
 
 def link_named(name: str, device_type: str = "") -> Link:
     """The preset of that name, or the generation of it that goes with an accelerator.
 
-    `ValueError` for a name that neither is.
+    `ValueError` for a name that neither is, or an accelerator that has none of it.
     """
     if name in LINKS:
         return LINKS[name]
@@ -49,9 +49,22 @@ def link_named(name: str, device_type: str = "") -> Link:
         known = ", ".join([*_GENERATIONS, *LINKS])
         raise ValueError(f"unknown link {name!r}; known: {known}")
     words = device_type.lower()
-    return LINKS[
-        next(link for starts, link in _GENERATIONS[name] if any(words.startswith(each) for each in starts))
-    ]
+    for starts, link in _GENERATIONS[name]:
+        if words.startswith(starts):
+            return LINKS[link]
+    raise ValueError(f"no {name} of {device_type or 'no device type'} is known; use pcie, or a preset's name")
+
+
+def link_within(device_type: str) -> Link:
+    """What is between the accelerators of a host where nobody says it: NVLink where the card has it, else
+    PCIe.
+
+    `ValueError` for TPUs, whose interconnect is no preset.
+    """
+    if device_type.lower().startswith("tpu"):
+        raise ValueError(f"what connects {device_type} is no preset; give one that is like it, or free")
+    has_nvlink = device_type.lower().startswith(tuple(s for ours, _ in _GENERATIONS["nvlink"] for s in ours))
+    return link_named("nvlink" if has_nvlink else "pcie", device_type)
 
 
 @dataclass(frozen=True)

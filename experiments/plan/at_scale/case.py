@@ -86,8 +86,8 @@ def _titan(name: str, schedule: str, speed: float) -> Done:
 SCALES: dict[str, Scale] = {
     "llama-405b": Scale(
         title="Llama 3 of 405B parameters on 512 H100 of 89.4 GiB",
-        accelerators=512, memory_bytes=96 * 10**9, device_type="h100-500w", link="nvlink", between="infiniband",
-        batch_size=256, tp=(1, 2, 4, 8), optimizer="adam", precision="bfloat16", seconds=1000.0,
+        accelerators=512, memory_bytes=96 * 10**9, device_type="h100-500w", link="nvlink",
+        between="infiniband", batch_size=256, tp=(1, 2, 4, 8), optimizer="adam", precision="bfloat16", seconds=1000.0,
         done=(
             _titan("torchtitan, 1F1B", "1f1b", 100.0),
             _titan("torchtitan, interleaved", "interleaved", 128.0),
@@ -111,7 +111,7 @@ def run(key: dict[str, Scalar]) -> Outcome:
     name = str(key["model"])
     scale = SCALES[name]
     model, request = _model(name, scale), request_of(scale)
-    search = search_for(model, request, space=Space(tp=scale.tp))
+    search = search_for(model, request, space=Space(tp=scale.tp, fewer=False))
     best = best_of_each_grid(search)
     rows = [_row(predicted(found, search), request, "") for found in best.values()]
     theirs = [
@@ -151,7 +151,7 @@ def request_of(scale: Scale) -> Request:
         accelerators=scale.accelerators, memory_bytes=scale.memory_bytes, batch_size=scale.batch_size,
         link=link_named(scale.link, scale.device_type), between=link_named(scale.between, scale.device_type),
         hosts=max(1, scale.accelerators // HOST), optimizer=scale.optimizer, precision=scale.precision,
-        device_type=scale.device_type,
+        device_type=scale.device_type, reserve_bytes=0,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def timed(model: Model, request: Request, sizes: Sequence[int]) -> Costs:
     found = launch(_probe, processes, job)
     costs = measured(
         found, "this machine",
-        lambda size, split: model.profile_of(size, request.precision, split_backward=split),
+        lambda size, split, tp: model.profile_of(size, request.precision, split_backward=split, tp=tp),
     )  # fmt: skip
     less = "" if processes == request.accelerators else f", of {request.accelerators} that are asked about"
     return replace(costs, provenance={**costs.provenance, "processes": f"{processes} timed{less}"})

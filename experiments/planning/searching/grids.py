@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.links import Topology
 from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from gpipe_bench.pipeline.plan.cutting.times import LayerTimes
-from gpipe_bench.pipeline.plan.links import Link
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,6 +48,11 @@ class Grid:
         sharded = f"fsdp {self.fsdp} (ZeRO-{self.fsdp_level})" if self.fsdp > 1 else ""
         parts = [f"pp {self.pp}", f"dp {self.dp}" * (self.dp > 1), sharded, f"tp {self.tp}" * (self.tp > 1)]
         return " x ".join(part for part in parts if part)
+
+
+def grid_of(candidate: Candidate) -> Grid:
+    """What a candidate makes of its accelerators."""
+    return Grid(candidate.num_workers, candidate.dp, candidate.fsdp, candidate.fsdp_level, candidate.tp)
 
 
 def times_on(grid: Grid, costs: Costs, microbatch_size: int, near: Topology, *, split: bool) -> LayerTimes:

@@ -36,6 +36,8 @@ LESS = 0.85
 """Of the best plan's peak, under which everything is searched again for the next point of the frontier."""
 MOST_POINTS = 8
 """Of the frontier."""
+FEW = 2
+"""Ways that are kept for each point but the first: the best, and one that may be as good by the replay."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is done, how many of it, of how many."""
@@ -223,7 +225,7 @@ def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[P
     known: dict[Candidate, Prediction] = {}
     caps: list[int] = []
     cap = None
-    while len(caps) < MOST_POINTS and (found := search.run(kept, cap=cap)):
+    while len(caps) < MOST_POINTS and (found := search.run(kept if cap is None else FEW, cap=cap)):
         known |= {each.candidate: predicted(each, search) for each in found if each.candidate not in known}
         caps.append(search.cap)
         cap = int(LESS * found[0].peak)

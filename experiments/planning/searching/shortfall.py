@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.request import Request
@@ -32,6 +31,8 @@ MOST_UNEQUAL = 64
 """Of one whose stages are searched for apart, where each of them holds another number of micro-batches."""
 LOOKED_AT = 6
 """Ways that are cut for their peaks, of those whose even cuts have the smallest ones."""
+MOST_CHOICES = 8
+"""Stages of which a message says one by one what each recomputes."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Smallest:
         home = "stage" if len(self.homes[worst]) == 1 else "worker"
         words = {"always": "everything", "never": "nothing"}
         again = words.get(to_text(self.remat)) or to_text(self.remat)
+        if len(self.choices) > MOST_CHOICES and not isinstance(self.remat, str):
+            again = "some"
         return (
             f"on {home} {worst} (layers {self.layers_of(worst)}) at {self.memory[worst].when}, with "
             f"{self.grid}, {self.schedule}, {self.num_microbatches} micro-batches and {again} recomputed"
@@ -94,8 +97,8 @@ def smallest(
     """The smallest peak of all ways, each with its smallest micro-batches, or the first of at most `enough`
     bytes; None where there is no way.
 
-    Bytes are those that `plan` counts. Of each way an even cut is counted; of the LOOKED_AT with the smallest
-    peaks then also the cut that is best for it, or an even one that was made better step by step.
+    Bytes are those that `plan` counts. Each way is cut evenly, the LOOKED_AT with the smallest peaks then
+    better.
     """
     known: dict[tuple[int, bool, int], Footprints] = {}
     if model.why_whole(compiled=request.compiled):
@@ -117,33 +120,38 @@ def smallest(
 
     last = {(w.grid, w.schedule, w.stages_per_worker): w for w in ways(request, space, len(model.layers))}
     least = {way.grid: room_of(way).least_bytes() for way in last.values()}
-    evens: list[Smallest] = []
+    evens: list[_Cuts] = []
     # What holds least between steps comes first, and of its schedules those that need few graphs.
     order = sorted(last.values(), key=lambda way: (least[way.grid], -way.grid.pp, way.schedule != "1f1b"))
     for way in order:
-        best = min((each.peak for each in evens), default=2**63)
-        if least[way.grid] < best:
-            evens.append(_Ways(room_of(way), way, request, space, manner.remat).even())
-            if evens[-1].peak <= enough:
-                return evens[-1]
-    evens.sort(key=lambda each: each.peak)
-    found = evens[:1]
-    for even in evens[:LOOKED_AT]:
-        way = last[even.grid, even.schedule, even.stages_per_worker]
-        found.append(_Ways(room_of(way), way, request, space, manner.remat).best(even))
-        if found[-1].peak <= enough:
-            return found[-1]
-    return min(found, key=lambda each: each.peak, default=None)
+        if evens and least[way.grid] >= min(each.fullest for each in evens):
+            continue
+        evens.append(_Cuts(room_of(way), way, request, space, manner.remat))
+        if evens[-1].fullest <= enough and (found := evens[-1].found()).peak <= enough:
+            return found
+    looked_at = sorted(evens, key=lambda each: each.fullest)[:LOOKED_AT]
+    for each in looked_at:
+        each.improve()
+    best: Smallest | None = None
+    for each in sorted(looked_at, key=lambda each: each.fullest):
+        if best is None or each.fullest < best.peak:
+            best = min(filter(None, (best, each.found())), key=lambda found: found.peak)
+    return best
 
 
-class _Ways:
-    """The cuts of one way by their peaks."""
+class _Cuts:
+    """The cuts of one way by their peaks: an even one, and better ones. Messages are counted of the last one
+    alone, which takes longer than all the rest.
+    """
 
     def __init__(self, room: Room, way: Way, request: Request, space: Space, remat: Remat | None) -> None:
         self.room, self.way, self.request, self.remats, self.remat = room, way, request, space.remats, remat
-        self.schedule = room.schedule
-        self.homes = tuple(self.schedule.stages_of(worker) for worker in range(way.grid.pp))
-        self.layers = room.layers
+        self.homes = tuple(room.schedule.stages_of(worker) for worker in range(way.grid.pp))
+        held = [
+            4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes
+            for layer in room.layers
+        ]
+        self.cut = partition(held, room.schedule.num_stages)
 
     def choices(self, worker: int, stages: tuple[range, ...]) -> tuple[Choice, ...]:
         """What a worker recomputes of its stages: what was asked, or what needs least."""
@@ -155,66 +163,65 @@ class _Ways:
     def peak(self, worker: int, stages: tuple[range, ...]) -> int:
         return self.room.memory(worker, stages, self.choices(worker, stages)).peak
 
-    def found(self, cut: Partition) -> Smallest:
-        remat: list[Choice] = ["never"] * len(cut)
+    def peaks(self, cut: Partition) -> list[int]:
+        return [self.peak(worker, tuple(cut[s] for s in mine)) for worker, mine in enumerate(self.homes)]
+
+    @property
+    def fullest(self) -> int:
+        return max(self.peaks(self.cut))
+
+    def found(self) -> Smallest:
+        """The cut, with its messages."""
+        way, remat = self.way, list[Choice](["never"] * len(self.cut))
         for worker, mine in enumerate(self.homes):
-            stages = tuple(cut[stage] for stage in mine)
-            for stage, choice in zip(mine, self.choices(worker, stages), strict=True):
+            found = self.choices(worker, tuple(self.cut[stage] for stage in mine))
+            for stage, choice in zip(mine, found, strict=True):
                 remat[stage] = choice
-        memory = self.room.counted(cut, remat, self.request.accelerated)
-        alike = len(set(remat)) == 1 and isinstance(remat[0], str)
-        given: Any = remat[0] if alike else tuple(remat)
-        way = self.way
+        memory = self.room.counted(self.cut, remat, self.request.accelerated)
+        alike = isinstance(remat[0], str) and all(each == remat[0] for each in remat)
         return Smallest(
-            way.grid, way.schedule, way.stages_per_worker, self.remat or given, tuple(remat), self.homes, cut,
-            way.num_microbatches, memory,
+            way.grid, way.schedule, way.stages_per_worker, self.remat or (remat[0] if alike else remat),
+            tuple(remat), self.homes, self.cut, way.num_microbatches, memory,
         )  # fmt: skip
 
-    def even(self) -> Smallest:
-        held = [
-            4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes
-            for layer in self.layers
-        ]
-        return self.found(partition(held, self.schedule.num_stages))
-
-    def best(self, even: Smallest) -> Smallest:
-        """The cut whose fullest worker is smallest, as far as messages let it be known."""
-        stages, layers = self.schedule.num_stages, len(self.layers)
-        if stages == layers or layers > MOST_LAYERS:
-            return even
-        if self.schedule.placement:
-            return self._moved(even)
-        name, workers = self.way.schedule, self.way.grid.pp
-        if (name != "gpipe" or not isinstance(self.remat, str | None)) and layers <= MOST_UNEQUAL:
+    def improve(self) -> None:
+        """The cut whose fullest worker is smallest; where a worker has several stages, layers are moved over
+        one boundary at a time while the fullest worker gets less full.
+        """
+        layers, workers = len(self.room.layers), self.way.grid.pp
+        if len(self.cut) == layers or layers > MOST_LAYERS:
+            return
+        if self.room.schedule.placement:
+            while self._move():
+                pass
+            return
+        alike = self.way.schedule == "gpipe" and (self.remat is None or isinstance(self.remat, str))
+        if not alike and layers <= MOST_UNEQUAL:
             cut = leanest(lambda stage, start, stop: self.peak(stage, (range(start, stop),)), layers, workers)
         else:
-            cut = partition_by(
-                lambda start, stop: self.peak(
-                    0 if start == 0 else min(1, workers - 1), (range(start, stop),)
-                ),
+            ends = min(1, workers - 1)
+            found = partition_by(
+                lambda start, stop: self.peak(0 if start == 0 else ends, (range(start, stop),)),
                 layers, workers, cap=2**62, floor=self.room.floor(),
             )  # fmt: skip
-        found = even if cut is None else min(even, self.found(cut), key=lambda each: each.peak)
-        return self._moved(found)
+            cut = found or self.cut
+        self.cut = min(self.cut, cut, key=lambda each: max(self.peaks(each)))
 
-    def _moved(self, found: Smallest) -> Smallest:
-        """The same with layers moved over one boundary at a time, while the fullest worker gets less full."""
-        for _ in range(len(self.layers)):
-            worst = max(range(len(found.memory)), key=lambda worker: found.memory[worker].peak)
-            starts = [stage.start for stage in found.cut] + [len(self.layers)]
-            others = []
-            for stage in self.homes[worst]:
-                for boundary, by in ((stage, 1), (stage + 1, -1)):
-                    moved = list(starts)
-                    moved[boundary] += by
-                    inside = 0 < boundary < len(found.cut)
-                    if inside and moved[boundary - 1] < moved[boundary] < moved[boundary + 1]:
-                        others.append(self.found(tuple(range(a, b) for a, b in pairwise(moved))))
-            best = min(others, key=lambda each: each.peak, default=found)
-            if best.peak >= found.peak:
-                return found
-            found = best
-        return found
+    def _move(self) -> bool:
+        peaks = self.peaks(self.cut)
+        worst = peaks.index(max(peaks))
+        starts = [stage.start for stage in self.cut] + [len(self.room.layers)]
+        others = []
+        for boundary, by in [move for stage in self.homes[worst] for move in ((stage, 1), (stage + 1, -1))]:
+            moved = list(starts)
+            moved[boundary] += by
+            if moved[0] == 0 and moved[-1] == starts[-1] and all(a < b for a, b in pairwise(moved)):
+                others.append(tuple(range(a, b) for a, b in pairwise(moved)))
+        best = min(others, key=lambda each: max(self.peaks(each)), default=self.cut)
+        if max(self.peaks(best)) >= max(peaks):
+            return False
+        self.cut = best
+        return True
 
 
 def nothing_fits(

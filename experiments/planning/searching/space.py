@@ -121,7 +121,8 @@ def sizes_of(request: Request, space: Space, num_layers: int) -> Sequence[int]:
 def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str, int]]:
     """Names with their stages per worker."""
     if grid.pp == 1:
-        yield ("1f1b" if "1f1b" in space.schedules else space.schedules[0]), 1
+        plain = [name for name in space.schedules if NAMED[name].stages_per_worker in (None, 1)]
+        yield from [("1f1b" if "1f1b" in plain else name, 1) for name in plain[:1]]
         return
     for name in space.schedules:
         if splits(name) and (grid.fsdp_level == 3 or request.compiled):

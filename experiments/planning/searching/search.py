@@ -127,12 +127,13 @@ class Search:
             return
         way = Way(least.grid, least.schedule, least.stages_per_worker, least.num_microbatches, size)
         times, links = self.parts.times(way), self.parts.boundaries(way)
+        remat = tuple(each for each in least.choices if isinstance(each, str))  # as plans have it
         step_s = QuickSteps(self.parts.schedule(way), links).makespan_s(
             [times.stage(stage.start, stage.stop) for stage in least.cut],
-            least.choices,
+            remat,
             [times.message(stage.start) for stage in least.cut[1:]],
         )
-        yield self.found(way, Cut(least.cut, least.choices, step_s, 0.0))
+        yield self.found(way, Cut(least.cut, remat, step_s, 0.0))
 
     def _in_order(self) -> Iterator[tuple[float, Way]]:
         """Ways that may fit, each with its bound; what takes longer to know is asked of those alone whose

@@ -178,10 +178,12 @@ class _Cuts:
             for stage, choice in zip(mine, found, strict=True):
                 remat[stage] = choice
         memory = self.room.counted(self.cut, remat, self.request.accelerated)
-        alike = isinstance(remat[0], str) and all(each == remat[0] for each in remat)
+        given: Remat = remat
+        if isinstance(remat[0], str) and all(each == remat[0] for each in remat):
+            given = remat[0]
         return Smallest(
-            way.grid, way.schedule, way.stages_per_worker, self.remat or (remat[0] if alike else remat),
-            tuple(remat), self.homes, self.cut, way.num_microbatches, memory,
+            way.grid, way.schedule, way.stages_per_worker, self.remat or given, tuple(remat), self.homes,
+            self.cut, way.num_microbatches, memory,
         )  # fmt: skip
 
     def improve(self) -> None:

@@ -2,11 +2,16 @@
 
 torch takes two seconds to import, and what its first optimizer imports two more. Whatever lives by then is
 frozen, so that a collection of garbage, which timed steps ask for each time, does not look through it.
+
+A process that hangs says where: it ends after `HANGING_S` with the stacks of all its threads, and with it the
+launch and the test, sooner than pytest ends (`faulthandler_timeout`).
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import os
 
 import hypothesis  # noqa: F401
 import sklearn.datasets  # noqa: F401
@@ -19,4 +24,12 @@ import gpipe_bench.models
 import gpipe_bench.pipeline.api
 import gpipe_bench.pipeline.ranks.launch  # noqa: F401
 
+HANGING_S = 600.0  # several times as long as the cases of any file take all together
+
+
+def end_if_it_hangs(after_s: float = HANGING_S) -> None:
+    faulthandler.dump_traceback_later(after_s, exit=True)
+
+
+os.register_at_fork(after_in_child=end_if_it_hangs)
 gc.freeze()

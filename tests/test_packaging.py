@@ -101,7 +101,6 @@ def test_a_user_with_packages_of_the_same_names_runs_and_compares(
     assert any(cell["printed"] == "318M" and cell["verdict"] == "identity" for cell in cells)
 
 
-@pytest.mark.slow
 def test_it_examines_and_guards_an_engine_that_has_a_folder_models_of_its_own(
     program: Path, tmp_path: Path
 ) -> None:

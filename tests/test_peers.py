@@ -183,7 +183,6 @@ def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pyte
 # For real, as little as possible
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_smoke_sets_the_documented_engine_beside_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -153,7 +153,7 @@ IN_SLOTS = partial(replay, action_s=SLOTS)
 
 
 def test_what_is_hidden_by_waiting_costs_nothing() -> None:
-    """As in the picture of `plan.adaptive`."""
+    """As in the picture of `plan.recomputing.adaptive`."""
     schedule = one_f_one_b(3, 4)
     found = adaptive(schedule, IN_SLOTS, graphs_alone(schedule), 2)
     assert found.schedule.remat == ((2,), "never", "never")

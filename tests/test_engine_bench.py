@@ -274,4 +274,4 @@ def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pyte
     case = next(c for c in EXPERIMENT.cases(RunOptions()) if c.key.get("against") == "torchgpipe")
     outcome = EXPERIMENT.run(case, RunOptions())
     assert (outcome.status, outcome.quantities) == ("skipped", ())
-    assert "gpipe-bench[peers]" in outcome.reason
+    assert "pip install -e .[peers]" in outcome.reason

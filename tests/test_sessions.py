@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gpipe_bench.experiments import registry
 
@@ -77,6 +79,22 @@ def test_lint_refuses_arguments() -> None:
     process = nox("-s", "lint", "--", "--fix")
     assert process.returncode != 0
     assert "lint takes no arguments, got --fix" in process.stderr
+
+
+def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
+    workflows = [yaml.safe_load(path.read_text()) for path in sorted(ROOT.glob(".github/workflows/*.yml"))]
+    rows = [
+        row
+        for workflow in workflows
+        for job in workflow["jobs"].values()
+        for row in job.get("strategy", {}).get("matrix", {}).get("include", [])
+    ]
+    named = [row["session"] for row in rows if "session" in row]
+    named += re.findall(r"nox -s (\w+)", json.dumps(workflows))
+    assert {"tests", "lint", "guard", "mutants", "smoke"} <= set(named) <= set(LISTED)
+    (oldest,) = (row["torch"] for row in rows if "torch" in row)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"torch>={oldest.removesuffix('.0')}" in project["dependencies"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import forked
@@ -30,20 +31,25 @@ def test_of_several_that_need_the_same_outcomes_one_launches(tmp_path: Path) -> 
     assert len(made) == 1
 
 
-def wait_for_nobody(said: Path) -> None:
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-    threading.Thread(target=signal.pause).start()  # no signal comes here
+def wait_for_nobody(said: Connection) -> None:
+    os.dup2(said.fileno(), 2)
+    threading.Thread(target=signal.pause).start()
+    os.write(2, b"has an end\n" if signal.getitimer(signal.ITIMER_REAL)[0] > 0 else b"has no end\n")
     end_if_it_hangs(0.01)  # instead of what it began with
     signal.pause()
 
 
-def test_a_process_that_hangs_ends_and_says_where(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    process = forked.fork_server().Process(target=wait_for_nobody, args=(said,))
+def test_a_process_that_hangs_says_where_and_ends() -> None:
+    context = forked.fork_server()
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=wait_for_nobody, args=(there,))
     process.start()
+    there.close()
+    said = ""
+    while "in wait_for_nobody" not in said and (more := os.read(here.fileno(), 4096)):
+        said += more.decode()
+    assert said.startswith("has an end\nTimeout (0:00:00.01")
+    assert said.count("hread 0x") == 2, "the stacks of all its threads"
+    os.kill(process.pid, signal.SIGALRM)  # as it would itself
     process.join()
-    assert process.exitcode == 1
-    text = said.read_text()
-    assert text.startswith("Timeout (0:00:00.01")
-    assert "in wait_for_nobody" in text
-    assert text.count("hread 0x") >= 2, "the stacks of all its threads"
+    assert process.exitcode == -signal.SIGALRM

@@ -54,7 +54,7 @@ def test_pytest_benchmark_compares_the_files(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest_benchmark", "--storage", f"file://{tmp_path}", "compare"]
     done = subprocess.run(
         [*command, "--columns=min,median,iterations", "--csv", str(tmp_path / "table")],
-        capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path,
         env={**os.environ, "NO_COLOR": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -104,6 +104,12 @@ def mutants(session: nox.Session) -> None:
     run_python(session, "tests/mutants.py", "--jobs", usable_cores(session))
 
 
+@nox.session(venv_backend="none", tags=["ci"], default=False)
+def golden(session: nox.Session) -> None:
+    """Texts from reference records and modelled answers, as digests: a new structure keeps them equal."""
+    run_python(session, "-m", "tests.golden")
+
+
 @nox.session(venv_backend="none", tags=["ci"])
 def lint(session: nox.Session) -> None:
     """ruff, mypy (strict on pipeline and harness), the import directions, and files that others read."""

@@ -6,6 +6,7 @@ between markers, and a test compares.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from gpipe_bench.harness.places import PUBLISHED, REFERENCE, ROOT
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.report.counts import EVIDENCE, evidence
 from gpipe_bench.harness.report.grid import between
-from gpipe_bench.harness.report.render import MARKS, MEANINGS
+from gpipe_bench.harness.report.render import MARKS, MEANINGS, Page
 from gpipe_bench.harness.report.replies import RULE, replies_markdown
 
 RECORDS = REFERENCE / "cpu-2-cores"
@@ -43,17 +44,22 @@ def descriptions() -> str:
     return "| name | what it does |\n|---|---|\n" + "\n".join(rows)
 
 
+@functools.cache
+def _page() -> Page:
+    """Everything on record, for all sections that are made of it."""
+    return build(RECORDS, figures=False)
+
+
 def replies() -> str:
     """Both questions answered from the reference records: the same as the report's first screen."""
-    page = build(RECORDS, figures=False)
+    page = _page()
     cells = [row.comparison for table in page.tables for row in table.rows]
     return f"{replies_markdown(cells, {table.name: table.info.short for table in page.tables})}\n\n{RULE}"
 
 
 def widths() -> str:
     """Verdicts by evidence at the declared width, and all of them at half and at twice the width."""
-    page = build(RECORDS, figures=False)
-    rows = [row for table in page.tables for row in table.rows if row.comparison.counted]
+    rows = [row for table in _page().tables for row in table.rows if row.comparison.counted]
     columns: tuple[Verdict, ...] = (*JUDGED, "not comparable", "not run")
     lines = ["| question | evidence | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
 
@@ -119,6 +125,7 @@ def rewritten(section: str, text: str) -> str:
     """The text of its page with the section made anew. Raises ValueError without the markers."""
     page, make = SECTIONS[section]
     begin, end = markers(section)
+    between(text, begin, end, "", page.name)  # before seconds go into what may have no place
     return between(text, begin, end, f"\n\n{make()}\n\n", page.name)
 
 

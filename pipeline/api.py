@@ -73,7 +73,7 @@ class Pipeline(Assembled):
             buffers of the first.
         zero: what the processes along "fsdp" hold in parts. 2 (the default): gradients and the optimizer's
             state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs. See
-            `ranks.mesh.sharding`.
+            `ranks.mesh.divided.sharding`.
         reduction: how gradients are summed over replicas: in "buckets" that leave within a stage's last
             backward, or by a "tree" over all micro-batches, which takes more memory and gives the same bits
             on every grid of as many micro-batches whose replicas are a power of two.
@@ -105,7 +105,7 @@ class Pipeline(Assembled):
 
     @property
     def portals(self) -> tuple[Line, ...]:
-        """What goes past stages, for `plan.drawing`, `plan.svg` and `plan.replay`."""
+        """What goes past stages, for `plan.drawn.drawing`, `plan.drawn.svg` and `plan.replay`."""
         return self._lines
 
     @property

@@ -8,11 +8,12 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 
 import pytest
 from command_line import NO_TORCH, ROOT, SEVERAL, Gate, call, finish, lines, run_fake, start
 from fake_experiment import steps
-from records import record
+from records import quantity, record
 
 from gpipe_bench.experiments.commands import doctor
 from gpipe_bench.experiments.commands.cli import main
@@ -129,7 +130,7 @@ def start_at(gate, results, log):
 def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(tmp_path, gate):
     process = start_at(gate, tmp_path / "results", tmp_path / "log")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "1 finished cases are kept, the same command goes on from there" in err.decode()
     assert "reproduced" not in out.decode()
@@ -150,8 +151,8 @@ def test_two_runs_at_once_share_the_cases_and_run_none_twice(tmp_path, gate):
     two = start("run", "fake", "--device", "cpu", "--results", results, "--json", FAKE_LOG=str(log))
     until_waiting(two)
     gate.release()
-    out = two.communicate(timeout=60)[0].decode()
-    one.communicate(timeout=60)
+    out = two.communicate(timeout=300)[0].decode()
+    one.communicate(timeout=300)
     assert (one.returncode, two.returncode) == (0, 0)
     assert sorted(steps(log)) == [1, 2, 3, 4, 5]
     assert sorted(record["case"]["step"] for record in lines(out)) == [1, 2, 3, 4, 5]
@@ -164,7 +165,7 @@ def test_a_case_is_taken_over_from_a_run_that_was_killed(tmp_path, gate):
     two = start("run", "fake", "--device", "cpu", "--results", results, FAKE_LOG=str(log))
     until_waiting(two)
     one.kill()
-    two.communicate(timeout=60)
+    two.communicate(timeout=300)
     one.communicate()
     assert two.returncode == 0
     assert steps(log) == [1, 2, 3, 4, 5, 2]
@@ -221,6 +222,13 @@ def test_compare_warns_where_the_records_come_from_different_surroundings(tmp_pa
         Store(tmp_path).append(record(step, environment={"variables": {"OMP_NUM_THREADS": str(step)}}))
     _, _, err = call("compare", "fake", "--results", tmp_path)
     assert "warning: records differ in variables: " in err
+    for step, sources in ((3, "old"), (4, "new")):  # other sources of one revision, and other surroundings
+        surroundings = {"code_sha256": sources, "variables": {"OMP_NUM_THREADS": str(step)}}
+        modelled = quantity(provenance="modelled")
+        Store(tmp_path / "b").append(record(step, environment=surroundings, quantities=(modelled,)))
+        Store(tmp_path / "c").append(record(step, environment={"code_sha256": sources}))
+    for folder in ("b", "c"):
+        assert call("compare", "fake", "--results", tmp_path / folder)[2] == ""
 
 
 def test_compare_without_records_says_how_to_get_them(tmp_path):
@@ -312,8 +320,6 @@ def test_where_torch_could_see_a_device_it_is_asked(tmp_path, monkeypatch, cuda,
 
 
 def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, capsys, monkeypatch):
-    from dataclasses import replace
-
     import fake_experiment
 
     monkeypatch.setattr(
@@ -342,8 +348,6 @@ def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, ca
 
 
 def test_a_mistake_of_an_experiment_is_not_taken_for_bad_usage(fake, tmp_path, monkeypatch):
-    from dataclasses import replace
-
     import fake_experiment
 
     def twice(records):
@@ -376,6 +380,12 @@ def test_list_knows_how_long_it_took_here(tmp_path):
     assert (smoke["expected_s"], smoke["on_record"]) == (6.0, 0)
     assert 8.0 <= short["expected_s"] < 10.0
     assert short["on_record"] == 1
+    (kept,) = Store(tmp_path).load("fake").records
+    for step, changes in ((2, {"revision": 0}), (3, {"options": {**kept.options, "seed": 7}})):
+        Store(tmp_path).append(replace(kept, case={**kept.case, "step": step}, **changes))
+    _, out, _ = call("list", "--results", tmp_path, "--json")
+    fake = next(entry for entry in lines(out) if entry["name"] == "fake")
+    assert fake["profiles"][1]["on_record"] == 1, "run would reuse neither"
 
 
 def test_every_experiment_lists_its_cases_without_torch():

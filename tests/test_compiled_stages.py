@@ -178,7 +178,6 @@ def test_an_unknown_backend_is_refused_with_those_that_there_are() -> None:
         Pipeline(model(), num_stages=1, num_microbatches=1, compile="fast")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler is here")
 def test_really_compiled_layers_give_the_plain_models_gradients_with_its_masks() -> None:
     def two() -> nn.Sequential:

@@ -493,7 +493,35 @@ def without_times(record: Record) -> dict[str, Any]:
     return json.loads(json.dumps(found, default=repr, sort_keys=True))
 
 
-@pytest.mark.slow
+def test_only_the_sources_that_a_training_uses_begin_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it finds what it left depends on them, and on no others."""
+    others = ["harness/one.py", "experiments/planning/one.py", "experiments/consistency/figures.py"]
+    used = [each if each.endswith(".py") else f"{each}/one.py" for each in consistency_run.TRAINED_BY]
+    for name in (*others, *used):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("ONE = 1\n")
+    monkeypatch.setattr(consistency_run, "ROOT", tmp_path)
+    monkeypatch.setattr(consistency_training, "train", lambda task, setting, folder: folder)
+    monkeypatch.setattr(consistency_run, "task_of", lambda subject: None)
+    options = RunOptions(scratch=tmp_path / "unfinished")
+
+    def folder() -> Any:
+        return consistency_run._trained(TINY_TEXT, Setting("pipeline", 1, 2, 0), 1, options)
+
+    first = folder()
+    for name in others:
+        (tmp_path / name).write_text("ONE = 2\n")
+    assert folder() == first
+    found = {first}
+    for name in used:
+        (tmp_path / name).write_text("ONE = 2\n")
+        found.add(folder())
+    assert len(found) == 1 + len(used)
+    assert all((Path(__file__).parents[1] / name).exists() for name in consistency_run.TRAINED_BY)
+
+
 def test_a_killed_run_ends_with_the_same_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL in the middle of writing a checkpoint, then after the last step; the third start ends."""
     command = ["run", "consistency", *SELECTED, "--results", str(tmp_path), "--device", "cpu", "--jobs", "1"]
@@ -538,7 +566,6 @@ def one_rank(rank: int, folder: Path, port: int, event: str) -> None:
         os._exit(1)
 
 
-@pytest.mark.slow
 def test_two_killed_processes_end_with_the_weights_of_one(tmp_path: Path) -> None:
     """SIGKILL to both and to what started them, while one has and one may not have written its checkpoint."""
 

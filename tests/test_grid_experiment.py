@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 from records import record
 
@@ -10,6 +13,7 @@ from gpipe_bench.experiments.grid.experiment import EXPERIMENT
 from gpipe_bench.experiments.grid.figures import figures
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.judging.unknowns import load_unknowns
 from gpipe_bench.pipeline.plan.collectives import all_reduce_s
 
 PLACES = {(cell.table, cell.row, cell.column) for cell in load_paper() if cell.source == "others"}
@@ -70,6 +74,15 @@ def test_grids_are_all_powers_of_two_and_only_transformers_are_divided() -> None
     assert {place.tp for place in accelerators.places(64, accelerators.MODELS["amoebanet"], 24)} == {1}
 
 
+def test_settings_are_the_geometric_middle_and_every_corner_of_what_is_not_stated() -> None:
+    names = ("share_of_peak", "link_bytes_per_s", "link_latency_s")
+    ends = [load_unknowns().find("table2-transformer", name).ends for name in names]
+    middle, *corners = accelerators.settings()
+    assert tuple(middle) == pytest.approx([math.sqrt(low * high) for low, high in ends])
+    assert {tuple(corner) for corner in corners} == set(itertools.product(*ends))
+    assert len(corners) == 8
+
+
 def test_a_tiny_transformer_on_eight_accelerators() -> None:
     found = ran({"part": accelerators.PART, "model": "transformer", "accelerators": 8}, "smoke")
 
@@ -79,7 +92,8 @@ def test_a_tiny_transformer_on_eight_accelerators() -> None:
     assert peak("dp") > peak("ZeRO-2") > peak("ZeRO-3") > 0
     for span in found.details["ranges"]:
         where = {name: span[name] for name in ("dp", "pp", "tp", "level")}
-        assert span["low"] <= found.quantity("step", **where).value <= span["high"]
+        assert span["steps_s"][0] == found.quantity("step", **where).value
+        assert min(span["steps_s"]) <= span["steps_s"][0] <= max(span["steps_s"])
     assert {quantity.provenance for quantity in found.quantities} == {"modelled"}
     assert "fastest of" in EXPERIMENT.tables([found], [])
     assert [plot.name for plot in figures([found])] == ["grid-accelerators"]

@@ -103,3 +103,4 @@ def test_differences_name_what_numbers_depend_on_and_leave_out_what_always_chang
     two = {**one, "load": [9.0], "memory_available_gib": 0.1, "cpu_model": "two"}
     assert differences([one, two, one]) == {"cpu_model": ["one", "two"]}
     assert differences([one, one]) == differences([]) == {}
+    assert differences([one, {**one, "torch_threads": None, "gpus": None, "code_sha256": "another"}]) == {}

@@ -8,6 +8,8 @@ import os
 import pickle
 import signal
 import subprocess
+from multiprocessing import forkserver
+from types import SimpleNamespace
 
 import fake_experiment
 import psutil
@@ -22,7 +24,7 @@ from gpipe_bench.harness.records import environment
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.running.progress import PlainReporter
 from gpipe_bench.harness.running.runner import run_experiment
-from gpipe_bench.harness.running.workers import sensible_jobs
+from gpipe_bench.harness.running.workers import Workers, sensible_jobs
 
 UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
 # The fake experiment, as one that times nothing, on the command line.
@@ -101,6 +103,16 @@ def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):
     assert {record.status for record in go(store, 2).records} == {"done"}
 
 
+@pytest.mark.parametrize("lacks", ["_forkserver_pid", "_preload_modules", "_stop"])
+def test_another_pythons_fork_server_is_left_alone(monkeypatch, lacks):
+    """Cases then run in processes of their own, as on a system without such servers."""
+    whole = {"_forkserver_pid": None, "_preload_modules": ["__main__"], "_stop": lambda: None}
+    server = SimpleNamespace(**{name: value for name, value in whole.items() if name != lacks})
+    monkeypatch.setattr(forkserver, "_forkserver", server)
+    experiment = dataclasses.replace(UNTIMED, preload=("slow_to_import",))
+    Workers(experiment, RunOptions(device="cpu"), "").stop()
+
+
 def test_modules_that_cases_share_are_imported_once(tmp_path, log):
     """In a process of their own, from which those of the cases are forked."""
     folder = tmp_path / "modules"
@@ -114,7 +126,7 @@ def test_modules_that_cases_share_are_imported_once(tmp_path, log):
         code=f"import os, sys; os.environ['PYTHONPATH'] += ':{folder}'\n{FORKING}",
         FAKE_LOG=str(log), FAKE_MEETING=str(meeting), FAKE_STEP_4="killed",
     )  # fmt: skip
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 3, err
     status = {each["case"]["step"]: each for each in lines(out.decode())}
     assert {step: each["status"] for step, each in status.items()} == {
@@ -152,14 +164,14 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path, gate, code):
     assert b'"step":1' in process.stdout.readline()
     gate.wait()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert b"1 finished cases are kept" in err
     again = start(
         "run", "fake", "--device", "cpu", "--json", "--results", tmp_path / "results", "--only", "step=1",
         "--only", "step=2", code=COMMAND,
     )  # fmt: skip
-    out, _ = again.communicate(timeout=60)
+    out, _ = again.communicate(timeout=300)
     assert sorted(each["case"]["step"] for each in lines(out.decode())) == [1, 2]
 
 
@@ -175,7 +187,7 @@ def test_the_processes_end_with_a_killed_run(tmp_path, gate, code):
     assert len(children) >= 2
     run.kill()
     run.wait(60)
-    _, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=300)
     assert not alive
 
 

@@ -21,7 +21,7 @@ from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.judging.verdict import JUDGED, UNEXPLAINED
+from gpipe_bench.harness.judging.verdict import JUDGED
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.cells import COLUMNS, cells_csv
 from gpipe_bench.harness.report.counts import Counts, counts_lines, counts_of
@@ -160,11 +160,11 @@ def test_both_answers_are_said_in_order_with_their_reasons(cells, show):
         "pipeline-2: 2.836 (2.552 to 3.120) where the paper has 1.418: above by at least a factor of 1.76"
         in text
     )
-    assert f"it would not differ, {TESTED}" in text[:second]
+    assert f"accounted for by {TESTED}, of 4 settings tried" in text[:second]
     assert f"eproduced: {TABLE} 1 of 3" in text[:second]
     assert "eproduced: " not in text[second:], "nothing is, here"
-    assert UNEXPLAINED in text[second:]
-    assert "it would not differ" not in text[second:]
+    assert "nothing was tried that might account for it" in text[second:]
+    assert "accounted for by" not in text[second:]
 
 
 @pytest.mark.parametrize("show", [text_table, markdown_table])
@@ -236,7 +236,7 @@ def test_the_page_shows_both_answers_before_anything_else(page):
         assert f"{view.reply.counts}." in first_screen
     for words in (
         "1 of 3 judged reproduced",
-        f"It would not differ, {TESTED}",
+        f"Accounted for by {TESTED}, of 4 settings tried",
         "above by at least a factor of 1.76",
     ):
         assert published < first_screen.index(words) < here
@@ -307,6 +307,7 @@ def test_the_cells_read_back_as_the_comparisons(page, reference):
                 "fails_below",
                 "fails_above",
                 "ratio",
+                "tried",
             ):
                 value = getattr(comparison, name)
                 assert (row[name] == "") if value is None else float(row[name]) == value, comparison.key

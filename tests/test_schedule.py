@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_bench.pipeline.plan.drawn.drawing import draw
@@ -90,20 +90,17 @@ def test_length_of_a_step_in_slots(
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
-@settings(deadline=None)
 @given(num_stages=st.integers(1, 8), num_microbatches=st.integers(1, 16))
 def test_bubble_is_the_papers(make, num_stages: int, num_microbatches: int) -> None:
     timeline = replay(make(num_stages, num_microbatches, remat="never"), SLOTS)
     assert timeline.bubble == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_every_built_in_schedule_is_valid(schedule: Schedule) -> None:
     validate(schedule)
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_dependencies_happen_before(schedule: Schedule) -> None:
     """In the order of one worker and in the replay alike."""
@@ -119,7 +116,6 @@ def test_dependencies_happen_before(schedule: Schedule) -> None:
         assert [a for a in order if a.stage == stage] == list(schedule.actions[stage])
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_communication_is_derived(schedule: Schedule) -> None:
     found = transfers(schedule)
@@ -137,7 +133,6 @@ def test_one_worker_consumes_before_it_produces_again() -> None:
     )
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_micro_batches_in_flight(schedule: Schedule) -> None:
     for stage in range(schedule.num_stages):
@@ -159,7 +154,6 @@ def test_text_form_of_an_action() -> None:
             Action.parse(text)
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_csv_round_trip(schedule: Schedule) -> None:
     assert from_csv(to_csv(schedule), schedule.name, schedule.remat) == schedule

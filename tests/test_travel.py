@@ -15,6 +15,7 @@ import pytest
 from command_line import call, lines
 from records import quantity, record
 
+from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.codec import encode
 from gpipe_bench.harness.records.record import Record
@@ -86,6 +87,20 @@ def test_export_then_check_of_the_committed_records(tmp_path: Path) -> None:
     status, out, err = call("check", path)
     assert (status, err) == (0, ""), out
     assert out.splitlines()[-1] == f"check: {path}: nothing speaks against it"
+
+
+def test_what_nobody_could_read_or_use_does_not_travel(tmp_path: Path) -> None:
+    folder, path = tmp_path / "mine", tmp_path / "mine.zip"
+    earlier = a_record(step=2, revision=load("computed").revision - 1)
+    folder.mkdir()
+    (folder / "computed.jsonl").write_bytes(lines_of(a_record(), earlier) + b"no record\n")
+    status, _, err = call("export", "--results", folder, "--output", path)
+    assert status == 0
+    unreadable, other = err.splitlines()
+    assert unreadable.startswith("warning: ")
+    assert unreadable.endswith("; skipped")
+    assert other == "warning: computed: records of other revisions than 1 are left out: 1"
+    assert unpack(path).records["computed"] == (a_record(),)
 
 
 def test_nothing_on_record_is_bad_usage(tmp_path: Path) -> None:

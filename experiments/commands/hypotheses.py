@@ -83,4 +83,5 @@ def _as_data(fit: Fit) -> dict[str, object]:
         ],
         "rms": {**fit.by_table, "all": fit.overall},
         "within": len(fit.within),
+        "after_looking": fit.hypothesis.after_looking,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -12,8 +11,10 @@ import msgspec
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say
+from gpipe_bench.experiments.commands.run import usual_options
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness.experiment import Experiment, RunOptions
+from gpipe_bench.harness.records.record import FINAL
 from gpipe_bench.harness.records.store import Store, latest
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.width import labelled
@@ -61,14 +62,21 @@ def _entry(name: str, store: Store) -> dict[str, Any]:
 
 
 def _time(experiment: Experiment, profile: str, store: Store) -> dict[str, Any]:
-    """Expected seconds: a case's time on record here, or its declared estimate."""
-    cases = experiment.cases(dataclasses.replace(RunOptions(), profile=profile))
+    """How many cases `run` would take from the records; expected seconds: the time that a case took here, at
+    whichever revision, or its declared estimate.
+    """
+    cases = experiment.cases(RunOptions(profile=profile))
+    stored = latest(store.load(experiment.name).records)
     took = {
         record.label: record.duration_s
-        for record in latest(store.load(experiment.name).records).values()
+        for record in stored.values()
         if record.profile == profile and record.status == "done"
     }
-    known = sum(case.label in took for case in cases)
+    known = 0
+    if any(case.label in took for case in cases):  # torch may have to be asked for a device
+        options = usual_options(experiment, profile)
+        found = [stored.get(experiment.identity(case, options)) for case in cases]
+        known = sum(record is not None and record.status in FINAL for record in found)
     jobs = min(sensible_jobs(), len(cases)) if experiment.untimed else 1
     return {
         "cases": len(cases),

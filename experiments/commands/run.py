@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,8 @@ from gpipe_bench.harness.running.workers import sensible_jobs
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb."""
     experiment = load(arguments.name)
-    options = RunOptions(
-        profile=arguments.profile,
-        device=_device(arguments.device, experiment),
-        engine=_engine(arguments.engine, experiment),
+    options = replace(
+        usual_options(experiment, arguments.profile, arguments.device, arguments.engine),
         only=_only(arguments.only),
         scratch=arguments.results / "unfinished" / experiment.name,
         fresh=arguments.fresh,
@@ -73,6 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
         for path in _figures(experiment, shown, store.root / "figures", show):
             print(f"figure: {_short(path)}")
     return _status(result, shown.comparisons, arguments)
+
+
+def usual_options(
+    experiment: Experiment, profile: str, device: str = "auto", engine: str | None = None
+) -> RunOptions:
+    """What a run without further options asks for. ValueError for a device or an engine that there is not."""
+    return RunOptions(profile=profile, device=_device(device, experiment), engine=_engine(engine, experiment))
 
 
 def _interrupted(number: int, result: RunResult, show: Reporter) -> int:

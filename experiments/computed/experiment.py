@@ -1,7 +1,7 @@
 """What can be had without a run: the stride control, quotients of printed numbers, claims of write-ups.
 
 Counted on models without memory, laid out on replayed schedules, or divided; nothing is timed and nothing
-trained. About a minute on two laptop cores, no GPU:
+trained. No GPU is needed:
 
     python -m experiments run computed
 """

@@ -4,8 +4,7 @@ Expected: held-out accuracy of AmoebaNet-D on digits of at least 97 % for sequen
 stages; with 1, 2, 4 and 8 stages equal to sequential runs within two standard deviations, the paper's margin,
 by a test whose seeds and numbers of runs were frozen beforehand (results/consistency-protocol.toml); and,
 stronger, from the same seed not one bit of any weight different. Beside it what does change results
-(micro-batches under batch normalization) and what an asynchronous pipeline does. About a quarter of an hour
-on two laptop cores:
+(micro-batches under batch normalization) and what an asynchronous pipeline does.
 
     python -m experiments run consistency
     python -m experiments run consistency --profile full --device cuda --data /data/imagenet --text corpus.txt

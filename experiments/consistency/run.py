@@ -17,13 +17,20 @@ from gpipe_bench.experiments.consistency.protocol import load_protocol
 from gpipe_bench.experiments.consistency.tasks.recipe import DEEP, ImageRecipe, Subject, subject_of
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.places import ROOT
-from gpipe_bench.harness.records.environment import code_state
+from gpipe_bench.harness.records.environment import source_digest
 from gpipe_bench.harness.records.record import Quantity
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.consistency.disk import Trained
     from gpipe_bench.experiments.consistency.tasks.task import Task
     from gpipe_bench.experiments.consistency.training import Setting
+
+
+TRAINED_BY = (
+    "models", "pipeline", "experiments/consistency/disk.py", "experiments/consistency/tasks",
+    "experiments/consistency/training.py", "experiments/consistency/updates.py",
+)  # fmt: skip
+"""The sources that a training depends on: an edit of any other lets an unfinished one go on."""
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -78,7 +85,7 @@ def _run_training(key: dict[str, Any], options: RunOptions) -> Outcome:
 def _trained(
     subject: Subject, setting: Setting, processes: int, options: RunOptions, fresh: bool = False
 ) -> Trained:
-    """Trains, goes on, or reads what this very code has already finished."""
+    """Trains, goes on, or reads what the same sources have already finished."""
     import torch
 
     from gpipe_bench.experiments.consistency.disk import folder_name
@@ -86,7 +93,7 @@ def _trained(
 
     name = folder_name(
         subject=subject, setting=setting, processes=processes,
-        code=code_state(ROOT)["code_sha256"], torch=torch.__version__,
+        code=source_digest(ROOT, TRAINED_BY), torch=torch.__version__,
     )  # fmt: skip
     folder = (options.scratch or Path(_temporary().name)) / name
     if fresh:

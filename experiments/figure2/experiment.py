@@ -2,8 +2,7 @@
 
 Expected: the replay's bubble equals (K-1)/(M+K-1) exactly, less where recomputation starts early; memory
 follows O(N + (L/K)(N/M)), with a backward pass on top; a pipeline sends far fewer bytes than data parallelism
-for Transformers, and not for small convolutional models on many stages. About 15 seconds on two laptop cores,
-no GPU:
+for Transformers, and not for small convolutional models on many stages. No GPU is needed:
 
     python -m experiments run figure2
 

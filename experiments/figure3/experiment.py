@@ -1,7 +1,7 @@
 """Figure 3 of the paper's first version: speed-ups of ResNet-101 and of AmoebaNet-D (4, 512).
 
 Expected: re-materialization costs ResNet-101 on one device a fifth to a quarter; a pipeline overtakes the
-naive split on two devices and grows with K. About three minutes on two laptop cores:
+naive split on two devices and grows with K.
 
     python -m experiments run figure3
 
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.figure3.hypotheses import hypotheses
 from gpipe_bench.experiments.figure3.sentences import sentences
 from gpipe_bench.experiments.measuring.speed_models import V1_SUBJECTS
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
@@ -32,6 +31,7 @@ from gpipe_bench.experiments.measuring.tables.step_text import (
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.published import cases as predictions
 from gpipe_bench.experiments.published.entries import as_published, prediction_text, timed
+from gpipe_bench.experiments.published.hypotheses import hypotheses_of
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
@@ -272,5 +272,5 @@ EXPERIMENT = timed_experiment(
     tables=tables,
     figures=figures,
     timelines=kept_timelines,
-    hypotheses=hypotheses,
+    hypotheses=hypotheses_of,
 )

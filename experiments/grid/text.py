@@ -89,7 +89,7 @@ def _accelerators(records: Sequence[Record]) -> Iterator[str]:
                     *place(step.key),
                     str(span["M"]),
                     f"{step.value:.3f}",
-                    f"{span['low']:.2f} to {span['high']:.2f}",
+                    f"{min(span['steps_s']):.2f} to {max(span['steps_s']):.2f}",
                     f"{memory:.2f}",
                 ]
             )
@@ -99,7 +99,7 @@ def _accelerators(records: Sequence[Record]) -> Iterator[str]:
             f"({record.details['accelerator']}), {record.details['batch_size']} examples: the fastest of "
             f"{len(steps)} ways that fit 16 GiB\n"
             "  (modelled: a roofline's operations laid out by the replay; the range is over the share of\n"
-            "  the peak and the bandwidth of the link; dp: all replicas have all parameters)"
+            "  the peak, the bandwidth and the latency of the link; dp: all replicas have all parameters)"
         )
         yield Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 

@@ -19,6 +19,7 @@ from gpipe_bench.experiments.report.timelines import charts_of
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.hypotheses import with_reasons
 from gpipe_bench.harness.records.environment import differences
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.chart import Chart
@@ -60,7 +61,8 @@ def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
 
     Raises RuntimeError where the entries contradict themselves, and whatever the experiment stumbles over.
     """
-    entries = experiment.cells(records)
+    tested = () if experiment.hypotheses is None else experiment.hypotheses(records)
+    entries = with_reasons(experiment.cells(records), tested)
     try:
         comparisons = compare(entries, whole=experiment.paper_tables)
     except ValueError as error:  # not the user's mistake, so it must not look like bad usage
@@ -72,10 +74,15 @@ def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
 
 
 def environment_warnings(records: Sequence[Record]) -> list[str]:
-    """One line for each field that numbers depend on and in which the records differ."""
+    """One line for each field in which the records differ, of those whose numbers depend on a machine."""
+    environments = [
+        record.environment
+        for record in records
+        if any(quantity.provenance != "modelled" for quantity in record.quantities)
+    ]
     return [
         f"records differ in {name}: {' | '.join(str(value) for value in values)}"
-        for name, values in differences([record.environment for record in records]).items()
+        for name, values in differences(environments).items()
     ]
 
 

@@ -2,8 +2,8 @@
 
 Expected: published bubble rates follow to the last digit from the times that are printed with them; at equal
 costs zero bubble in a V needs the least time, V-Min the least memory without recomputation, and
-re-materialization with the weights' gradients put off comes near a step without it. About twenty minutes on
-two laptop cores, which should have nothing else to do:
+re-materialization with the weights' gradients put off comes near a step without it. The machine should
+have nothing else to do:
 
     python -m experiments run schedules
 """

@@ -1,8 +1,8 @@
 """The engine's own cost, measured side by side with the bare layers and with other engines.
 
 Expected: stages overlap to within a few percent of the schedule's ideal step; two processes train a
-Transformer at almost twice the speed of one; small micro-batches cost a fraction of a millisecond. About four
-minutes on two cores, which should have nothing else to do:
+Transformer at almost twice the speed of one; small micro-batches cost a fraction of a millisecond. The
+machine should have nothing else to do:
 
     python -m experiments run engine
 
@@ -79,7 +79,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if case.key.get("against") == "torchgpipe" and importlib.util.find_spec("torchgpipe") is None:
-        return Outcome(status="skipped", reason="torchgpipe is not installed: pip install gpipe-bench[peers]")
+        return Outcome(status="skipped", reason="torchgpipe is not installed: pip install -e .[peers]")
     from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, work
     from gpipe_bench.pipeline.ranks.launch import launch
 

@@ -2,7 +2,7 @@
 
 Expected: without re-materialization the engines take the same time to within a few percent, for the work is
 the layers'; with it, ours is ahead, since it recomputes while it waits for the gradient and the others
-recompute inside the backward. About four minutes on two cores, which should have nothing else to do:
+recompute inside the backward. The machine should have nothing else to do:
 
     python -m experiments run peers
     python -m experiments run peers --engine my_engine:MyEngine,my_engine:Another

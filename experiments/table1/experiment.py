@@ -2,8 +2,7 @@
 
 Expected: every parameter count of the paper and its parameter memory to the printed digit. For activation
 memory and for the largest models the paper leaves so much open that most predictions are ranges that decide
-nothing; what each setting does is a table of its own (`hypotheses table1`). Two minutes on two laptop cores,
-no GPU:
+nothing; what each setting does is a table of its own (`hypotheses table1`). No GPU is needed:
 
     python -m experiments run table1
 

@@ -110,17 +110,6 @@ def amoebanet_profile(
     return amoebanet_family(precision).at(num_layers, num_filters, microbatch_size)
 
 
-def given_profile(
-    half: str, num_layers: int, num_filters: int, microbatch_size: int, precision: str
-) -> ModelProfile:
-    """One model with the halves of its backwards, each distinct layer profiled at this size."""
-    size = {"num_layers": num_layers}
-    if half == "amoebanet":
-        size["num_filters"] = num_filters
-    profiler = Profiler(PRECISIONS[precision], split_backward=True)
-    return ModelProfile(*_profile(meta_model(half, **size), half, microbatch_size, profiler))
-
-
 @cache
 def amoebanet_family(precision: str) -> AmoebaNetFamily:
     return AmoebaNetFamily(precision)

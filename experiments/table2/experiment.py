@@ -1,8 +1,7 @@
 """Table 2: normalised throughput of AmoebaNet-D (18, 256) and Transformer-48 over K and M.
 
 Expected: throughput grows with M until the bubble is gone, and with K almost linearly for the Transformer,
-whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even. About six minutes on two
-laptop cores:
+whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even.
 
     python -m experiments run table2
 
@@ -25,9 +24,9 @@ from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, Size, Subje
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.published import cases as predictions
+from gpipe_bench.experiments.published.hypotheses import hypotheses_of
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table2.figures import figures
-from gpipe_bench.experiments.table2.hypotheses import hypotheses
 from gpipe_bench.experiments.table2.tables import cells, tables
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.shown import PaperTable
@@ -153,5 +152,5 @@ EXPERIMENT = timed_experiment(
     tables=tables,
     figures=figures,
     timelines=kept_timelines,
-    hypotheses=hypotheses,
+    hypotheses=hypotheses_of,
 )

@@ -1,7 +1,7 @@
 """Table 3: throughput without a fast interconnect, AmoebaNet-D (18, 128) and Transformer-24 with M = 32.
 
 Expected: the Transformer does not notice (a message takes a hundredth of an action), AmoebaNet does with many
-stages, whose messages take as long as their actions. About three minutes on two laptop cores:
+stages, whose messages take as long as their actions.
 
     python -m experiments run table3
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.speed_models import Size, Subject
 from gpipe_bench.experiments.published import cases as predictions
+from gpipe_bench.experiments.published.hypotheses import hypotheses_of
 from gpipe_bench.experiments.table3.figures import figures
 from gpipe_bench.experiments.table3.tables import cells, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -212,5 +213,6 @@ EXPERIMENT = Experiment(
     paper_tables=PAPER_TABLES,
     tables=tables,
     figures=figures,
+    hypotheses=hypotheses_of,
     options=("device",),
 )

@@ -1,7 +1,7 @@
 """Table 4, the overhead breakdown: where the device time of a step goes.
 
 For ResNet-101 and AmoebaNet-D (4, 512). Expected: computation two thirds, recomputation a fifth to a quarter,
-the rest bubble and uneven stages, more of both with more stages. About two minutes on two laptop cores:
+the rest bubble and uneven stages, more of both with more stages.
 
     python -m experiments run table4
 
@@ -32,9 +32,9 @@ from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
 from gpipe_bench.experiments.published import cases as predictions
 from gpipe_bench.experiments.published.entries import as_published, prediction_text, timed
+from gpipe_bench.experiments.published.hypotheses import hypotheses_of
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.table4.hypotheses import hypotheses
 from gpipe_bench.experiments.table4.sentences import sentences
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import Comparison
@@ -282,5 +282,5 @@ EXPERIMENT = timed_experiment(
     tables=tables,
     figures=figures,
     timelines=kept_timelines,
-    hypotheses=hypotheses,
+    hypotheses=hypotheses_of,
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gpipe_bench.harness.judging.entry import QUESTIONS, Entry, Question
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.judging.units import convert
-from gpipe_bench.harness.judging.verdict import DIFFERS, NO_RECORD, UNEXPLAINED, Verdict, judge
+from gpipe_bench.harness.judging.verdict import DIFFERS, NO_RECORD, Verdict, judge, why
 from gpipe_bench.harness.records.record import Quantity
 
 
@@ -28,6 +28,7 @@ class Comparison:
     `ratio` is ours over the value judged, `factor` how far the nearest ends of the two ranges are apart where
     they don't meet. `counted` says whether it counts among the paper's numbers: no context, no repetition,
     nobody else's. `peer` is the same number as published for torchgpipe.
+    `explained_by` names the settings that account for a difference, of the `tried` ones.
     """
 
     table: str
@@ -58,6 +59,7 @@ class Comparison:
     verdict: Verdict
     reason: str
     explained_by: str
+    tried: int
     footnotes: tuple[str, ...]
     hardware: str
     location: str
@@ -71,6 +73,11 @@ class Comparison:
     def key(self) -> tuple[str, str, str, str, str]:
         """Table, row, column, whose number and which question."""
         return (*self.place, self.source, self.question)
+
+    @property
+    def why(self) -> str:
+        """What is known of the reason of a difference; empty where there is none."""
+        return why(self.explained_by, self.tried) if self.verdict in DIFFERS else ""
 
     @property
     def paper_text(self) -> str:
@@ -181,6 +188,7 @@ def compare_entry(
         verdict=judgement.verdict,
         reason=judgement.reason,
         explained_by=ours.explained_by if judgement.verdict in DIFFERS else "",
+        tried=ours.tried,
         footnotes=_footnotes(cell, ours, judgement.verdict, judgement.reason),
         hardware="" if cell is None else cell.hardware,
         location="" if cell is None else cell.location,
@@ -192,9 +200,8 @@ def _footnotes(cell: PaperCell | None, ours: Entry, verdict: Verdict, reason: st
     notes.append(ours.note)
     if verdict in DIFFERS and ours.quantity is not None and ours.quantity.value is not None:
         # the sizes of the differences stand in the table
-        notes.append(
-            f"It would not differ, {ours.explained_by}" if ours.explained_by else UNEXPLAINED.capitalize()
-        )
+        reason = why(ours.explained_by, ours.tried)
+        notes.append(reason[0].upper() + reason[1:])
     elif verdict in ("not comparable", "not run", "below") and reason != NO_RECORD:  # "not run" says it all
         notes.append(reason)
     return tuple(dict.fromkeys(note for note in notes if note))

@@ -34,8 +34,9 @@ class Entry:
         record: the one that the number comes from, None where it is computed from several
         not_comparable: why the two numbers can't be held against each other; empty where they can
         note: what our number is, for a footnote; never why it differs
-        explained_by: the tested setting under which it would not differ, named as its table of hypotheses
-            names it
+        explained_by: the tested settings that account for a difference, named as the table of hypotheses
+            names them
+        others_tried: how many settings were tried that the spread does not cover
         status: of the record, for an entry without a number
         reason: of the record, likewise
     """
@@ -52,6 +53,7 @@ class Entry:
     not_comparable: str = ""
     note: str = ""
     explained_by: str = ""
+    others_tried: int = 0
     status: Status = "done"
     reason: str = ""
 
@@ -64,6 +66,11 @@ class Entry:
     def key(self) -> tuple[str, str, str, str, str]:
         """Table, row, column, whose number and which question; no two entries are alike in all."""
         return (*self.place, self.source, self.question)
+
+    @property
+    def tried(self) -> int:
+        """How many settings were tried: the combinations that its range covers, and any others."""
+        return (0 if self.spread is None else self.spread.combinations) + self.others_tried
 
     @property
     def range(self) -> tuple[float, float] | None:

@@ -1,5 +1,8 @@
 """Reasons for a difference, tested: settings of the same model against the cells that they should explain.
 
+A setting accounts for a number if under it alone the verdict would be `reproduced`: verdicts and reasons have
+one criterion (`gpipe_bench.harness.judging.verdict.accounts`).
+
 A footnote that says why a number differs is only worth something if the setting that it names was run and
 found to give the paper's number, and if it is said how many others were tried. A hypothesis is such a
 setting with the numbers that it gives; this module holds them against the paper's and ranks them.
@@ -9,16 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
+from gpipe_bench.harness.judging.verdict import accounts
 from gpipe_bench.harness.records.record import Scalar
 
 Key = tuple[str, str, str]
 """Table, row and column of paper.csv."""
-
-NEAR = 0.1
-"""How far from the paper's number a hypothesis may be to account for it, unless rounding leaves more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +31,13 @@ class Hypothesis:
         name: the choice in a few words; equal names are one hypothesis
         values: by table, row and column, each in the unit of that number in paper.csv
         settings: by name, as in results/unknowns.toml where it has them
+        after_looking: found once the difference had been seen, so not one of those that the ranges cover
     """
 
     name: str
     values: Mapping[Key, float]
     settings: Mapping[str, Scalar]
+    after_looking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class Fit:
         hypothesis: which
         changed: how many settings differ from those of the first hypothesis that was given, the base
         ratios: ours over the paper's, of the numbers it has
-        within: the keys that it accounts for: within the rounding or a tenth
+        within: the keys that it accounts for
         by_table: root mean square of the logarithms of the ratios, by table
         overall: the same of all
     """
@@ -93,6 +97,38 @@ class Ranking:
         return tuple(sorted(found, key=lambda fit: fit.changed))
 
 
+def with_reasons(
+    entries: Sequence[Entry], hypotheses: Sequence[Hypothesis], paper: Sequence[PaperCell] | None = None
+) -> list[Entry]:
+    """Our predictions for the paper's numbers, each with the hypotheses that account for the number.
+
+    The ranges cover all hypotheses but those found after looking, so only these are further settings tried.
+    """
+    if not hypotheses:
+        return list(entries)
+    cells = {cell.key: cell for cell in (load_paper() if paper is None else paper) if cell.source == "paper"}
+
+    def joined(entry: Entry) -> Entry:
+        cell = cells.get(entry.place)
+        tried = [each for each in hypotheses if entry.place in each.values]
+        if cell is None or not tried or (entry.source, entry.question) != ("paper", "as published"):
+            return entry
+        holding = [each for each in tried if accounts(each.values[entry.place], cell, entry.allowed)]
+        others = sum(each.after_looking for each in tried) if entry.tried else len(tried)
+        return replace(entry, explained_by=_named(holding), others_tried=others)
+
+    return [joined(entry) for entry in entries]
+
+
+def _named(hypotheses: Sequence[Hypothesis]) -> str:
+    """The first by name, and how many more; what was not found after looking stands first."""
+    if not hypotheses:
+        return ""
+    first, *more = sorted(hypotheses, key=lambda each: each.after_looking)
+    name = first.name + (" (found after looking)" if first.after_looking else "")
+    return f"{name} and {len(more):,} more" if more else name
+
+
 def _changes(base: Hypothesis, other: Hypothesis) -> int:
     names = {*base.settings, *other.settings}
     return sum(base.settings.get(name) != other.settings.get(name) for name in names)
@@ -129,7 +165,7 @@ def _fit(hypothesis: Hypothesis, base: Hypothesis, cells: Mapping[Key, PaperCell
             )
         ratios[key] = value / cell.target
         logarithms.setdefault(key[0], []).append(math.log(ratios[key]))
-        if abs(value - cell.target) <= max(cell.target_rounding, NEAR * cell.target):
+        if accounts(value, cell):
             within.add(key)
     every = [each for table in logarithms.values() for each in table]
     return Fit(

@@ -8,6 +8,8 @@ the arithmetic, and one that is printed twice is still one number.
 from __future__ import annotations
 
 import csv
+import functools
+import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -103,39 +105,44 @@ class PaperCell:
         return f"needs {self.needs}" if self.needs else ""
 
 
-def load_paper(path: Path = PATH) -> list[PaperCell]:
+def load_paper(path: Path = PATH) -> tuple[PaperCell, ...]:
     """All published numbers in file order. Raises ValueError with file, line and what is wrong there."""
     try:
-        file = path.open(encoding="utf-8", newline="")
+        content = path.read_bytes()
     except OSError as error:
         raise ValueError(
             f"the paper's numbers can't be read from {path}: {error.strerror or error}"
         ) from error
+    return _parsed(path, content)
+
+
+@functools.lru_cache(maxsize=1)
+def _parsed(path: Path, content: bytes) -> tuple[PaperCell, ...]:
+    """Of one content once: every table of a report asks for it."""
     cells: dict[int, PaperCell] = {}
     seen: dict[tuple[str, ...], int] = {}
-    with file:
-        rows = csv.DictReader(file, strict=True)
-        if tuple(rows.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
-        for row in rows:
-            place = f"{path}:{rows.line_num}"
-            try:
-                if None in row or None in row.values():
-                    raise ValueError(f"a row has {len(COLUMNS)} fields")
-                cell = _cell(row)
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from error
-            first = seen.setdefault((cell.source, *cell.key), rows.line_num)
-            if first != rows.line_num:
-                raise ValueError(f"{place}: {cell.key} of {cell.source} stands on line {first} already")
-            cells[rows.line_num] = cell
+    rows = csv.DictReader(io.StringIO(content.decode(), newline=""), strict=True)
+    if tuple(rows.fieldnames or ()) != COLUMNS:
+        raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
+    for row in rows:
+        place = f"{path}:{rows.line_num}"
+        try:
+            if None in row or None in row.values():
+                raise ValueError(f"a row has {len(COLUMNS)} fields")
+            cell = _cell(row)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        first = seen.setdefault((cell.source, *cell.key), rows.line_num)
+        if first != rows.line_num:
+            raise ValueError(f"{place}: {cell.key} of {cell.source} stands on line {first} already")
+        cells[rows.line_num] = cell
     by_key = {cell.key: cell for cell in cells.values() if cell.source == "paper"}
     for line, cell in cells.items():
         try:
             _check_repetition(cell, by_key)
         except ValueError as error:
             raise ValueError(f"{path}:{line}: {error}") from error
-    return list(cells.values())
+    return tuple(cells.values())
 
 
 def _cell(row: dict[str, str]) -> PaperCell:

@@ -7,6 +7,7 @@ take their values from it and from nowhere else.
 
 from __future__ import annotations
 
+import functools
 import math
 import tomllib
 from collections.abc import Mapping
@@ -97,10 +98,17 @@ class Settings:
 def load_unknowns(path: Path = PATH) -> Settings:
     """The file, checked. Raises ValueError with the file, the entry and what is wrong with it."""
     try:
-        with path.open("rb") as file:
-            content = tomllib.load(file)
+        source = path.read_bytes()
     except OSError as error:
         raise ValueError(f"the unknowns can't be read from {path}: {error.strerror or error}") from error
+    return _parsed(path, source)
+
+
+@functools.lru_cache(maxsize=1)
+def _parsed(path: Path, source: bytes) -> Settings:
+    """Of one content once: every claim asks for it."""
+    try:
+        content = tomllib.loads(source.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     if set(content) != {"unknown", "stated"} or not all(

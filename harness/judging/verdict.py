@@ -26,13 +26,13 @@ VERDICTS: tuple[Verdict, ...] = (
     "reproduced", "identity", "undecided", "above", "below", "not comparable", "not run",
 )  # fmt: skip
 JUDGED: tuple[Verdict, ...] = ("reproduced", "identity", "undecided", "above", "below")
+HOLDS: tuple[Verdict, ...] = ("reproduced", "identity")
 DIFFERS: tuple[Verdict, ...] = ("above", "below")
 
 NARROW = 0.2
 """How far a range may reach to either side of its middle, as a share of it, to say something."""
 
 NO_RECORD = "there is no record of this case"
-UNEXPLAINED = "unexplained: no setting that was tested accounts for it"
 
 _ULP = 1e-12
 """Relative slack at the edges, for decimal fractions that binary numbers only approach."""
@@ -104,6 +104,23 @@ def _verdict(kind: str, allowed: Allowed, low: float, high: float) -> Verdict:
     return "reproduced" if meets and narrow(low, high) else "undecided"
 
 
+def accounts(value: float, cell: PaperCell, allowed: Allowed | None = None) -> bool:
+    """Whether a setting that gives `value`, in the cell's unit, accounts for the paper's number.
+
+    That is so where the verdict on this value alone would be `reproduced`: there is one criterion.
+    """
+    return cell.comparable and _verdict(cell.kind, allowed or printed(cell), value, value) in HOLDS
+
+
+def why(explained_by: str, tried: int) -> str:
+    """What is known of the reason of a difference: what accounts for it, and of how many that were tried."""
+    if explained_by:
+        return f"accounted for by {explained_by}, of {tried:,} settings tried"
+    if not tried:
+        return "nothing was tried that might account for it"
+    return f"no setting accounts for it, of {tried:,} tried"
+
+
 def narrow(low: float, high: float) -> bool:
     """Whether a range says something: it reaches at most a fifth to either side of its middle."""
     return (high - low) / 2 <= NARROW * abs(low + high) / 2 * (1 + _ULP)
@@ -152,7 +169,7 @@ def _reason(
             parts.append(f"{mine} meets {theirs}, and would meet much else")
         case _:
             parts.append(f"{mine} lies {verdict} {theirs}{_apart(factor)}")
-            parts.append(f"it would not, {ours.explained_by}" if ours.explained_by else UNEXPLAINED)
+            parts.append(why(ours.explained_by, ours.tried))
     return "; ".join(parts)
 
 

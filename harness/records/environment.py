@@ -34,10 +34,11 @@ _VARIABLE_PREFIXES = (
 _FOLDERS = ("_DIR", "_HOME", "_PATH")
 _VARIABLES = ("LD_PRELOAD", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "CI")
 
-# Differences in these make two numbers hard to compare; load and free memory differ between any two runs.
+# Differences in these make two numbers hard to compare; load and free memory differ between any two runs. So
+# does the digest of all sources: what of them a result depends on is said by the experiment's revision.
 COMPARABLE_FIELDS = (
     "cpu_model", "cores_logical", "affinity", "memory_total_gib", "cgroup_cpus", "gpus", "torch_threads",
-    "python", "versions", "variables", "code_sha256",
+    "python", "versions", "variables",
 )  # fmt: skip
 
 
@@ -49,12 +50,15 @@ def environment(load_torch: bool = False) -> dict[str, Any]:
 
 
 def differences(environments: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Fields that numbers depend on and that differ between environments, with their distinct values."""
+    """Fields that numbers depend on and that differ between environments, with their distinct values.
+
+    What one of them does not know, such as torch's threads where torch was not loaded, is no difference.
+    """
     found: dict[str, list[Any]] = {}
     for name in COMPARABLE_FIELDS:
         values: list[Any] = []
         for each in environments:
-            if each.get(name) not in values:
+            if each.get(name) is not None and each.get(name) not in values:
                 values.append(each.get(name))
         if len(values) > 1:
             found[name] = values
@@ -111,7 +115,7 @@ def _software() -> dict[str, Any]:
 def code_state(root: Path) -> dict[str, Any]:
     """A digest of the sources and, where `root` is a git work tree, its commit and changes."""
     known: dict[str, Any] = {
-        "git_commit": None, "git_dirty": None, "git_diff_sha256": None, "code_sha256": _source_digest(root),
+        "git_commit": None, "git_dirty": None, "git_diff_sha256": None, "code_sha256": source_digest(root),
     }  # fmt: skip
     top = _git(root, "rev-parse", "--show-toplevel")
     if (
@@ -128,10 +132,12 @@ def code_state(root: Path) -> dict[str, Any]:
     return known
 
 
-def _source_digest(root: Path) -> str:
+def source_digest(root: Path, parts: Sequence[str] = PACKAGES) -> str:
+    """Of the sources in these folders below the root; a part may be a single file, too."""
     digest = hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
+    for part in parts:
+        place = root / part
+        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

@@ -35,6 +35,7 @@ MOST_BYTES = 512 * 2**20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.jsonl\Z")
 _TIME = (1980, 1, 1, 0, 0, 0)  # the first that the format knows
 _FIRST = b"PK\x03\x04"
+_MACHINE = (*COMPARABLE_FIELDS, "code_sha256", "git_commit")
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -214,7 +215,7 @@ def _machines(records: list[Record]) -> list[dict[str, Any]]:
     """What numbers depend on, once for each that differs, in the order of the records."""
     found: list[dict[str, Any]] = []
     for record in records:
-        machine = {name: record.environment.get(name) for name in (*COMPARABLE_FIELDS, "git_commit")}
+        machine = {name: record.environment.get(name) for name in _MACHINE}
         if machine not in found:
             found.append(machine)
     return found

@@ -16,7 +16,7 @@ from gpipe_bench.harness.report.page import TableView
 COLUMNS = (
     "table", "row", "column", "source", "question", "kind", "printed", "paper", "unit", "ours", "low", "high",
     "range_low", "range_high", "fails_below", "fails_above", "provenance", "verdict", "ratio", "explained_by",
-    "reason", "machine", "command",
+    "tried", "reason", "machine", "command",
 )  # fmt: skip
 
 

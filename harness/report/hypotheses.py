@@ -24,11 +24,11 @@ def table(ranking: Ranking, fits: Sequence[Fit], title: str) -> Grid:
         ),
         *(f"{short[name]}\nRMS" for name in tables),
         *(["all\nRMS"] if len(tables) > 1 else []),
-        "within\n10 %",
+        "accounts\nfor",
     ]
     lines = [
         [
-            fit.hypothesis.name,
+            fit.hypothesis.name + (" (found after looking)" if fit.hypothesis.after_looking else ""),
             *(f"{fit.ratios[key]:.2f}" if key in fit.ratios else "-" for key in ranking.keys),
             *(f"{fit.by_table[name]:.2f}" if name in fit.by_table else "-" for name in tables),
             *([f"{fit.overall:.2f}"] if len(tables) > 1 else []),
@@ -54,14 +54,14 @@ def summary(ranking: Ranking) -> list[str]:
         f"{ranking.tried} hypotheses were tried on {len(ranking.keys)} numbers.",
         f"{len(complete)} of them account for every number, the nearest being: {complete[0].hypothesis.name}."
         if complete
-        else "None of them accounts for every number (within the rounding or 10 %).",
+        else "None of them accounts for every number, so that under it alone each would be `reproduced`.",
         f"Nearest over all: {best.hypothesis.name} (RMS of the logarithms {best.overall:.2f}, "
-        f"{len(best.within)} of {len(ranking.keys)} within 10 %).",
+        f"{len(best.within)} of {len(ranking.keys)} accounted for).",
     ]
     most = max(ranking.fits, key=lambda fit: (len(fit.within), -fit.overall))
     if most is not best:
         lines.append(
-            f"Most numbers within 10 %: {most.hypothesis.name} ({len(most.within)} of {len(ranking.keys)}, "
+            f"Most numbers accounted for: {most.hypothesis.name} ({len(most.within)} of {len(ranking.keys)}, "
             f"RMS {most.overall:.2f})."
         )
     lost = [key for key in ranking.keys if not ranking.explains(key)]

@@ -24,7 +24,7 @@ from gpipe_bench.harness.report.chart import Chart, data_url
 from gpipe_bench.harness.report.counts import ASKED, EVIDENCE, evidence
 from gpipe_bench.harness.report.grid import escaped
 from gpipe_bench.harness.report.page import TableView
-from gpipe_bench.harness.report.replies import RULE, apart_text, replies_markdown, why_text
+from gpipe_bench.harness.report.replies import RULE, apart_text, replies_markdown
 from gpipe_bench.harness.report.side import SideBySide, entry_text, side_markdown, value_text
 from gpipe_bench.harness.report.summary import Summary
 from gpipe_bench.harness.report.table import (
@@ -240,7 +240,7 @@ def _environment(*, autoescape: bool) -> jinja2.Environment:
     )
     environment.filters.update(
         ours=ours_text, interval=interval_text, range=range_text, parts=parts_text, fails=fails_text,
-        evidence=evidence, paper=paper_text, plot=plot, ratio=ratio_text, apart=apart_text, reasoned=why_text,
+        evidence=evidence, paper=paper_text, plot=plot, ratio=ratio_text, apart=apart_text,
         times=lambda factor: times_text(max(factor, 1 / factor)), key=lambda cell: "|".join(cell.key),
         capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
         entry=entry_text, pipes=escaped, breakable=_breakable, ticks=_ticks,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Question
-from gpipe_bench.harness.judging.verdict import UNEXPLAINED, Verdict
+from gpipe_bench.harness.judging.verdict import Verdict
 from gpipe_bench.harness.report.counts import ASKED, Counts, counts_of, evidence
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import ours_text, range_text, times_text
@@ -93,15 +93,10 @@ def apart_text(cell: Comparison) -> str:
     return f"{cell.verdict} by at least a factor of {times_text(max(cell.factor, 1 / cell.factor))}"
 
 
-def why_text(cell: Comparison) -> str:
-    """`it would not differ, with the gradients counted in`, or that it is unexplained."""
-    return f"it would not differ, {cell.explained_by}" if cell.explained_by else UNEXPLAINED
-
-
 def difference_text(cell: Comparison) -> str:
-    """`34.51 GB where the paper has 6.26GB: above by at least a factor of 5.5; unexplained: ...`."""
+    """`34.51 GB where the paper has 6.26GB: above by at least a factor of 5.5; nothing was tried ...`."""
     ours = f"{ours_text(cell)} ({range_text(cell)})" if range_text(cell) else ours_text(cell)
-    return f"{ours} where the paper has {cell.paper_text}: {apart_text(cell)}; {why_text(cell)}"
+    return f"{ours} where the paper has {cell.paper_text}: {apart_text(cell)}; {cell.why}"
 
 
 def replies_text(cells: Sequence[Comparison]) -> str:

@@ -72,7 +72,7 @@ class Workers(Here):
         self._stopped = False
         self._forked: _Forked | None = None
         if experiment.preload and options.device != "cuda":  # a process that has seen a GPU cannot be forked
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, AttributeError):  # of another Python's fork server
                 self._forked = _Forked(experiment.preload)
 
     def execute(self, case: Case) -> Record:
@@ -139,7 +139,8 @@ class Workers(Here):
 
 class _Forked:
     """Processes forked from one that has imported the modules: the standard library's fork server, of which a
-    program has one. Raises ValueError where there can be none.
+    program has one. Raises ValueError where there can be none, and AttributeError, before anything is
+    changed, in a Python whose server is made differently.
     """
 
     def __init__(self, modules: tuple[str, ...]) -> None:
@@ -149,6 +150,7 @@ class _Forked:
         if self._server._forkserver_pid is not None:
             raise ValueError("somebody else's server, with another environment, is at work")
         self.context = multiprocessing.get_context("forkserver")
+        self._stop = self._server._stop
         self._preload_before = self._server._preload_modules
         self.context.set_forkserver_preload([*modules])
 
@@ -158,7 +160,7 @@ class _Forked:
         if self._server._forkserver_pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._server._forkserver_pid, signal.SIGTERM)
-            self._server._stop()
+            self._stop()
 
 
 def _failing(experiment: Experiment, exitcode: int | None) -> Experiment:

@@ -43,15 +43,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collected(store: Store, names: Sequence[str]) -> tuple[dict[str, bytes], dict[str, int]]:
-    """The latest record of each case as lines, and their numbers, by experiment."""
+    """The latest record of each case as lines, and their numbers, by experiment; none of other revisions."""
     lines: dict[str, bytes] = {}
     counts: dict[str, int] = {}
     for name in names:
-        load(name)  # ValueError for an unknown one
+        revision = load(name).revision  # ValueError for an unknown one
         loaded = store.load(name)
         for problem in lines_of(loaded.problems):
-            print(f"warning: {problem}; left out", file=sys.stderr)
-        records = latest(loaded.records).values()
+            print(f"warning: {problem}", file=sys.stderr)
+        found = latest(loaded.records).values()
+        records = [record for record in found if record.revision == revision]
+        if len(records) < len(found):
+            print(
+                f"warning: {name}: records of other revisions than {revision} are left out: "
+                f"{len(found) - len(records)}",
+                file=sys.stderr,
+            )
         if records:
             lines[name] = b"".join(encode(record) + b"\n" for record in records)
             counts[name] = len(records)

@@ -116,6 +116,11 @@ class StageSteps:
         self._buffers.forget()
 
     @property
+    def drew(self) -> int | None:
+        """A layer of the model that drew in training mode when there was no loss."""
+        return self._runner.drew
+
+    @property
     def trainable(self) -> tuple[nn.Parameter, ...]:
         """The parameters that require a gradient, each once, in the order of the layers."""
         return tuple([p for p in self._habits.parameters if p.requires_grad])

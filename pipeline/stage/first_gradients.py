@@ -42,7 +42,7 @@ def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses between which a tensor's elements lie."""
-    start = tensor.data_ptr()
+    """The bytes of its storage between which a tensor's elements lie; fake tensors have no address."""
+    start = tensor.storage_offset() * tensor.element_size()
     span = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (span + 1) * tensor.element_size() if tensor.numel() else start

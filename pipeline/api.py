@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
@@ -240,7 +241,12 @@ class Pipeline(Assembled):
         rank of the last stage; the others return None.
         """
         self._check_shared(shared)
-        self._steps.take(self, _FORWARD_ONLY + self._num_forwards, batch, shared=shared)
+        inference = torch.is_inference_mode_enabled()
+        # What is made here and kept, such as buffers of messages, must serve training steps too: only the
+        # layers see the mode.
+        with torch.inference_mode(False) if inference else nullcontext():
+            number = _FORWARD_ONLY + self._num_forwards
+            self._steps.take(self, number, batch, shared=shared, inference=inference)
         self._num_forwards += 1
         drew = [stage.drew for stage in self._stages.values() if stage.drew is not None]
         if drew and not self._has_warned:

@@ -74,6 +74,11 @@ def evaluation() -> None:
             if ranks.is_last:
                 torch.testing.assert_close(output, plain(batch), **EXACT)
         assert all(p.grad is None for p in pipeline.parameters())
+    # Smaller messages than those of the evaluation come into the same buffers.
+    batch, target = everything_batch(4)
+    wanted = plain_step(plain.train(), batch, target, cross_entropy, 4)
+    pipeline.train().step(*ranks.own(batch, target), cross_entropy)
+    assert_own_gradients(pipeline, wanted.gradients, **EXACT)
 
 
 def train(

@@ -88,7 +88,7 @@ class Stage(StageSteps):
 
     def _forward_only(self, state: Kept, m: int) -> Message | None:
         self._runner.entering = None
-        with torch.no_grad():
+        with self._without_graph():
             output = self._runner.run(m, unflatten(state.inputs, state.structure), recording=True)
         state.drop()
         tensors, structure = flatten(output, self._runner.describe_output(self.index))

@@ -143,6 +143,17 @@ def test_without_masks_the_batch_is_one_tensor() -> None:
     assert torch.equal(body(tokens), model.transformer(tokens).last_hidden_state)
 
 
+@families
+def test_a_batch_may_be_a_dict_as_tokenizers_give_it(name: str) -> None:
+    family = FAMILIES[name]
+    layers = layers_of(family.model(), family.inputs)
+    batch = dict(reversed(list(zip(family.inputs, family.batch(), strict=True))))
+    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2).eval()
+    assert torch.equal(pipeline(batch), pipeline(batch_of(family)))
+    with pytest.raises(ValueError, match=rf"the batch has .*'labels' for the inputs {family.inputs[0]}"):
+        layers({**batch, "labels": family.batch()[0]})
+
+
 @pytest.mark.parametrize(("name", "base"), [("bert", "bert"), ("vit", "vit"), ("llama", "model")])
 def test_the_body_of_a_model_is_a_model_too(name: str, base: str) -> None:
     family = FAMILIES[name]

@@ -231,10 +231,11 @@ class Pipeline(Assembled):
             self._prepare()
 
     def forward(self, batch: Tree | None, *, shared: Mapping[str, Any] | None = None) -> Tree | None:
-        """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph, in the mode
-        that the layers are in: to evaluate, call `eval()` before and `train()` after, as with the plain
-        model. In training mode dropout drops and batch normalization moves its averages; the first time that
-        a layer in training mode draws, a warning says so.
+        """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph.
+
+        To evaluate, call `eval()` before and `train()` after, as with the plain model: in training mode
+        dropout drops and batch normalization moves its averages. The first time that a layer in training mode
+        draws here, a warning says so.
 
         `batch` and `shared` are as in `step`. The outputs of the micro-batches are joined along dimension 0,
         tensor by tensor; what is no tensor in them must be equal. With a process group, the output is on the
@@ -251,10 +252,11 @@ class Pipeline(Assembled):
         drew = [stage.drew for stage in self._stages.values() if stage.drew is not None]
         if drew and not self._has_warned:
             self._has_warned = True
+            layer = self._layers[self._layer_names[drew[0]]]
             warnings.warn(
-                f"pipeline(inputs) ran in training mode, and layer {drew[0]} "
-                f"({type(self._layers[self._layer_names[drew[0]]]).__name__}) drew random numbers, as dropout "
-                "does; call pipeline.eval() before an evaluation, and pipeline.train() after it",
+                f"pipeline(inputs) ran in training mode, and layer {drew[0]} ({type(layer).__name__}) drew "
+                "random numbers, as dropout does; call pipeline.eval() before an evaluation, and "
+                "pipeline.train() after it",
                 stacklevel=4,  # of whoever calls the module
             )
         stage = self._stages.get(self._schedule.num_stages - 1)

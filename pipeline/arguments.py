@@ -36,6 +36,7 @@ _STAGES_PER_WORKER = 2  # of schedules that allow any number, if nobody says
 
 def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The layers by the names that the plain model's `state_dict` uses."""
+    named: list[tuple[str, nn.Module]]
     if isinstance(layers, OwnLayers):
         named = list(zip(layers.names(), layers, strict=True))
     elif isinstance(layers, nn.Sequential | nn.ModuleList):

@@ -95,8 +95,8 @@ class Steps:
         """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only.
 
         `model` is the whole module of this process, `number` keys the random streams, `shared` are keyword
-        arguments of the layers, `scaler` scales the gradients; without `sync` they stay this replica's own; with `inference` forwards
-        run in torch's inference mode.
+        arguments of the layers, `scaler` scales the gradients; without `sync` they stay this replica's own;
+        with `inference` the layers run in torch's inference mode.
         Returns the mean loss of a training step; the outputs of forwards are left in the last stage.
         """
         training = loss_fn is not None

@@ -188,8 +188,8 @@ def old_spectral() -> nn.Module:
 
 
 KINDS: tuple[Callable[[], nn.Module], ...] = (
-    InPlace, NotSaved, Large, Assigned, BehindTorchsBack, Counter, CountsBeside, Registered, Unset, TwoNames, spectral,
-    old_spectral, Experts, Observed,
+    InPlace, NotSaved, Large, Assigned, BehindTorchsBack, Counter, CountsBeside, Registered, Unset, TwoNames,
+    spectral, old_spectral, Experts, Observed,
 )  # fmt: skip
 
 

@@ -241,6 +241,8 @@ def test_a_forward_in_training_mode_warns_once_of_layers_that_draw() -> None:
         pipeline.train()
     with pytest.warns(UserWarning, match=r"layer 1 \(Own\) drew.*pipeline.eval\(\) before") as caught:
         pipeline(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         pipeline(batch)
     assert [warning.filename for warning in caught] == [__file__]
 

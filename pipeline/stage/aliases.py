@@ -1,9 +1,9 @@
 """Tensors that share memory where it would show.
 
-A parameter's first gradient: torch makes a gradient the `.grad` without a copy, and adds the next one to it in place, even if another
-tensor lives in its memory: the gradient that came into the stage or the one that goes out, where a layer adds
-a view of a parameter to its input, or the `.grad` of a second such parameter. What is on its way to another
-stage would become a sum, and the sum wrong.
+A parameter's first gradient: torch makes it the `.grad` without a copy, and adds the next one to it in place,
+even if another tensor lives in its memory: the gradient that came into the stage or the one that goes out,
+where a layer adds a view of a parameter to its input, or the `.grad` of a second such parameter. What is on
+its way to another stage would become a sum, and the sum wrong.
 
 Two tensors of one message: what a layer changes in one of them in place shows in the other, and in its
 gradients, as long as no stage begins between; behind a cut they are two tensors.
@@ -78,7 +78,7 @@ def _places(tensor: Tensor) -> _Places:
     return (
         (*tensor.shape, size),
         (*[stride * size for stride in tensor.stride()], 1),
-        tensor.storage_offset() * size,
+        int(tensor.storage_offset()) * size,
     )
 
 
@@ -98,6 +98,6 @@ def _meet(a: _Places, b: _Places) -> bool:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """The bytes of its storage between which a tensor's elements lie; fake tensors have no address."""
-    start = tensor.storage_offset() * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
     span = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (span + 1) * tensor.element_size() if tensor.numel() else start

@@ -11,9 +11,9 @@ copied, and the small ones beside them. A change shows in torch's count of in-pl
 tensor under the same name; one made behind torch's back, through `.data`, shows in the comparison, if it is
 made in the first step. Of small buffers that do not change one copy is kept, so that they may begin to at any
 time; for a larger one that begins to change in place that is an error, which says what to do. Batch
-normalization's averages are left to `batchnorm`. The attributes of a module, such as the length that a table
-was made for, are given to a recomputation as its forward found them where that forward changed a buffer of the
-module, and are given back afterwards; what a layer keeps elsewhere is its own affair.
+normalization's averages are left to `batchnorm`. Where a forward changes a buffer of a module, the
+recomputation also finds the module's attributes as that forward did, such as the length that a table was made
+for; what a layer keeps elsewhere is its own affair.
 
 Beside the buffers themselves that is, on a stage, the changing ones once for every micro-batch that waits for
 its recomputation and those of at most `SMALL_BYTES` once; in the first step all of them once while a forward

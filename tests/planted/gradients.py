@@ -260,6 +260,14 @@ GRADIENTS = (
         tests=("tests/test_buffers.py::test_a_recomputation_sees_what_the_forward_saw[InPlace-always]",),
     ),
     Mutant(
+        name="a recomputation finds today's attributes",
+        file="pipeline/stage/state/buffers.py",
+        old="        _assign(saved.attributes)\n",
+        new="",
+        why="what an attribute says of a buffer must be true of the copy too",
+        tests=("tests/test_buffers.py::test_a_recomputation_sees_what_the_forward_saw[CountsBeside-always]",),
+    ),
+    Mutant(
         name="the first forward's buffers not copied",
         file="pipeline/stage/state/buffers.py",
         old="        kept = [*self._changing, *self._still] if self._learning else self._changing\n",

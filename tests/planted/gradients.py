@@ -262,8 +262,8 @@ GRADIENTS = (
     Mutant(
         name="a recomputation finds today's attributes",
         file="pipeline/stage/state/buffers.py",
-        old="        _assign(saved.attributes)\n",
-        new="",
+        old="                    module.__dict__[name] = value\n",
+        new="                    pass\n",
         why="what an attribute says of a buffer must be true of the copy too",
         tests=("tests/test_buffers.py::test_a_recomputation_sees_what_the_forward_saw[CountsBeside-always]",),
     ),

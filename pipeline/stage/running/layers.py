@@ -80,7 +80,7 @@ class LayerRunner:
         Each layer is given what its `forward` has a name for of the `shared` arguments.
         """
         self._targets, self._loss_fn = targets, loss_fn
-        # In each step anew: a hook may have come since. Who drew once is not asked again.
+        # In each step anew: a hook may have come since. Who may draw is not asked again.
         self._draws = tuple([d or may_draw(layer) for d, layer in zip(self._draws, self.layers, strict=True)])
         calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
         if loss_fn is None and self.drew is None:

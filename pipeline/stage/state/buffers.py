@@ -13,7 +13,7 @@ made in the first step. Of small buffers that do not change one copy is kept, so
 time; for a larger one that begins to change in place that is an error, which says what to do. Batch
 normalization's averages are left to `batchnorm`. Where a forward changes a buffer of a module, the
 recomputation also finds the module's attributes as that forward did, such as the length that a table was made
-for; what a layer keeps elsewhere is its own affair.
+for. No large tensors, though; what a layer keeps there or elsewhere is its own affair.
 
 Beside the buffers themselves that is, on a stage, the changing ones once for every micro-batch that waits for
 its recomputation and those of at most `SMALL_BYTES` once; in the first step all of them once while a forward
@@ -46,8 +46,8 @@ SMALL_BYTES = 2**16
 
 @dataclass
 class Saved:
-    """What a forward saw of the buffers that change, which of them it did change, and what else their modules
-    held.
+    """What a forward saw of the buffers that change, which of them it did change, and what it found in the
+    attributes of their modules that it changed.
     """
 
     copies: dict[Key, Value] = field(default_factory=dict)
@@ -139,8 +139,7 @@ class Buffers:
                 if saved.copies.get(key) is not ABSENT:
                     saved.copies.pop(key, None)
         saved.moved = frozenset(moved)
-        modules = {module for module, _ in moved}
-        saved.attributes = {m: held for m, held in saved.attributes.items() if m in modules}
+        saved.attributes = {m: _changed(saved.attributes[m], m.__dict__) for m, _ in moved}
         self._moved |= moved
 
     @contextmanager
@@ -150,7 +149,12 @@ class Buffers:
         values: dict[Key, Value] = {**self._before, **saved.copies}
         originals = {module: dict(module._buffers) for module, _ in values}
         attributes = {module: dict(module.__dict__) for module in saved.attributes}
-        _assign(saved.attributes)
+        for module, changed in saved.attributes.items():
+            for name, value in changed.items():
+                if value is ABSENT:
+                    module.__dict__.pop(name, None)
+                else:
+                    module.__dict__[name] = value
         states: dict[Key, State] = {}
         copies: dict[int, Tensor | None] = {}
         for (module, name), value in values.items():
@@ -167,7 +171,9 @@ class Buffers:
             moved.update(key for key, state in self._still.items() if state.has_moved(buffer_of(key)))
             moved.difference_update(key for key, value in values.items() if isinstance(value, Absent))
         finally:
-            _assign(attributes)
+            for module, held in attributes.items():
+                module.__dict__.clear()
+                module.__dict__.update(held)
             for module, buffers in originals.items():
                 module._buffers.clear()
                 module._buffers.update(buffers)
@@ -289,7 +295,12 @@ class Buffers:
         return f"buffer {name!r} of {self._modules[module]}"
 
 
-def _assign(attributes: Mapping[nn.Module, Mapping[str, Any]]) -> None:
-    for module, held in attributes.items():
-        module.__dict__.clear()
-        module.__dict__.update(held)
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What was in the place of attributes that are others now; no large tensors, which would take memory."""
+    found = {name: before.get(name, ABSENT) for name in {**before, **now}}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not now.get(name, ABSENT)
+        and not (isinstance(value, Tensor) and value.nbytes > SMALL_BYTES)
+    }

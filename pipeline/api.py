@@ -13,7 +13,9 @@ checkpoints are interchangeable with it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
@@ -173,7 +175,8 @@ class Pipeline(Assembled):
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
-                "step() trains, but gradients are disabled here; call the pipeline itself to evaluate"
+                "step() trains, but gradients are disabled here; to evaluate, call pipeline.eval() and "
+                "pipeline(inputs)"
             )
         if not sync and self._reduction[1] == "tree":
             raise ValueError("reduction='tree' sums in every step; sync=False is for reduction='buckets'")
@@ -230,13 +233,32 @@ class Pipeline(Assembled):
     def forward(self, batch: Tree | None, *, shared: Mapping[str, Any] | None = None) -> Tree | None:
         """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph.
 
+        To evaluate, call `eval()` before and `train()` after, as with the plain model: in training mode
+        dropout drops and batch normalization moves its averages. The first time that a layer in training mode
+        draws here, a warning says so.
+
         `batch` and `shared` are as in `step`. The outputs of the micro-batches are joined along dimension 0,
         tensor by tensor; what is no tensor in them must be equal. With a process group, the output is on the
         rank of the last stage; the others return None.
         """
         self._check_shared(shared)
-        self._steps.take(self, _FORWARD_ONLY + self._num_forwards, batch, shared=shared)
+        inference = torch.is_inference_mode_enabled()
+        # What is made here and kept, such as buffers of messages, must serve training steps too: only the
+        # layers see the mode.
+        with torch.inference_mode(False) if inference else nullcontext():
+            number = _FORWARD_ONLY + self._num_forwards
+            self._steps.take(self, number, batch, shared=shared, inference=inference)
         self._num_forwards += 1
+        drew = [stage.drew for stage in self._stages.values() if stage.drew is not None]
+        if drew and not self._has_warned:
+            self._has_warned = True
+            layer = self._layers[self._layer_names[drew[0]]]
+            warnings.warn(
+                f"pipeline(inputs) ran in training mode, and layer {drew[0]} ({type(layer).__name__}) drew "
+                "random numbers, as dropout does; call pipeline.eval() before an evaluation, and "
+                "pipeline.train() after it",
+                stacklevel=4,  # of whoever calls the module
+            )
         stage = self._stages.get(self._schedule.num_stages - 1)
         if stage is None:
             return None

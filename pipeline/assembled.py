@@ -170,6 +170,7 @@ class Assembled(nn.Module):
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
+        self._has_warned = False  # of an evaluation in training mode
 
     def _make_stages(
         self, local: Sequence[int], elsewhere: Collection[nn.Parameter] = ()

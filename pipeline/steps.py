@@ -90,11 +90,13 @@ class Steps:
         scaler: torch.amp.GradScaler | None = None,
         *,
         sync: bool = True,
+        inference: bool = False,
     ) -> Tensor | None:
         """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only.
 
         `model` is the whole module of this process, `number` keys the random streams, `shared` are keyword
-        arguments of the layers, `scaler` scales the gradients; without `sync` they stay this replica's own.
+        arguments of the layers, `scaler` scales the gradients; without `sync` they stay this replica's own;
+        with `inference` the layers run in torch's inference mode.
         Returns the mean loss of a training step; the outputs of forwards are left in the last stage.
         """
         training = loss_fn is not None
@@ -126,6 +128,7 @@ class Steps:
                     number,
                     num_microbatches,
                     training=training,
+                    inference=inference,
                     feed=feed if stage.is_first else (),
                     targets=targets,
                     loss_fn=loss_fn,

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from gpipe_bench import models
 from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
+from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
@@ -74,6 +75,34 @@ def evaluation() -> None:
             if ranks.is_last:
                 torch.testing.assert_close(output, plain(batch), **EXACT)
         assert all(p.grad is None for p in pipeline.parameters())
+    # Smaller messages than those of the evaluation come into the same buffers.
+    batch, target = everything_batch(4)
+    wanted = plain_step(plain.train(), batch, target, cross_entropy, 4)
+    pipeline.train().step(*ranks.own(batch, target), cross_entropy)
+    assert_own_gradients(pipeline, wanted.gradients, **EXACT)
+
+
+class Views(nn.Linear):
+    """Two tensors in one memory."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = super().forward(x)
+        return h, h.view(-1, 2, 3)
+
+
+class OverwritesOne(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = pair
+        return a.mul_(3) * b.flatten(1)
+
+
+def an_input_that_shares_memory_is_overwritten() -> None:
+    """Which would show in the other one, were they not in other processes than the layer before."""
+    ranks = Ranks()
+    for remat in ("always", "never"):
+        layers = [nn.Linear(6, 6), Views(6, 6), OverwritesOne(), nn.Linear(6, 6)]
+        with raises(ActionError, "stage 2 changes an input of the stage in place that shares memory"):
+            ranks.pipeline(layers, remat=remat).step(*ranks.own(*mlp_batch(4, dtype=torch.float32)), mse_loss)
 
 
 def train(
@@ -305,6 +334,7 @@ CASES = (
     transparency,
     mini_batches_of_changing_shapes,
     evaluation,
+    an_input_that_shares_memory_is_overwritten,
     bitwise_amoebanet,
     bitwise_transformer,
     clipping,

@@ -329,7 +329,14 @@ def test_state_dict_has_the_plain_models_keys() -> None:
         ({"cost": "auto"}, "pass example="),
         ({"devices": ["cpu"]}, "1 devices for 2 stages"),
         ({"layers": nn.Linear(1, 1)}, "a Linear; a pipeline needs a sequence"),
+        ({"schedule": ["gpipe"]}, r"\['gpipe'\]; choose one of naive, gpipe, 1f1b"),
+        ({"cost": 1.5}, "cost is 1.5; choose 'parameters', 'auto'"),
         ({"layers": []}, "layers is empty"),
+        (
+            {"layers": [nn.Linear(1, 1), nn.Sequential(nn.LazyLinear(1))]},
+            r"'0.weight' of layer 1 \(Sequential\) has no shape.*model\(example\)",
+        ),
+        ({"layers": [nn.LazyBatchNorm1d(affine=False)], "cost": [1]}, "'running_mean' of layer 0"),
         ({"layers": [nn.Linear(1, 1), torch.tanh]}, "layer 1 is a builtin_function_or_method"),
     ],
 )

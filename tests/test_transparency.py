@@ -120,6 +120,22 @@ def test_forward_alone_equals_the_plain_model(num_stages: int, num_microbatches:
     assert all(p.grad is None for p in pipeline.parameters())
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_training_goes_on_after_a_forward_in_inference_mode(training: bool) -> None:
+    """As in the plain model, which keeps nothing of it; here batch normalization's totals are made in it."""
+    model, layers = seeded(everything), seeded(everything)
+    pipeline = Pipeline(layers, num_stages=3, num_microbatches=2, cost=[1] * 12)
+    with torch.inference_mode():
+        output = pipeline.train(training)(everything_batch(10)[0])
+    assert output.is_inference()
+    pipeline.train()
+    batch, target = everything_batch(6)
+    plain = plain_step(model, batch, target, cross_entropy, 2)
+    pipeline.step(batch, target, cross_entropy)
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.gradients[name], **TOLERANCE)
+
+
 def test_several_steps_before_the_optimizer_add_up() -> None:
     """A step adds the gradient of its own mean: nothing divides what an earlier step left in `.grad`."""
     model, pipeline_model = seeded(mlp), seeded(mlp)

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.plan.portals import Declared, Line, arriving, check, leaving
+from gpipe_bench.pipeline.stage.aliases import version
 from gpipe_bench.pipeline.stage.microbatch import Tree
 from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
 
@@ -138,11 +139,6 @@ class Carried:
         if not self._left[name]:
             del self._held[name]
         return tensor
-
-
-def version(tensor: Tensor) -> int:
-    """Changes when somebody overwrites the tensor; inference tensors don't say."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def changed(name: str) -> RuntimeError:

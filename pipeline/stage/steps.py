@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class StageSteps:
         self._feed: Sequence[Tree] | Arriving = ()
         self._losses = Losses()
         self._training = False
+        self._without_graph: Callable[[], AbstractContextManager[None]] = torch.no_grad
 
     def begin(
         self,
@@ -75,6 +77,7 @@ class StageSteps:
         num_microbatches: int,
         *,
         training: bool,
+        inference: bool = False,
         feed: Sequence[Tree] = (),
         targets: Sequence[Tree | None] = (),
         loss_fn: LossFn | None = None,
@@ -91,6 +94,7 @@ class StageSteps:
         while len(self._microbatches) < num_microbatches:
             self._microbatches.append(Kept(self.index))
         self._training = training
+        self._without_graph = torch.inference_mode if inference else torch.no_grad
         self.statistics.begin()
         self._buffers.begin(loss_fn)
         self._feed = deliver(feed, self.device, self._transfers, "the mini-batch", once=True)
@@ -114,6 +118,11 @@ class StageSteps:
         """
         self._habits.forget()
         self._buffers.forget()
+
+    @property
+    def drew(self) -> int | None:
+        """A layer of the model that drew in training mode when there was no loss."""
+        return self._runner.drew
 
     @property
     def trainable(self) -> tuple[nn.Parameter, ...]:

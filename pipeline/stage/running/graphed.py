@@ -226,7 +226,7 @@ class GraphedLayers:
         try:
             with torch.no_grad():
                 self._run(unflatten(tuple([t.detach() for t in tensors]), structure))
-            self._draws = any(not torch.equal(a, b) for a, b in zip(before, generators.save(), strict=True))
+            self._draws = generators.have_moved(before)
             if self._draws:
                 warnings.warn(
                     "compile='graphs': layers of a stage draw random numbers, of a stream for each "

@@ -53,7 +53,8 @@ class LayerRunner:
         self.layers, self.first_layer, self._first_microbatch = layers, first_layer, first_microbatch
         self.device, self.seed, self.statistics = device, seed, statistics
         self._generators = Generators(device)
-        self._draws = tuple(may_draw(layer) for layer in layers)
+        self._draws = (False,) * len(layers)
+        self.drew: int | None = None  # a layer that drew in training mode without a loss
         self._keywords = tuple(Keywords.of(layer) for layer in layers)
         self._compiled = None if backend is None else compile_layers(layers, first_layer, backend)
         self._graphs = GraphedLayers(layers, device) if graphs else None
@@ -79,7 +80,11 @@ class LayerRunner:
         Each layer is given what its `forward` has a name for of the `shared` arguments.
         """
         self._targets, self._loss_fn = targets, loss_fn
+        # In each step anew: a hook may have come since. Who may draw is not asked again.
+        self._draws = tuple([d or may_draw(layer) for d, layer in zip(self._draws, self.layers, strict=True)])
         calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
+        if loss_fn is None and self.drew is None:
+            calls = [self._watched(i, call) for i, call in enumerate(calls)]
         if self._leaves is not None:
             calls = [self._leaves.around(self.first_layer + i, call) for i, call in enumerate(calls)]
         if self._graphs is not None:
@@ -138,6 +143,20 @@ class LayerRunner:
         if self._compiled is not None and self.entering is None:
             value = without_graph(value)
         return value
+
+    def _watched(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of a layer, noting whether the layer draws; of one in training mode that may."""
+        if not (self._draws[index] and self.layers[index].training):
+            return call
+
+        def watched(*value: Any, **shared: Any) -> Any:
+            states = self._generators.save()
+            output = call(*value, **shared)
+            if self.drew is None and self._generators.have_moved(states):
+                self.drew = self.first_layer + index
+            return output
+
+        return watched
 
     def _as_in_a_graph(self, value: Tree) -> Tree:
         """The inputs saying what will need a gradient in the recomputation, which runs the same programs."""

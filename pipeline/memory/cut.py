@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from gpipe_bench.pipeline.memory.signature import Same
+from gpipe_bench.pipeline.signature import Same
 from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory, fullest_moment

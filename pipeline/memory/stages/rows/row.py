@@ -18,7 +18,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Protocol
 
-from gpipe_bench.pipeline.memory.signature import Same
+from gpipe_bench.pipeline.signature import Same
 from gpipe_bench.pipeline.memory.stages.copies import Counts, shadowed
 from gpipe_bench.pipeline.memory.stages.copies import held as held_copies
 from gpipe_bench.pipeline.memory.stages.demands import Demand, Walk

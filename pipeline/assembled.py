@@ -102,6 +102,7 @@ class Assembled(nn.Module):
             devices=devices,
         )
         self._schedule, self._calibration = layout.schedule, layout.calibration
+        self._is_own = isinstance(schedule, Schedule)
         self._partition, self._devices = layout.partition, layout.devices
         modules, local, ties = layout.modules, layout.local, layout.ties
         # On every rank, whosever layer it is: one that refuses alone would be waited for.
@@ -155,6 +156,7 @@ class Assembled(nn.Module):
                 share_memory=share_memory,
                 portals=self._lines,
                 job=job,
+                is_own=self._is_own,
             )
             self._transport = self._ranks
             check_equal(self.gather(mine))
@@ -184,10 +186,10 @@ class Assembled(nn.Module):
         make: Callable[..., Stage] = Stage
         first_microbatch = 0
         if self._joint is not None:
-            count = self._schedule.num_microbatches
             made = ReducedStage if self._divided is None else self._divided.makes
-            make = partial(made, reduction=partial(self._joint.reduction, num_microbatches=count))
-            first_microbatch = 0 if self.grid is None else self.grid.replica * count
+            make = partial(made, reduction=self._joint.reduction)
+            if self.grid is not None:
+                first_microbatch = self.grid.replica * self._schedule.num_microbatches
         return {
             index: make(
                 index,
@@ -211,8 +213,9 @@ class Assembled(nn.Module):
             if isinstance(stage, ReducedStage):
                 stage.follow(self._schedule)
         self._steps = Steps(
-            self._schedule, self._stages, self._devices, self._transport, self._tied, self._joint
-        )
+            self._schedule, self._stages, self._devices, self._transport, self._tied, self._joint,
+            is_own=self._is_own,
+        )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         """For `copy` and `pickle`: everything but what is made of the rest again."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from gpipe_bench.pipeline.signature import Same
 from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory, fullest_moment
@@ -18,6 +17,7 @@ from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.cutting.by_cost import can_partition_by, partition_by
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.signature import Same
 
 
 @lru_cache(maxsize=256)

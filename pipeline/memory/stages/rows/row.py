@@ -18,7 +18,6 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Protocol
 
-from gpipe_bench.pipeline.signature import Same
 from gpipe_bench.pipeline.memory.stages.copies import Counts, shadowed
 from gpipe_bench.pipeline.memory.stages.copies import held as held_copies
 from gpipe_bench.pipeline.memory.stages.demands import Demand, Walk
@@ -38,6 +37,7 @@ from gpipe_bench.pipeline.memory.stages.rows.messages import (
 )
 from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.signature import Same
 
 
 class PortalWaits(Protocol):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Kind, Schedule, derived
 from gpipe_bench.pipeline.plan.schedules.controllable import v_half, v_min
 from gpipe_bench.pipeline.plan.schedules.loops import breadth_first, interleaved
 from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
@@ -79,7 +79,7 @@ def named(
     return schedule if remat == "never" else recomputed(schedule, remat)
 
 
-@lru_cache(maxsize=64)
+@derived
 def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
     """The named schedule for fewer micro-batches, on the same workers; of a list of micro-batches that a
     stage recomputes, those that there are. What was made for measured times ("auto") keeps its rows, without

@@ -90,8 +90,7 @@ class Pipeline(Assembled):
             a mesh divides parameters: the actions of a stage then wait for other processes themselves.
         transport: another in-process transport, such as `InProcess(copy=True)`.
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
-            chooses that. What cannot be compiled runs as it is, and a warning says why. "graphs" records what
-            a stage gives to a GPU and starts it at once (`stage.running.graphed`); never run on a GPU so far.
+            chooses that. What cannot be compiled runs as it is, and a warning says why.
 
     `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
     and pickled between two steps: the copy trains like the original and apart from it.

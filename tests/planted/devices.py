@@ -99,26 +99,6 @@ ON_DEVICES = (
         tests=("tests/test_gpu_steps.py::test_a_rehearsal_is_not_taken_for_the_real_thing",),
     ),
     Mutant(
-        name="a graph's own gradients",
-        file="pipeline/stage/running/graphed.py",
-        old="None if t is None else t.clone() for t in self.results",
-        new="t for t in self.results",
-        why="a parameter's `.grad` would be memory that the next micro-batch overwrites",
-        tests=(
-            "tests/test_graphed_stages.py::test_gradients_are_the_plain_models_over_steps_and_uneven_micro_batches",
-        ),
-    ),
-    Mutant(
-        name="one slot for all micro-batches",
-        file="pipeline/stage/running/graphed.py",
-        old="        slot = free.pop()\n",
-        new="        slot = free[-1]\n",
-        why="micro-batches in flight would overwrite each other's activations",
-        tests=(
-            "tests/test_graphed_stages.py::test_gradients_are_the_plain_models_over_steps_and_uneven_micro_batches",
-        ),
-    ),
-    Mutant(
         name="F is another program than R",
         file="pipeline/stage/running/layers.py",
         old="if torch.is_grad_enabled() or not any(needs_grad):",

@@ -99,6 +99,24 @@ ON_DEVICES = (
         tests=("tests/test_gpu_steps.py::test_a_rehearsal_is_not_taken_for_the_real_thing",),
     ),
     Mutant(
+        name="one more size than torch keeps",
+        file="pipeline/stage/running/compiled.py",
+        old="        except torch._dynamo.exc.FailOnRecompileLimitHit:\n",
+        new="        except ZeroDivisionError:\n",
+        why="the ninth size of a mini-batch would end the training",
+        tests=(
+            "tests/test_compiled_stages.py::test_more_sizes_than_torch_keeps_run_as_they_are_with_one_warning",
+        ),
+    ),
+    Mutant(
+        name="code is shared by what is printed",
+        file="pipeline/stage/running/compiled.py",
+        old="    return hash((signature(layer), devices))\n",
+        new="    return hash((repr(layer), devices))\n",
+        why="layers of other attributes would take the room for each other's sizes",
+        tests=("tests/test_compiled_stages.py::test_layers_with_attributes_of_their_own_are_all_compiled",),
+    ),
+    Mutant(
         name="F is another program than R",
         file="pipeline/stage/running/layers.py",
         old="if torch.is_grad_enabled() or not any(needs_grad):",

@@ -76,8 +76,6 @@ class Buckets:
         self._trainable: tuple[nn.Parameter, ...] = ()
         self._parameters: tuple[nn.Parameter, ...] = ()  # what their gradients come in on
         self._times: list[int] | None = None  # each gets a gradient in the last backward; None: not known yet
-        self._kind = Kind.B  # of that backward
-        self._early = False  # buckets leave within this backward: it is of that kind
         self._buckets: tuple[tuple[int, ...], ...] = ()
         self._bucket_of: dict[int, int] = {}
         self._rooms: list[Room] = []
@@ -110,11 +108,7 @@ class Buckets:
         if not (last and self._sync):
             return
         self._seen = []
-        # With fewer micro-batches a stage may end with another kind.
-        self._early = self._times is not None and kind is self._kind
-        if self._times is None:
-            self._kind = kind
-        elif self._early:
+        if self._times is not None:
             self._to_come = list(self._times)
             self._open = [sum(self._times[i] > 0 for i in bucket) for bucket in self._buckets]
             # What nobody expects is not waited for here, but at the end of the backward.
@@ -183,7 +177,7 @@ class Buckets:
     def _came_in(self, position: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
             self._seen.append(position)
-            if not self._early:
+            if self._times is None:
                 return
             self._to_come[position] -= 1
             number = self._bucket_of[position]

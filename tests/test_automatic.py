@@ -87,10 +87,10 @@ def test_halves_stay_apart_where_the_one_is_waited_for() -> None:
     """Two micro-batches, the second after the first: each I is waited for, with a W right behind it."""
     schedule = replace(named("naive", 2, 2), name="halves")
     halved = [
-        [half for a in row for half in ([a] if a.kind is Kind.F else [replace(a, kind=k) for k in "IW"])]
+        [half for a in row for half in ([a] if a.kind is Kind.F else [a._replace(kind=k) for k in "IW"])]
         for row in schedule.actions
     ]
-    rows = tuple(tuple(replace(a, kind=Kind(a.kind)) for a in row) for row in halved)
+    rows = tuple(tuple(a._replace(kind=Kind(a.kind)) for a in row) for row in halved)
     found = fused(replace(schedule, actions=rows), slots(split=1.1))
     assert found.actions == (schedule.actions[0], rows[1])
 

@@ -50,7 +50,9 @@ class Pipeline(Assembled):
             `layers_of` and `split` make a sequence of a model that is none.
         num_stages: K, the number of stages. Default, where the pipeline has several processes: as many as the
             schedule has for them.
-        num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty.
+        num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty:
+            a mini-batch of fewer examples is taken in as many micro-batches, unless the schedule is one of
+            one's own.
         schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`; "auto" for one made for
             the times that the first training steps take; or a `Schedule` of one's own.
         remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one choice for each
@@ -88,8 +90,7 @@ class Pipeline(Assembled):
             a mesh divides parameters: the actions of a stage then wait for other processes themselves.
         transport: another in-process transport, such as `InProcess(copy=True)`.
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
-            chooses that. What cannot be compiled runs as it is, and a warning says why. "graphs" records what
-            a stage gives to a GPU and starts it at once (`stage.running.graphed`); never run on a GPU so far.
+            chooses that. What cannot be compiled runs as it is, and a warning says why.
 
     `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
     and pickled between two steps: the copy trains like the original and apart from it.
@@ -193,7 +194,7 @@ class Pipeline(Assembled):
         assert loss is not None
         self.num_steps += 1
         if self._calibration is not None:
-            self._calibration.is_due = True
+            self._calibration.is_due = self._steps.latest is self._schedule  # a short one says too little
         return loss
 
     def _check_shared(self, shared: Mapping[str, Any] | None) -> None:

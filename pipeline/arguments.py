@@ -30,7 +30,6 @@ from gpipe_bench.pipeline.stage.microbatch import Tree
 from gpipe_bench.pipeline.stage.running.compiled import BACKEND
 
 Device = torch.device | str
-GRAPHS = "graphs"  # instead of a backend: graphs of the device
 _STAGES_PER_WORKER = 2  # of schedules that allow any number, if nobody says
 
 
@@ -230,8 +229,7 @@ def backend_of(compile: bool | str) -> str | None:
     known = torch.compiler.list_backends(exclude_tags=())
     if compile not in known:
         raise ValueError(
-            f"compile is {compile!r}; choose True, False, {GRAPHS!r} or a backend that torch has here: "
-            f"{', '.join(known)}"
+            f"compile is {compile!r}; choose True, False or a backend that torch has here: {', '.join(known)}"
         )
     return compile
 

@@ -346,7 +346,7 @@ def test_arguments_that_do_not_fit(arguments: dict[str, object], complaint: str)
 
 
 def test_batches_that_do_not_fit() -> None:
-    pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=4)
+    pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=4, schedule=gpipe(2, 4))
     batch, target = mlp_batch(8)
     with pytest.raises(ValueError, match="num_microbatches is 4 but the mini-batch has only 3 examples"):
         pipeline.step(batch[:3], target[:3], mse_loss)

@@ -213,13 +213,3 @@ def runner_of(
     return partial(
         PortalRunner, declared=mine, arriving=arriving(lines, stage), leaving=leaving(lines, stage)
     )
-
-
-def refuse_graphed_portals(declared: Sequence[Declared]) -> None:
-    """`ValueError` where a stage is to be recorded as a graph of the device."""
-    for layer in declared:
-        for name in (*layer.stashes, *layer.pops):
-            raise ValueError(
-                f"compile='graphs' records layers that pass everything on, and portal {name!r} does not; use "
-                "compile=True, or pass the tensor through the layers between"
-            )

@@ -46,18 +46,17 @@ def stream_key(seed: int, step: int, layer: int, microbatch: int) -> int:
     return mix(layer_key(seed, step, layer) ^ microbatch)
 
 
-# torch's own modules that draw, and the probability that says whether they do at the moment, where one does.
-_RANDOM_MODULES: dict[type[nn.Module], str | None] = {
-    nn.modules.dropout._DropoutNd: "p",
-    nn.RReLU: None,
-    nn.FractionalMaxPool2d: None,
-    nn.FractionalMaxPool3d: None,
-    nn.MultiheadAttention: "dropout",
-    nn.TransformerEncoderLayer: None,
-    nn.TransformerDecoderLayer: None,
-    nn.RNNBase: "dropout",
-}
-_RANDOM_KINDS = tuple(_RANDOM_MODULES)
+# torch's own modules that can draw.
+_RANDOM_KINDS = (
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.RNNBase,
+)
 
 
 def may_draw(layer: nn.Module) -> bool:
@@ -74,16 +73,6 @@ def may_draw(layer: nn.Module) -> bool:
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return True
     return False
-
-
-def surely_draws(layer: nn.Module) -> bool:
-    """Whether a module of torch's that draws is in the layer, be it in training mode or not."""
-    return any(
-        isinstance(module, kind) and (probability is None or getattr(module, probability) > 0)
-        for module in layer.modules()
-        for kind, probability in _RANDOM_MODULES.items()
-        if kind not in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # have dropouts within
-    )
 
 
 class Generators:

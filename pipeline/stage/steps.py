@@ -26,9 +26,9 @@ class StageSteps:
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
-    `torch.compile`, for layers that shall be compiled; `graphs` runs them as graphs of the device;
-    `runner` is what calls them; `leaves` are of weights that other layers use, too. `first_microbatch` is the
-    number of micro-batch 0 among those of all replicas, which keys the random streams, too.
+    `torch.compile`, for layers that shall be compiled; `runner` is what calls them; `leaves` are of weights
+    that other layers use, too. `first_microbatch` is the number of micro-batch 0 among those of all replicas,
+    which keys the random streams, too.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class StageSteps:
         seed: int = 0,
         gather: Gather | None = None,
         backend: str | None = None,
-        graphs: bool = False,
         runner: Callable[..., LayerRunner] = LayerRunner,
         leaves: Leaves | None = None,
         first_microbatch: int = 0,
@@ -56,7 +55,7 @@ class StageSteps:
         self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
         self._runner = runner(
             self.layers, first_layer,
-            device=device, seed=seed, statistics=self.statistics, backend=backend, graphs=graphs,
+            device=device, seed=seed, statistics=self.statistics, backend=backend,
             leaves=leaves, first_microbatch=first_microbatch,
         )  # fmt: skip
         self._leaves = leaves

@@ -31,7 +31,7 @@ from gpipe_bench.experiments.published.accelerator_steps.accelerators import Acc
 from gpipe_bench.experiments.table1.model_costs import PRECISIONS
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import LossLayer, fake_copy
-from gpipe_bench.pipeline.memory.signature import signature
+from gpipe_bench.pipeline.signature import signature
 
 SHARES = {"low": (0.35, 0.6, 8e-6), "middle": (0.5, 0.75, 4e-6), "high": (0.7, 0.9, 2.5e-6)}
 """Of the peak and of the bandwidth, and seconds from one kernel to the next where each has little to do: what

@@ -19,7 +19,6 @@ from gpipe_bench.pipeline.stage.inputs import Arriving
 from gpipe_bench.pipeline.stage.microbatch import Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 from gpipe_bench.pipeline.stage.running.compiled import compile_layers, without_graph
-from gpipe_bench.pipeline.stage.running.graphed import GraphedLayers
 from gpipe_bench.pipeline.stage.state.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.tied import Leaves
 
@@ -33,8 +32,7 @@ class LayerRunner:
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are; `first_microbatch` is the number of micro-batch 0 among those of all
     replicas, which keys them too. `statistics` are those of these layers. With a `backend` of
-    `torch.compile` the layers are compiled (`compiled`), with `graphs` recorded (`graphed`). `leaves` are of
-    the tied weights.
+    `torch.compile` the layers are compiled (`compiled`). `leaves` are of the tied weights.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class LayerRunner:
         seed: int,
         statistics: Statistics,
         backend: str | None = None,
-        graphs: bool = False,
         leaves: Leaves | None = None,
         first_microbatch: int = 0,
     ) -> None:
@@ -57,7 +54,6 @@ class LayerRunner:
         self.drew: int | None = None  # a layer that drew in training mode without a loss
         self._keywords = tuple(Keywords.of(layer) for layer in layers)
         self._compiled = None if backend is None else compile_layers(layers, first_layer, backend)
-        self._graphs = GraphedLayers(layers, device) if graphs else None
         self._leaves = leaves
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
@@ -87,8 +83,6 @@ class LayerRunner:
             calls = [self._watched(i, call) for i, call in enumerate(calls)]
         if self._leaves is not None:
             calls = [self._leaves.around(self.first_layer + i, call) for i, call in enumerate(calls)]
-        if self._graphs is not None:
-            self._graphs.begin()
         self._calls = tuple(
             (
                 layer,
@@ -97,11 +91,6 @@ class LayerRunner:
             )
             for i, (layer, draws, keywords) in enumerate(zip(calls, self._draws, self._keywords, strict=True))
         )
-        if self._graphs is not None and any(keywords for _, _, keywords in self._calls):
-            raise ValueError(
-                "compile='graphs' records calls without keyword arguments; pass what is in shared with the "
-                "mini-batch, or use compile=True"
-            )
         self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers))
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
 
@@ -117,8 +106,6 @@ class LayerRunner:
         """
         if self._compiled is not None:
             value = self._as_in_a_graph(value)
-        if self._graphs is not None and (found := self._graphs(value)) is not None:
-            return found
         generators = self._generators
         states: list[Tensor] | None = None
         forget_casts = self._autocast and not torch.is_grad_enabled()

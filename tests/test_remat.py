@@ -135,6 +135,7 @@ def test_buffers_of_a_stage_follow_its_own_choice() -> None:
 @pytest.mark.parametrize(
     ("remat", "complaint"),
     [
+        (True, r"remat is True; choose one of never, always, except_last, or give one choice per stage"),
         (("always",), r"remat has 1 choices for 2 stages; give one per stage, or one name for all"),
         (("always", "some"), r"remat\[1\] is 'some'; choose one of never, always, except_last"),
         (("always", 3), r"remat\[1\] is 3; choose one of .*, or give the micro-batches"),

@@ -40,7 +40,7 @@ from gpipe_bench.experiments.table1.model_costs import PRECISIONS
 from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import LossLayer, fake_copy
-from gpipe_bench.pipeline.memory.signature import signature
+from gpipe_bench.pipeline.signature import signature
 
 MIDDLE = 0.8
 """Of what single kernels reach at their best, in the prediction; its square at the slow end of the range."""

@@ -18,14 +18,13 @@ from typing import Any
 
 from gpipe_bench.experiments.planning.accelerators import accelerator
 from gpipe_bench.experiments.planning.costs.costs import Costs
-from gpipe_bench.experiments.planning.links import places
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.predict import predict
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import MEASURED, Request
 from gpipe_bench.experiments.planning.script import NAME, command, script
 from gpipe_bench.experiments.planning.searching.found import Found
-from gpipe_bench.experiments.planning.searching.grids import Grid, tensor_parallel
+from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.experiments.planning.searching.search import KEPT, Search
 from gpipe_bench.experiments.planning.searching.shortfall import nothing_fits, smallest
 from gpipe_bench.experiments.planning.searching.space import Space, Way, check, sizes_of
@@ -216,19 +215,9 @@ def costs_for(model: Model, request: Request, sizes: Sequence[int]) -> Costs:
 
 def predicted(found: Found, search: Search) -> Prediction:
     """A way that was found, laid out by the replay; the bytes are those that the search found room for."""
-    candidate, request, costs = found.candidate, search.request, search.costs
-    alone = candidate
-    if candidate.tp > 1:  # the layers' shares with their sums, as layers of their own
-        near = places(
-            request, pp=candidate.num_workers, dp=candidate.dp, fsdp=candidate.fsdp, tp=candidate.tp,
-            placement=(0,),
-        )  # fmt: skip
-        size = candidate.microbatch_size(request.batch_size)
-        costs, alone = tensor_parallel(costs, size, candidate.tp, near.tp), replace(candidate, tp=1)
-    prediction = predict(alone, replace(costs, profiles=None), request)
+    prediction = predict(found.candidate, replace(search.costs, profiles=None), search.request)
     return replace(
         prediction,
-        candidate=candidate,
         peak_bytes=tuple(each.peak for each in found.memory),
         peak_when=tuple(each.when for each in found.memory),
     )

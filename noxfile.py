@@ -25,7 +25,10 @@ ROOT = Path(__file__).parent
 VENV = ROOT / ".venv"
 # Files that other programs read, by the schema that they have to keep.
 SCHEMAS = {
-    "github-workflows": (".github/workflows/guard.yml", "docs/examples/guard-your-engine.yml"),
+    "github-workflows": (
+        *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(".github/workflows/*.yml"))),
+        "docs/examples/guard-your-engine.yml",
+    ),
     "github-actions": ("action.yml",),
     "citation-file-format": ("CITATION.cff",),
 }
@@ -58,10 +61,11 @@ def run_python(session: nox.Session, *command: str, **environment: str) -> None:
     session.run(python, *command, *arguments, external=True, env={**threads, **environment})
 
 
-def usable_cores() -> int:
-    """Cores that this process may use, at most eight: each process of the tests holds a torch of its own."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8)
+def usable_cores(session: nox.Session) -> str:
+    """As many as the harness may keep busy, at most eight: each process of a session holds a torch."""
+    asked = "from gpipe_bench.harness.records.environment import usable_cores; print(min(usable_cores(), 8))"
+    said = session.run(prepare(session)[0], "-c", asked, external=True, silent=True)
+    return str(said).split()[-1]
 
 
 def experiment_session(name: str) -> None:
@@ -89,7 +93,7 @@ def tests(session: nox.Session) -> None:
         run_python(session, "-m", "pytest")
         return
     # Each process begins with a share of the list, so files stay together; who is done takes from the others.
-    side_by_side = ("--numprocesses", str(usable_cores()), "--dist", "worksteal")
+    side_by_side = ("--numprocesses", usable_cores(session), "--dist", "worksteal")
     run_python(session, "-m", "pytest", *side_by_side, "-m", "not alone")
     run_python(session, "-m", "pytest", "-m", "alone")
 
@@ -97,7 +101,13 @@ def tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none", tags=["ci"], default=False)
 def mutants(session: nox.Session) -> None:
     """Deliberate mistakes, planted one at a time: the tests must notice each."""
-    run_python(session, "tests/mutants.py")
+    run_python(session, "tests/mutants.py", "--jobs", usable_cores(session))
+
+
+@nox.session(venv_backend="none", tags=["ci"], default=False)
+def golden(session: nox.Session) -> None:
+    """Texts from reference records and modelled answers, as digests: a new structure keeps them equal."""
+    run_python(session, "-m", "tests.golden")
 
 
 @nox.session(venv_backend="none", tags=["ci"])
@@ -118,7 +128,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none", tags=["ci"], default=False)
 def smoke(session: nox.Session) -> None:
     """Every experiment's smoke profile, into a fresh folder; as many at a time as there are cores."""
-    results, cores = session.create_tmp(), str(usable_cores())
+    results, cores = session.create_tmp(), usable_cores(session)
     run_python(session, "-m", "tests.smoke", "--cores", cores, "--results", results, "--fresh")
 
 

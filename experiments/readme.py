@@ -125,6 +125,7 @@ def rewritten(section: str, text: str) -> str:
     """The text of its page with the section made anew. Raises ValueError without the markers."""
     page, make = SECTIONS[section]
     begin, end = markers(section)
+    between(text, begin, end, "", page.name)  # before seconds go into what may have no place
     return between(text, begin, end, f"\n\n{make()}\n\n", page.name)
 
 

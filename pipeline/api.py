@@ -13,7 +13,9 @@ checkpoints are interchangeable with it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
@@ -48,7 +50,9 @@ class Pipeline(Assembled):
             `layers_of` and `split` make a sequence of a model that is none.
         num_stages: K, the number of stages. Default, where the pipeline has several processes: as many as the
             schedule has for them.
-        num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty.
+        num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty:
+            a mini-batch of fewer examples is taken in as many micro-batches, unless the schedule is one of
+            one's own.
         schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`; "auto" for one made for
             the times that the first training steps take; or a `Schedule` of one's own.
         remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one choice for each
@@ -73,7 +77,7 @@ class Pipeline(Assembled):
             buffers of the first.
         zero: what the processes along "fsdp" hold in parts. 2 (the default): gradients and the optimizer's
             state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs. See
-            `ranks.mesh.sharding`.
+            `ranks.mesh.divided.sharding`.
         reduction: how gradients are summed over replicas: in "buckets" that leave within a stage's last
             backward, or by a "tree" over all micro-batches, which takes more memory and gives the same bits
             on every grid of as many micro-batches whose replicas are a power of two.
@@ -86,8 +90,7 @@ class Pipeline(Assembled):
             a mesh divides parameters: the actions of a stage then wait for other processes themselves.
         transport: another in-process transport, such as `InProcess(copy=True)`.
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
-            chooses that. What cannot be compiled runs as it is, and a warning says why. "graphs" records what
-            a stage gives to a GPU and starts it at once (`stage.running.graphed`); never run on a GPU so far.
+            chooses that. What cannot be compiled runs as it is, and a warning says why.
 
     `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
     and pickled between two steps: the copy trains like the original and apart from it.
@@ -105,7 +108,7 @@ class Pipeline(Assembled):
 
     @property
     def portals(self) -> tuple[Line, ...]:
-        """What goes past stages, for `plan.drawing`, `plan.svg` and `plan.replay`."""
+        """What goes past stages, for `plan.drawn.drawing`, `plan.drawn.svg` and `plan.replay`."""
         return self._lines
 
     @property
@@ -173,7 +176,8 @@ class Pipeline(Assembled):
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
-                "step() trains, but gradients are disabled here; call the pipeline itself to evaluate"
+                "step() trains, but gradients are disabled here; to evaluate, call pipeline.eval() and "
+                "pipeline(inputs)"
             )
         if not sync and self._reduction[1] == "tree":
             raise ValueError("reduction='tree' sums in every step; sync=False is for reduction='buckets'")
@@ -190,7 +194,7 @@ class Pipeline(Assembled):
         assert loss is not None
         self.num_steps += 1
         if self._calibration is not None:
-            self._calibration.is_due = True
+            self._calibration.is_due = self._steps.latest is self._schedule  # a short one says too little
         return loss
 
     def _check_shared(self, shared: Mapping[str, Any] | None) -> None:
@@ -230,13 +234,32 @@ class Pipeline(Assembled):
     def forward(self, batch: Tree | None, *, shared: Mapping[str, Any] | None = None) -> Tree | None:
         """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph.
 
+        To evaluate, call `eval()` before and `train()` after, as with the plain model: in training mode
+        dropout drops and batch normalization moves its averages. The first time that a layer in training mode
+        draws here, a warning says so.
+
         `batch` and `shared` are as in `step`. The outputs of the micro-batches are joined along dimension 0,
         tensor by tensor; what is no tensor in them must be equal. With a process group, the output is on the
         rank of the last stage; the others return None.
         """
         self._check_shared(shared)
-        self._steps.take(self, _FORWARD_ONLY + self._num_forwards, batch, shared=shared)
+        inference = torch.is_inference_mode_enabled()
+        # What is made here and kept, such as buffers of messages, must serve training steps too: only the
+        # layers see the mode.
+        with torch.inference_mode(False) if inference else nullcontext():
+            number = _FORWARD_ONLY + self._num_forwards
+            self._steps.take(self, number, batch, shared=shared, inference=inference)
         self._num_forwards += 1
+        drew = [stage.drew for stage in self._stages.values() if stage.drew is not None]
+        if drew and not self._has_warned:
+            self._has_warned = True
+            layer = self._layers[self._layer_names[drew[0]]]
+            warnings.warn(
+                f"pipeline(inputs) ran in training mode, and layer {drew[0]} ({type(layer).__name__}) drew "
+                "random numbers, as dropout does; call pipeline.eval() before an evaluation, and "
+                "pipeline.train() after it",
+                stacklevel=4,  # of whoever calls the module
+            )
         stage = self._stages.get(self._schedule.num_stages - 1)
         if stage is None:
             return None

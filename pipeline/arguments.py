@@ -6,12 +6,14 @@ Whatever does not fit is a `ValueError` that says what would.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
 from gpipe_bench.pipeline.memory.cost import layer_costs
@@ -28,15 +30,15 @@ from gpipe_bench.pipeline.stage.microbatch import Tree
 from gpipe_bench.pipeline.stage.running.compiled import BACKEND
 
 Device = torch.device | str
-GRAPHS = "graphs"  # instead of a backend: graphs of the device
 _STAGES_PER_WORKER = 2  # of schedules that allow any number, if nobody says
 
 
 def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The layers by the names that the plain model's `state_dict` uses."""
+    named: list[tuple[str, nn.Module]]
     if isinstance(layers, OwnLayers):
-        return list(zip(layers.names(), layers, strict=True))
-    if isinstance(layers, nn.Sequential | nn.ModuleList):
+        named = list(zip(layers.names(), layers, strict=True))
+    elif isinstance(layers, nn.Sequential | nn.ModuleList):
         named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
     elif isinstance(layers, nn.Module):
         raise ValueError(
@@ -51,6 +53,13 @@ def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.
             raise ValueError(f"layer {name} is a {type(layer).__name__}; every layer must be an nn.Module")
     if not named:
         raise ValueError("layers is empty; a pipeline needs at least one layer")
+    for name, layer in named:
+        for part, tensor in chain(layer.named_parameters(), layer.named_buffers()):
+            if is_lazy(tensor):
+                raise ValueError(
+                    f"{part!r} of layer {name} ({type(layer).__name__}) has no shape before a first input; "
+                    "run the model once on an example, as in model(example), before the pipeline is built"
+                )
     return named
 
 
@@ -80,7 +89,7 @@ def schedule_of(
                 "leave num_workers out, or give a schedule for as many"
             )
         return schedule
-    if schedule not in NAMED:
+    if not isinstance(schedule, str) or schedule not in NAMED:
         raise ValueError(
             f"schedule is {schedule!r}; choose one of {', '.join(NAMED)}, auto, or give a Schedule"
         )
@@ -175,7 +184,7 @@ def costs_of(
                 "cost='auto' estimates each layer on an example; pass example= with a micro-batch"
             )
         return layer_costs(layers, example)
-    if isinstance(cost, str):
+    if isinstance(cost, str | int | float):
         raise ValueError(f"cost is {cost!r}; choose 'parameters', 'auto' or give one number per layer")
     if len(cost) != len(layers):
         raise ValueError(f"cost has {len(cost)} numbers for {len(layers)} layers; give one per layer")
@@ -220,8 +229,7 @@ def backend_of(compile: bool | str) -> str | None:
     known = torch.compiler.list_backends(exclude_tags=())
     if compile not in known:
         raise ValueError(
-            f"compile is {compile!r}; choose True, False, {GRAPHS!r} or a backend that torch has here: "
-            f"{', '.join(known)}"
+            f"compile is {compile!r}; choose True, False or a backend that torch has here: {', '.join(known)}"
         )
     return compile
 

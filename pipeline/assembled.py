@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.arguments import GRAPHS, Automatic, Device, backend_of
+from gpipe_bench.pipeline.arguments import Automatic, Device, backend_of
 from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
@@ -34,9 +34,8 @@ from gpipe_bench.pipeline.ranks.mesh.joint import joint_of
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.arguments.keywords import Keywords
 from gpipe_bench.pipeline.stage.microbatch import Tree
-from gpipe_bench.pipeline.stage.portals import declarations, refuse_graphed_portals, runner_of
+from gpipe_bench.pipeline.stage.portals import declarations, runner_of
 from gpipe_bench.pipeline.stage.reduced import ReducedStage
-from gpipe_bench.pipeline.stage.running.graphed import refuse_graphs
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.state.batchnorm import refuse_unsupported
 from gpipe_bench.pipeline.stage.tied import Leaves
@@ -102,6 +101,7 @@ class Assembled(nn.Module):
             devices=devices,
         )
         self._schedule, self._calibration = layout.schedule, layout.calibration
+        self._is_own = isinstance(schedule, Schedule)
         self._partition, self._devices = layout.partition, layout.devices
         modules, local, ties = layout.modules, layout.local, layout.ties
         # On every rank, whosever layer it is: one that refuses alone would be waited for.
@@ -120,11 +120,7 @@ class Assembled(nn.Module):
         self._layers = layout.layers(move=devices is not None)  # those of this process, by name
         self.seed = seed
         self.group = group
-        self._backend = None if compile == GRAPHS else backend_of(compile)
-        self._graphs = compile == GRAPHS
-        if self._graphs:
-            refuse_graphs(modules, any(self._schedule.recomputed))
-            refuse_graphed_portals(self._portals)
+        self._backend = backend_of(compile)
         self._layer_names = tuple(name for name, _ in layout.named)
         self._keywords = Keywords.of_all(modules)
         if isinstance(layers, OwnLayers):
@@ -155,6 +151,7 @@ class Assembled(nn.Module):
                 share_memory=share_memory,
                 portals=self._lines,
                 job=job,
+                is_own=self._is_own,
             )
             self._transport = self._ranks
             check_equal(self.gather(mine))
@@ -170,6 +167,7 @@ class Assembled(nn.Module):
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
+        self._has_warned = False  # of an evaluation in training mode
 
     def _make_stages(
         self, local: Sequence[int], elsewhere: Collection[nn.Parameter] = ()
@@ -183,10 +181,10 @@ class Assembled(nn.Module):
         make: Callable[..., Stage] = Stage
         first_microbatch = 0
         if self._joint is not None:
-            count = self._schedule.num_microbatches
             made = ReducedStage if self._divided is None else self._divided.makes
-            make = partial(made, reduction=partial(self._joint.reduction, num_microbatches=count))
-            first_microbatch = 0 if self.grid is None else self.grid.replica * count
+            make = partial(made, reduction=self._joint.reduction)
+            if self.grid is not None:
+                first_microbatch = self.grid.replica * self._schedule.num_microbatches
         return {
             index: make(
                 index,
@@ -197,7 +195,6 @@ class Assembled(nn.Module):
                 seed=self.seed,
                 gather=None if self._replicas is None else self._replicas.gather,
                 backend=self._backend,
-                graphs=self._graphs,
                 runner=runner_of(self._portals, self._partition, self._lines, index),
                 leaves=leaves,
                 first_microbatch=first_microbatch,
@@ -210,8 +207,9 @@ class Assembled(nn.Module):
             if isinstance(stage, ReducedStage):
                 stage.follow(self._schedule)
         self._steps = Steps(
-            self._schedule, self._stages, self._devices, self._transport, self._tied, self._joint
-        )
+            self._schedule, self._stages, self._devices, self._transport, self._tied, self._joint,
+            is_own=self._is_own,
+        )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         """For `copy` and `pickle`: everything but what is made of the rest again."""

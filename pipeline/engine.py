@@ -21,7 +21,7 @@ from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.times.clock import Clock
 from gpipe_bench.pipeline.transport import Transport
 
-__all__ = ["ActionError", "Instruction", "Observer", "on_their_devices", "prepare", "run"]
+__all__ = ["ActionError", "Instruction", "Observer", "Program", "on_their_devices", "prepare", "run"]
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
@@ -37,9 +37,10 @@ class Instruction(NamedTuple):
     action: Action
 
 
-def prepare(
-    schedule: Schedule, stages: Mapping[int, Stage], *, training: bool = True
-) -> tuple[Instruction, ...]:
+Program = tuple[Instruction, ...]
+
+
+def prepare(schedule: Schedule, stages: Mapping[int, Stage], *, training: bool = True) -> Program:
     """The actions that this process takes, in order, with everything looked up that a step needs.
 
     With the stages of one worker that is its row. Several workers on one device take turns
@@ -77,9 +78,7 @@ def on_their_devices(stages: Mapping[int, Stage], observe: Observer | None) -> O
     return guarded
 
 
-def run(
-    program: tuple[Instruction, ...], transport: Transport, clock: Clock, observe: Observer | None = None
-) -> None:
+def run(program: Program, transport: Transport, clock: Clock, observe: Observer | None = None) -> None:
     """Takes every action of `program` once. Stages and transport have begun; the caller finishes them.
 
     `observe` is entered around each action. An exception in an action becomes the `ActionError` naming it.

@@ -17,8 +17,9 @@ from torch import Tensor
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.portals import Line, leaving
 from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.stage.aliases import version
 from gpipe_bench.pipeline.stage.microbatch import Message, flatten, unflatten
-from gpipe_bench.pipeline.stage.portals import changed, version
+from gpipe_bench.pipeline.stage.portals import changed
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.transfers import Mark, Sent, Transfers
 from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Plan, Transport
@@ -174,7 +175,12 @@ class PortalTransport:
             portals.append(
                 Arrived(tuple([given[i] for i in positions]), tuple([needs_grad[i] for i in positions]))
             )
-        main = Message(tensors, structure, tuple([needs_grad[i] for i in of_output]))
+        main = Message(
+            tensors,
+            structure,
+            tuple([needs_grad[i] for i in of_output]),
+            tuple([i for i, place in enumerate(of_output) if place in message.aliases]),
+        )
         return main, (_Places(len(given), of_output, named), tuple(portals))
 
     def receive_activation(self, stage: int, microbatch: int) -> Message:
@@ -187,7 +193,7 @@ class PortalTransport:
         needs_grad = [needed for portals in found for needed in portals.needs_grad]
         tree = (unflatten(message.tensors, message.structure), *arrived)
         tensors, structure = flatten(tree)
-        return Message(tensors, structure, (*message.needs_grad, *needs_grad))
+        return Message(tensors, structure, (*message.needs_grad, *needs_grad), message.aliases)
 
     def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
         for line in reversed(self._into.get(stage, ())):

@@ -30,19 +30,20 @@ from gpipe_bench.pipeline.stage.microbatch import (
     split,
     tensors_of,
 )
+from gpipe_bench.pipeline.stage.reduced import ReducedStage
 from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Nested
 from gpipe_bench.pipeline.times.clock import Clock
-from gpipe_bench.pipeline.transport import Plan, Transport
+from gpipe_bench.pipeline.transport import Plan, ShortBatchError, Transport, rows_for
 
 
 class Steps:
     """Takes mini-batches through `stages`, those of this process by their indices.
 
     `stage_devices` is the device of each stage of the pipeline; `tied` are the weights that several layers
-    use; `joint` is what is done with other replicas.
+    use; `joint` is what is done with other replicas; `is_own` as in `rows_for`.
     """
 
     def __init__(
@@ -53,8 +54,11 @@ class Steps:
         transport: Transport,
         tied: TiedWeights | Leaves | None = None,
         joint: Joint | None = None,
+        *,
+        is_own: bool = False,
     ) -> None:
         self._schedule, self._stages, self._joint = schedule, stages, joint
+        self._is_own, self._devices = is_own, tuple(stage_devices)
         self._transport, self._tied = transport, tied
         self._has_last = schedule.num_stages - 1 in stages
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
@@ -64,19 +68,24 @@ class Steps:
         self._is_let_down = (
             messages.is_let_down if isinstance(messages, PointToPoint) else lambda error: False
         )
-        self._programs = {
-            training: engine.prepare(schedule, stages, training=training) for training in (True, False)
-        }
-        journal = None if joint is None else joint.journal
-        self._clocks = {
-            training: Clock([instruction.action for instruction in program], stage_devices, journal)
-            for training, program in self._programs.items()
-        }
+        self._programs: dict[tuple[int, bool], tuple[engine.Program, Clock]] = {}
+        self._rows = schedule  # of the latest step
+        self.latest = schedule  # of the latest step that trained
+        self._program(schedule, training=True)
+
+    def _program(self, schedule: Schedule, *, training: bool) -> tuple[engine.Program, Clock]:
+        key = (schedule.num_microbatches, training)
+        if key not in self._programs:
+            program = engine.prepare(schedule, self._stages, training=training)
+            journal = None if self._joint is None else self._joint.journal
+            clock = Clock([instruction.action for instruction in program], self._devices, journal)
+            self._programs[key] = program, clock
+        return self._programs[key]
 
     @property
     def clock(self) -> Clock:
-        """Of training steps."""
-        return self._clocks[True]
+        """Of the latest training step."""
+        return self._programs[self.latest.num_microbatches, True][1]
 
     def take(
         self,
@@ -90,15 +99,16 @@ class Steps:
         scaler: torch.amp.GradScaler | None = None,
         *,
         sync: bool = True,
+        inference: bool = False,
     ) -> Tensor | None:
         """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only.
 
         `model` is the whole module of this process, `number` keys the random streams, `shared` are keyword
-        arguments of the layers, `scaler` scales the gradients; without `sync` they stay this replica's own.
+        arguments of the layers, `scaler` scales the gradients; without `sync` they stay this replica's own;
+        with `inference` the layers run in torch's inference mode.
         Returns the mean loss of a training step; the outputs of forwards are left in the last stage.
         """
         training = loss_fn is not None
-        num_microbatches = self._schedule.num_microbatches
         cache_casts = torch.is_autocast_cache_enabled()
         # A cast cached without a graph must not meet one, and the cache would keep a copy of every weight.
         torch.set_autocast_cache_enabled(False)
@@ -106,14 +116,27 @@ class Steps:
             plan, signature = None, None
             feed: Sequence[Tree] = ()
             if 0 in self._stages:
-                feed = _feed(batch, num_microbatches, "the mini-batch")
+                examples = num_examples(batch)
+                count = max(1, min(examples, self._schedule.num_microbatches))
+                if self._joint is not None:
+                    count = self._joint.agree(count, training=training, is_own=self._is_own)
+                feed = _feed(batch, count, "the mini-batch")
                 message = shared_arguments.take_apart(shared) if shared else None
-                plan = Plan(num_examples(batch), training, message)
+                plan = Plan(examples, count, training, message)
                 signature = self._signature(model, batch, plan) if self._asks else None
             plan = self._transport.begin(plan, signature)
+            schedule = rows_for(self._schedule, plan, is_own=self._is_own)
+            program, clock = self._program(schedule, training=training)
+            if schedule is not self._rows:
+                self._rows = schedule
+                for stage in self._stages.values():
+                    if isinstance(stage, ReducedStage):
+                        stage.lay_out(schedule)
+            if training:
+                self.latest = schedule
             if training and self._tied is not None:
                 self._tied.begin()
-            lengths = sizes(plan.examples, num_microbatches)
+            lengths = sizes(plan.examples, plan.num_microbatches)
             shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
             if training and self._joint is not None:
                 shares = self._joint.begin(lengths, sync=sync, has_loss=self._has_last)
@@ -121,11 +144,12 @@ class Steps:
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
                 if stage.is_last and training:
-                    targets = _targets(target, plan.examples, num_microbatches)
+                    targets = _targets(target, plan.examples, plan.num_microbatches)
                 stage.begin(
                     number,
-                    num_microbatches,
+                    plan.num_microbatches,
                     training=training,
+                    inference=inference,
                     feed=feed if stage.is_first else (),
                     targets=targets,
                     loss_fn=loss_fn,
@@ -137,7 +161,7 @@ class Steps:
                     scaler.scale(torch.zeros((), device=stage.device))
             if self._on_accelerators:
                 observe = engine.on_their_devices(self._stages, observe)
-            engine.run(self._programs[training], self._transport, self._clocks[training], observe)
+            engine.run(program, self._transport, clock, observe)
             if versions != shared_arguments.versions(plan.shared):
                 raise RuntimeError(
                     "a layer has changed a tensor of shared in place, which all layers and micro-batches "
@@ -153,6 +177,8 @@ class Steps:
                 self._tied.sum_gradients(sync=sync)
             for stage in self._stages.values():
                 stage.finish()
+        except ShortBatchError:
+            raise  # on every rank alike, and nothing has begun
         except BaseException as error:
             for stage in self._stages.values():
                 stage.reset()
@@ -174,6 +200,7 @@ class Steps:
         tensors, structure = flatten(batch, "the mini-batch")
         return (
             plan.training,
+            plan.num_microbatches,
             model.training,
             _outline(Message(tensors, structure, ())),
             _outline(plan.shared),

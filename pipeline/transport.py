@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.errors import ActionError, summary
-from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline.plan.schedules.known import shortened
 from gpipe_bench.pipeline.stage.microbatch import Message
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.transfers import Mark, Sent, Transfers
@@ -26,8 +27,28 @@ class Plan(NamedTuple):
     """What every process must know of a step before it begins."""
 
     examples: int  # in the mini-batch
+    num_microbatches: int  # as many as the schedule has, or fewer
     training: bool  # or forwards only
     shared: Message | None = None  # what the layers share: tensors, and the structure of the dict
+
+
+class ShortBatchError(ValueError):
+    """A mini-batch that a schedule cannot take; nothing of it was sent, and the next step may train."""
+
+
+def rows_for(schedule: Schedule, plan: Plan, *, is_own: bool) -> Schedule:
+    """What a step takes: `schedule`, or the same one for fewer micro-batches unless it is one of the user's
+    own, which says nothing about them.
+    """
+    if plan.num_microbatches == schedule.num_microbatches:
+        return schedule
+    if is_own:
+        raise ShortBatchError(
+            f"num_microbatches is {schedule.num_microbatches} but the mini-batch has only "
+            f"{plan.num_microbatches} examples, and a Schedule of one's own is for all of its micro-batches; "
+            "name a schedule, which is then laid out for fewer, or leave such a mini-batch out"
+        )
+    return shortened(schedule, plan.num_microbatches)
 
 
 class Transport(Protocol):

@@ -6,13 +6,16 @@ What the processes run is found by its module and name, so a case is a function 
 
 from __future__ import annotations
 
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import distributed as dist
 
+from gpipe_bench.harness.records.files import file_lock
 from gpipe_bench.pipeline.ranks.launch import launch
 
 if TYPE_CHECKING:  # forked processes have no pytest
@@ -64,6 +67,17 @@ def selected(request: pytest.FixtureRequest, cases: Cases) -> Cases:
 def outcomes_of(cases: Cases, num_ranks: int = 4) -> Outcomes:
     """What each rank of one launch says of the cases."""
     return launch(run_all, num_ranks, dict(cases), device="cpu")
+
+
+def once(path: Path, make: Callable[[], Outcomes]) -> Outcomes:
+    """What `make` gives to the first of several processes; the others wait for it and read it from `path`."""
+    with path.open("a+b") as file, file_lock(file.fileno()):
+        file.seek(0)
+        if not (found := file.read()):
+            found = pickle.dumps(make())
+            file.write(found)
+            file.flush()
+    return pickle.loads(found)
 
 
 def assert_passed(outcomes: Outcomes, case: str) -> None:

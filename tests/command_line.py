@@ -65,7 +65,7 @@ def start(*arguments, code=START, stdout=subprocess.PIPE, stderr=subprocess.PIPE
 
 def finish(process):
     """Exit status, standard output and standard error of a process."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     return process.returncode, (out or b"").decode(), (err or b"").decode()
 
 

@@ -12,13 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import forked
+import hypothesis
 import pytest
 import torch
-from case_runner import Outcomes, outcomes_of, selected
+from case_runner import Outcomes, once, outcomes_of, selected
 
 from gpipe_bench.harness.records.store import Store
 
 torch.set_num_threads(1)
+# An example's time is the machine's. Where nobody looks on, each run has the same examples.
+hypothesis.settings.register_profile("tests", deadline=None, print_blob=True, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("tests")
 # torch looks up the name behind every connection that it accepts; a lost request costs five seconds each.
 os.environ.pop("COLUMNS", None)  # a terminal's width is for whoever sits before it
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -31,10 +35,10 @@ def forking() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def frozen() -> None:
     """What is imported by now is not looked through when garbage is collected: a quarter of a second each
-    time, and steps that are timed ask for it.
+    time, and steps that are timed ask for it. Once only: what tests leave behind is to be collected.
     """
     gc.collect()
     gc.freeze()
@@ -48,9 +52,15 @@ def spawning() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> Outcomes:
-    """What each of four ranks says of the file's `CASES`, of those that are to be run."""
-    return outcomes_of(selected(request, request.module.CASES))
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """What each of four ranks says of the file's `CASES`, of those that are to be run. Tests of one file may
+    be shared out among the workers of a run: one of them launches for all.
+    """
+    cases = selected(request, request.module.CASES)
+    if not hasattr(request.config, "workerinput"):
+        return outcomes_of(cases)
+    path = tmp_path_factory.getbasetemp().parent / f"{request.module.__name__}.outcomes"
+    return once(path, lambda: outcomes_of(cases))
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ from torch import distributed as dist
 from gpipe_bench import models
 from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES
+from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe
+from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 AMOEBANET = {
@@ -44,13 +46,15 @@ def transparency(ranks: Ranks | None = None, numbers: tuple[int, ...] = (1, 3, 8
 
 
 def mini_batches_of_changing_shapes(ranks: Ranks | None = None) -> None:
-    """Every size is a new kind of step; sizes seen before need no new agreement."""
+    """Every size is a new kind of step; sizes seen before need no new agreement. Some have fewer examples
+    than there are micro-batches.
+    """
     ranks = ranks or Ranks()
     pipeline, alone = (
         ranks.pipeline(seeded(everything)),
         Pipeline(seeded(everything), num_stages=1, num_microbatches=4),
     )
-    for step, size in enumerate((9, 4, 9, 6, 4, 12, 9)):
+    for step, size in enumerate((9, 4, 3, 9, 6, 1, 2, 12, 9)):
         batch, target = everything_batch(size, seed=step)
         loss = pipeline.step(*ranks.own(batch, target), cross_entropy)
         assert torch.equal(loss, alone.step(batch, target, cross_entropy))
@@ -61,6 +65,68 @@ def mini_batches_of_changing_shapes(ranks: Ranks | None = None) -> None:
             wanted = alone(batch)
             assert (output is None) != ranks.is_last
             assert output is None or torch.equal(output, wanted)
+
+
+def short_batches() -> None:
+    """Fewer examples than micro-batches, between others, under schedules with several stages and halves."""
+    ranks = Ranks()
+    for schedule, num_stages, remat in (
+        ("zb-h1", 4, "always"), ("zb-v", 8, "except_last"), ("interleaved", 8, "never"),
+        ("auto", 4, "always"),
+    ):  # fmt: skip
+        pipeline = Pipeline(
+            seeded(mlp), num_stages=num_stages, num_microbatches=4, schedule=schedule, remat=remat,
+            group=ranks.group, cost=[1] * 8,
+        )  # fmt: skip
+        for step, size in enumerate((5, 3, 1, 4)):
+            batch, target = mlp_batch(size, seed=step)
+            plain = plain_step(seeded(mlp), batch, target, mse_loss, min(4, size), step=step)
+            loss = pipeline.step(batch, target, mse_loss)
+            torch.testing.assert_close(loss, plain.loss, **EXACT)
+            assert_own_gradients(pipeline, plain.gradients, **EXACT)
+            events = pipeline.gather_timeline().events
+            assert {event.action.microbatch for event in events} == set(range(min(4, size)))
+            pipeline.zero_grad()
+
+
+def short_batches_with_portals() -> None:
+    ranks = Ranks()
+
+    def build() -> nn.Sequential:
+        return PortalSequential(
+            Stash("a", nn.Linear(6, 6)), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), Pop("a", Sum())
+        )
+
+    pipeline = ranks.pipeline(seeded(build), schedule="1f1b")
+    for step, size in enumerate((5, 3, 4)):
+        batch, target = mlp_batch(size, seed=step)
+        plain = seeded(build)
+        mse_loss(plain(batch), target).backward()
+        pipeline.step(*ranks.own(batch, target), mse_loss)
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+        assert_own_gradients(pipeline, gradients, **EXACT)
+        pipeline.zero_grad()
+
+
+class Sum(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+def a_short_batch_is_refused_by_a_schedule_of_ones_own() -> None:
+    """On every rank, and the next step trains."""
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(mlp), schedule=gpipe(4, 4))
+    model = seeded(mlp)
+    for step, size in enumerate((4, 7)):
+        with raises(ValueError, "num_microbatches is 4 but the mini-batch has only 3 examples"):
+            pipeline.step(*ranks.own(*mlp_batch(3)), mse_loss)
+        with raises(ValueError, "has only 2 examples"):
+            pipeline(ranks.own(*mlp_batch(2))[0])
+        batch, target = mlp_batch(size, seed=step)
+        plain = plain_step(model, batch, target, mse_loss, 4, step=step)
+        torch.testing.assert_close(pipeline.step(*ranks.own(batch, target), mse_loss), plain.loss, **EXACT)
+        assert_own_gradients(pipeline, plain.gradients, **EXACT)
 
 
 def evaluation() -> None:
@@ -74,6 +140,34 @@ def evaluation() -> None:
             if ranks.is_last:
                 torch.testing.assert_close(output, plain(batch), **EXACT)
         assert all(p.grad is None for p in pipeline.parameters())
+    # Smaller messages than those of the evaluation come into the same buffers.
+    batch, target = everything_batch(4)
+    wanted = plain_step(plain.train(), batch, target, cross_entropy, 4)
+    pipeline.train().step(*ranks.own(batch, target), cross_entropy)
+    assert_own_gradients(pipeline, wanted.gradients, **EXACT)
+
+
+class Views(nn.Linear):
+    """Two tensors in one memory."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = super().forward(x)
+        return h, h.view(-1, 2, 3)
+
+
+class OverwritesOne(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = pair
+        return a.mul_(3) * b.flatten(1)
+
+
+def an_input_that_shares_memory_is_overwritten() -> None:
+    """Which would show in the other one, were they not in other processes than the layer before."""
+    ranks = Ranks()
+    for remat in ("always", "never"):
+        layers = [nn.Linear(6, 6), Views(6, 6), OverwritesOne(), nn.Linear(6, 6)]
+        with raises(ActionError, "stage 2 changes an input of the stage in place that shares memory"):
+            ranks.pipeline(layers, remat=remat).step(*ranks.own(*mlp_batch(4, dtype=torch.float32)), mse_loss)
 
 
 def train(
@@ -304,7 +398,11 @@ def what_is_closed_stays_closed() -> None:
 CASES = (
     transparency,
     mini_batches_of_changing_shapes,
+    short_batches,
+    short_batches_with_portals,
+    a_short_batch_is_refused_by_a_schedule_of_ones_own,
     evaluation,
+    an_input_that_shares_memory_is_overwritten,
     bitwise_amoebanet,
     bitwise_transformer,
     clipping,

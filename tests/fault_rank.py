@@ -112,7 +112,7 @@ def schedule_of(fault: Fault) -> Schedule:
 
 
 def _halves(action: Action) -> tuple[Action, Action]:
-    return replace(action, kind=Kind.I), replace(action, kind=Kind.W)
+    return action._replace(kind=Kind.I), action._replace(kind=Kind.W)
 
 
 def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:

@@ -80,6 +80,11 @@ def faults(seed: int) -> tuple[Fault, ...]:
     return tuple(found)
 
 
+def every(seed: int) -> tuple[Fault, ...]:
+    """The faults on record are those of seed 0."""
+    return (*faults(seed), *several_stages(seed), *beginnings_and_ends(), *on_grids(seed))
+
+
 def several_stages(seed: int) -> tuple[Fault, ...]:
     """More of them, in the second stage of a rank that has two: in a V, where that is on the way back and the
     first rank has the loss, and in a loop, where the last rank sends to the first.

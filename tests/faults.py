@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch._dynamo  # noqa: F401  what the first optimizer imports, or every rank would
 from fault_rank import RAISED, take_part
-from fault_table import END, Fault, GridFault, beginnings_and_ends, faults, on_grids, several_stages
+from fault_table import END, Fault, GridFault, every
 
 from gpipe_bench.pipeline.errors import ActionError
 
@@ -213,9 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=8, help="worlds side by side (default 8)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON lines")
     options = parser.parse_args(arguments)
-    seed = options.seed
-    known = (*faults(seed), *several_stages(seed), *beginnings_and_ends(), *on_grids(seed))
-    chosen = [f for f in known if not options.only or any(t in str(f) for t in options.only)]
+    chosen = [f for f in every(options.seed) if not options.only or any(t in str(f) for t in options.only)]
     if not chosen:
         parser.error("no fault has such a line; --list shows them")
     if options.list:

@@ -95,6 +95,32 @@ def of_a_model(name: str, options: dict, dtype: torch.dtype, rtol: float) -> Non
         pipeline.close()
 
 
+def short_batches() -> None:
+    """Shares of fewer examples than micro-batches, on one replica or on both, between others."""
+    for schedule, reduction in (("1f1b", "buckets"), ("dualpipe-v", "buckets"), ("gpipe", "tree")):
+        pipeline = on_grid(2, 2, seeded(mlp), 3, schedule=schedule, reduction=reduction)
+        for step, sizes in enumerate(((5, 4), (2, 5), (1, 2), (4, 3))):
+            parts = [mlp_batch(size, seed=r) for r, size in enumerate(sizes)]
+            plain = joint_step(seeded(mlp), parts, mse_loss, 3, step=step)
+            loss = pipeline.step(*own_part(pipeline, parts), mse_loss)
+            torch.testing.assert_close(loss, plain.loss, **CLOSE)
+            assert_gradients(pipeline, plain)
+            pipeline.zero_grad()
+        pipeline.close()
+
+
+def a_short_share_is_refused_by_a_schedule_of_ones_own() -> None:
+    """On every rank of all replicas, whosever share it is, and the next step trains."""
+    parts = [mlp_batch(size, seed=r) for r, size in enumerate((2, 5))]
+    pipeline = on_grid(2, 2, seeded(mlp), 3, schedule=named("1f1b", 2, 3))
+    with raises(ValueError, "num_microbatches is 3 but the mini-batch has only 2 examples"):
+        pipeline.step(*own_part(pipeline, parts), mse_loss)
+    parts[0] = mlp_batch(4)
+    pipeline.step(*own_part(pipeline, parts), mse_loss)
+    assert_gradients(pipeline, joint_step(seeded(mlp), parts, mse_loss, 3))
+    pipeline.close()
+
+
 def amoebanet() -> None:
     of_a_model("amoebanet-d", AMOEBANET, torch.float64, 1e-12)
 
@@ -326,6 +352,8 @@ CASES = (
     transparency_1_2,
     transparency_2_2,
     transparency_4_1,
+    short_batches,
+    a_short_share_is_refused_by_a_schedule_of_ones_own,
     amoebanet,
     transformer,
     transformer_float32,

@@ -62,8 +62,9 @@ def joint_step(
     generators = Generators(torch.device("cpu"))
     result = Plain(torch.zeros((), dtype=torch.float64))
     for replica, (batch, target) in enumerate(parts):
-        lengths = sizes(num_examples(batch), num_microbatches)
-        pairs = zip(split(batch, num_microbatches), split(target, num_microbatches), strict=True)
+        count = min(num_microbatches, num_examples(batch))
+        lengths = sizes(num_examples(batch), count)
+        pairs = zip(split(batch, count), split(target, count), strict=True)
         for m, (inputs, wanted) in enumerate(pairs):
             number = replica * num_microbatches + m
             output = run_plain(model, inputs, seed=0, step=step, microbatch=number)

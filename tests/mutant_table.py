@@ -4,8 +4,8 @@ A test suite that is green on right code shows little; these show that it turns 
 is a mistake that a pipeline engine really makes somewhere: wrong order, a lost or doubled gradient, other
 random numbers in the recomputation, statistics counted twice, a cost left out of a model. Each is one
 replacement of a text that occurs exactly once in its file, and names the smallest selection of tests that has
-to fail. They stand in `planted`, a file for each part of the code. `nox -s mutants` plants them all, and so
-does continuous integration.
+to fail. They stand in `planted`, a file for each part of the code. `nox -s mutants` plants them all, and
+`.github/workflows/nightly.yml` does so every night.
 """
 
 from __future__ import annotations

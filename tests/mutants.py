@@ -164,6 +164,7 @@ def _pytest(folder: Path, log: Path, nodes: list[str]) -> None:
     paths = (str(folder), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    os.environ["CI"] = "true"  # the same examples each time
     os.environ.pop("PYTEST_ADDOPTS", None)
     import pytest
 
@@ -194,9 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Checks that the tests notice deliberate mistakes.")
     parser.add_argument("--only", action="append", metavar="NAME", help="this mutant (may be repeated)")
     parser.add_argument("--list", action="store_true", help="show the mutants and plant none")
-    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="at a time (default 2)")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="at a time (default 2)")
     options = parser.parse_args(arguments)
     try:
+        if options.jobs < 1:
+            raise ValueError(f"--jobs is {options.jobs}; plant at least 1 at a time")
         mutants = chosen(options.only)
         if options.list:
             for mutant in mutants:

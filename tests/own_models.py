@@ -20,7 +20,7 @@ def library() -> ModuleType:
     from gpipe_bench.models.torchvision_shim import import_torchvision
 
     if importlib.util.find_spec("transformers") is None:
-        pytest.skip("needs transformers: pip install gpipe-bench[transformers]")
+        pytest.skip("needs transformers: pip install -e .[transformers]")
     import_torchvision()  # transformers imports it where it finds it
     import transformers
 

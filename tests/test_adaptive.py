@@ -99,7 +99,7 @@ class Case:
         )
 
 
-@settings(max_examples=EXAMPLES, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=EXAMPLES, phases=UNSHRUNK)
 @given(st.integers(0, 2**32))
 def test_small_cases_are_solved_as_by_trying_every_choice(seed: int) -> None:
     case = Case(random.Random(seed))
@@ -116,7 +116,7 @@ def test_small_cases_are_solved_as_by_trying_every_choice(seed: int) -> None:
     assert found.is_best
 
 
-@settings(max_examples=EXAMPLES // 2, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=EXAMPLES // 2, phases=UNSHRUNK)
 @given(st.integers(0, 2**32))
 def test_a_search_that_is_cut_short_gives_true_bounds(seed: int) -> None:
     case = Case(random.Random(seed))
@@ -130,7 +130,7 @@ def test_a_search_that_is_cut_short_gives_true_bounds(seed: int) -> None:
         assert found.bound_s <= min(steps) <= found.step_s
 
 
-@settings(max_examples=EXAMPLES // 2, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=EXAMPLES // 2, phases=UNSHRUNK)
 @given(st.integers(0, 2**32))
 def test_the_sums_of_a_choice_are_those_of_its_rows(seed: int) -> None:
     generator = random.Random(seed)
@@ -153,7 +153,7 @@ IN_SLOTS = partial(replay, action_s=SLOTS)
 
 
 def test_what_is_hidden_by_waiting_costs_nothing() -> None:
-    """As in the picture of `plan.adaptive`."""
+    """As in the picture of `plan.recomputing.adaptive`."""
     schedule = one_f_one_b(3, 4)
     found = adaptive(schedule, IN_SLOTS, graphs_alone(schedule), 2)
     assert found.schedule.remat == ((2,), "never", "never")
@@ -204,7 +204,7 @@ def test_a_large_case_is_laid_out_no_more_often_than_asked() -> None:
     assert found.step_s <= 550 < 605 == IN_SLOTS(one_f_one_b(32, 128, "always")).makespan_s
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 6), st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
 def test_never_longer_than_one_word_for_all(num_stages: int, count: int, cap: int, name: str) -> None:
     schedule = named(name, num_stages, count)

@@ -50,7 +50,7 @@ def python(project: Path, *arguments: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=project, env={**environment, "PYTHONPATH": str(project)},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from tiny_models import mlp_batch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
@@ -83,3 +86,18 @@ def test_a_loss_that_is_a_view_does_not_share_its_gradient_with_a_parameter() ->
     pipeline.step(torch.ones(4, 1, dtype=torch.float64), None, lambda output, target: output.view(()))
     (offset,) = pipeline.parameters()
     assert float(offset.grad) == 1
+
+
+def test_nobody_asks_for_the_address_of_a_fake_tensor() -> None:
+    """Which torch warns of, once, and says that it will be an error."""
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+            pipeline = Pipeline(layers, num_stages=2, num_microbatches=2, remat="never")
+            batch = torch.empty(2, WIDTH)
+            pipeline.step(batch, torch.empty_like(batch), mean_square)
+    finally:
+        torch.set_warn_always(always)

@@ -119,7 +119,7 @@ def test_all_reasons_at_once() -> None:
 numbers = st.floats(0, 10, allow_nan=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_parts_add_up_exactly(data: st.DataObject) -> None:
     make = SCHEDULES[data.draw(st.sampled_from(sorted(SCHEDULES)))]

@@ -77,6 +77,16 @@ class Counter(Changing):
             self.seen.data.add_(mean)
 
 
+class CountsBeside(Changing):
+    """Counts in an attribute, which decides what its buffer becomes."""
+
+    calls = 0
+
+    def change(self, mean: Tensor) -> None:
+        self.calls += 1
+        self.seen = self.seen + self.calls * mean
+
+
 class Late(Changing):
     """Changes its buffer when a weight is large, which `start` makes it."""
 
@@ -178,8 +188,8 @@ def old_spectral() -> nn.Module:
 
 
 KINDS: tuple[Callable[[], nn.Module], ...] = (
-    InPlace, NotSaved, Large, Assigned, BehindTorchsBack, Counter, Registered, Unset, TwoNames, spectral,
-    old_spectral, Experts, Observed,
+    InPlace, NotSaved, Large, Assigned, BehindTorchsBack, Counter, CountsBeside, Registered, Unset, TwoNames,
+    spectral, old_spectral, Experts, Observed,
 )  # fmt: skip
 
 

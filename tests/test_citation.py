@@ -6,14 +6,13 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 CITATION = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_the_citation_has_what_the_format_requires_and_names_the_paper() -> None:
-    yaml = pytest.importorskip("yaml", reason="PyYAML comes with pre-commit, of the development packages")
     found = yaml.safe_load(CITATION)
     assert found["cff-version"] == "1.2.0"
     for required in ("message", "title", "authors"):

@@ -130,7 +130,7 @@ def start_at(gate, results, log):
 def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(tmp_path, gate):
     process = start_at(gate, tmp_path / "results", tmp_path / "log")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "1 finished cases are kept, the same command goes on from there" in err.decode()
     assert "reproduced" not in out.decode()
@@ -151,8 +151,8 @@ def test_two_runs_at_once_share_the_cases_and_run_none_twice(tmp_path, gate):
     two = start("run", "fake", "--device", "cpu", "--results", results, "--json", FAKE_LOG=str(log))
     until_waiting(two)
     gate.release()
-    out = two.communicate(timeout=60)[0].decode()
-    one.communicate(timeout=60)
+    out = two.communicate(timeout=300)[0].decode()
+    one.communicate(timeout=300)
     assert (one.returncode, two.returncode) == (0, 0)
     assert sorted(steps(log)) == [1, 2, 3, 4, 5]
     assert sorted(record["case"]["step"] for record in lines(out)) == [1, 2, 3, 4, 5]
@@ -165,7 +165,7 @@ def test_a_case_is_taken_over_from_a_run_that_was_killed(tmp_path, gate):
     two = start("run", "fake", "--device", "cpu", "--results", results, FAKE_LOG=str(log))
     until_waiting(two)
     one.kill()
-    two.communicate(timeout=60)
+    two.communicate(timeout=300)
     one.communicate()
     assert two.returncode == 0
     assert steps(log) == [1, 2, 3, 4, 5, 2]

@@ -272,7 +272,7 @@ def test_reductions_that_the_step_hides_cost_nothing() -> None:
 COSTS = st.integers(0, 9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_parts_add_up_and_a_step_is_no_shorter_for_a_grid(data: st.DataObject) -> None:
     make = SCHEDULES[data.draw(st.sampled_from(sorted(SCHEDULES)))]

@@ -522,7 +522,6 @@ def test_only_the_sources_that_a_training_uses_begin_it_anew(
     assert all((Path(__file__).parents[1] / name).exists() for name in consistency_run.TRAINED_BY)
 
 
-@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL in the middle of writing a checkpoint, then after the last step; the third start ends."""
     command = ["run", "consistency", *SELECTED, "--results", str(tmp_path), "--device", "cpu", "--jobs", "1"]
@@ -567,7 +566,6 @@ def one_rank(rank: int, folder: Path, port: int, event: str) -> None:
         os._exit(1)
 
 
-@pytest.mark.slow
 def test_two_killed_processes_end_with_the_weights_of_one(tmp_path: Path) -> None:
     """SIGKILL to both and to what started them, while one has and one may not have written its checkpoint."""
 

@@ -125,7 +125,7 @@ def check(case: tuple[Schedule, LayerTimes, Link, object]) -> None:
     assert replayed_s(schedule, times, found.stages, found.remat, link) == pytest.approx(found.step_s)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases(SINGLE, 1))
 def test_no_cut_is_better_where_each_worker_has_a_stage(
     case: tuple[Schedule, LayerTimes, Link, object],
@@ -133,13 +133,13 @@ def test_no_cut_is_better_where_each_worker_has_a_stage(
     check(case)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases(TWICE, 2))
 def test_no_cut_is_better_where_each_worker_has_two(case: tuple[Schedule, LayerTimes, Link, object]) -> None:
     check(case)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases([*SINGLE, "interleaved"], 1))
 def test_without_effort_the_bound_still_holds(case: tuple[Schedule, LayerTimes, Link, object]) -> None:
     schedule, times, link, fits = case
@@ -151,7 +151,7 @@ def test_without_effort_the_bound_still_holds(case: tuple[Schedule, LayerTimes, 
         assert found.step_s >= best_s * (1 - 1e-9) - 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases(SINGLE, 1))
 def test_a_stage_alone_bounds_every_step_that_has_it(
     case: tuple[Schedule, LayerTimes, Link, object],

@@ -43,7 +43,7 @@ CASES = {name: case for name, case in ALL.items() if HAS_TRANSFORMERS or name no
 @pytest.mark.parametrize("case", ALL)
 def test_case(case: str, outcomes: Outcomes) -> None:
     if case not in CASES:
-        pytest.skip("needs transformers: pip install gpipe-bench[transformers]")
+        pytest.skip("needs transformers: pip install -e .[transformers]")
     assert_passed(outcomes, case)
 
 

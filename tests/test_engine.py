@@ -329,7 +329,14 @@ def test_state_dict_has_the_plain_models_keys() -> None:
         ({"cost": "auto"}, "pass example="),
         ({"devices": ["cpu"]}, "1 devices for 2 stages"),
         ({"layers": nn.Linear(1, 1)}, "a Linear; a pipeline needs a sequence"),
+        ({"schedule": ["gpipe"]}, r"\['gpipe'\]; choose one of naive, gpipe, 1f1b"),
+        ({"cost": 1.5}, "cost is 1.5; choose 'parameters', 'auto'"),
         ({"layers": []}, "layers is empty"),
+        (
+            {"layers": [nn.Linear(1, 1), nn.Sequential(nn.LazyLinear(1))]},
+            r"'0.weight' of layer 1 \(Sequential\) has no shape.*model\(example\)",
+        ),
+        ({"layers": [nn.LazyBatchNorm1d(affine=False)], "cost": [1]}, "'running_mean' of layer 0"),
         ({"layers": [nn.Linear(1, 1), torch.tanh]}, "layer 1 is a builtin_function_or_method"),
     ],
 )
@@ -339,7 +346,7 @@ def test_arguments_that_do_not_fit(arguments: dict[str, object], complaint: str)
 
 
 def test_batches_that_do_not_fit() -> None:
-    pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=4)
+    pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=4, schedule=gpipe(2, 4))
     batch, target = mlp_batch(8)
     with pytest.raises(ValueError, match="num_microbatches is 4 but the mini-batch has only 3 examples"):
         pipeline.step(batch[:3], target[:3], mse_loss)

@@ -243,7 +243,6 @@ def test_a_missed_target_is_shown_as_missed_and_a_skipped_one_with_its_reason() 
 # For real, as little as possible
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_smoke_measures_processes_and_checks_what_they_did(tmp_path: Path) -> None:
     """Two of the smoke profile's cases, over processes; the others run the same code."""
@@ -275,4 +274,4 @@ def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pyte
     case = next(c for c in EXPERIMENT.cases(RunOptions()) if c.key.get("against") == "torchgpipe")
     outcome = EXPERIMENT.run(case, RunOptions())
     assert (outcome.status, outcome.quantities) == ("skipped", ())
-    assert "gpipe-bench[peers]" in outcome.reason
+    assert "pip install -e .[peers]" in outcome.reason

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from fault_table import ACTIONS, KINDS, TRANSPORTS, beginnings_and_ends, faults, on_grids, several_stages
+from fault_table import ACTIONS, KINDS, TRANSPORTS, every, faults, on_grids
 
 ROOT = Path(__file__).parents[1]
 # The process that holds the store stops, in a step, while all wait to save, before it has met the others, and
@@ -36,7 +36,7 @@ CHOSEN = (
 def test_a_broken_rank_ends_all_others_which_say_who_it_was(tmp_path: Path) -> None:
     """How soon is the script's to judge; here only that they end, after the fault, and what they say."""
     report = tmp_path / "faults.jsonl"
-    lines = [str(fault) for fault in (*faults(0), *several_stages(0), *beginnings_and_ends(), *on_grids(0))]
+    lines = [str(fault) for fault in every(0)]
     chosen = [next(line for line in lines if line.startswith(start)) for start in CHOSEN]
     only = [argument for line in chosen for argument in ("--only", line)]
     process = subprocess.run(
@@ -76,6 +76,5 @@ def test_every_rank_of_a_grid_is_killed_stopped_and_raises_in_the_first_step_and
 def test_the_record_holds_every_fault_and_none_went_wrong(path: Path) -> None:
     outcomes = [json.loads(line) for line in path.read_text().splitlines()]
     assert [outcome for outcome in outcomes if outcome["late"]] == []
-    known = [asdict(fault) for fault in (*faults(0), *on_grids(0))]
-    assert [outcome["fault"] for outcome in outcomes] == known
+    assert [outcome["fault"] for outcome in outcomes] == [asdict(fault) for fault in every(0)]
     assert [outcome["wrong"] for outcome in outcomes if outcome["wrong"]] == []

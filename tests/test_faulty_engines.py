@@ -148,7 +148,6 @@ def test_the_place_is_the_users_own_innermost_one() -> None:
 # check-engine
 
 
-@pytest.mark.slow
 def test_a_good_engine_passes_in_one_process_and_over_two(scene: Path) -> None:
     status, out, err = call("check-engine", "scene_engines:Good", "--json")
     assert status == 0, err
@@ -224,7 +223,6 @@ def test_broken_comes_before_wrong() -> None:
 # run peers
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_three_bad_engines_and_a_good_one_are_three_reasons_and_a_result(
     scene: Path, monkeypatch: pytest.MonkeyPatch

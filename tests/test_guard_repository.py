@@ -215,7 +215,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, findings: dict[str, list[Judgement
 
     def found(base: Path, head: Path, names: Any, seed: int, **options: Any) -> list[Finding]:
         return [
-            Finding(name, refused=runs) if isinstance(runs, str) else Finding(name, runs, [], [0.1, 0.2], 1)
+            Finding(name, refused=runs) if isinstance(runs, str) else Finding(name, runs, [], [0.1, 0.2])
             for name, runs in findings.items()
         ]
 
@@ -261,18 +261,14 @@ def test_an_engine_that_refuses_everything_has_not_passed(
     assert "passed" not in captured.out
 
 
-def test_history_for_three_trend_tools(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_for_a_trend_tool(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {"transformer": [SLOWER], "tiny-layers": "not my kind"})
     assert guarded(theirs, "--history", str(tmp_path / "h")) == 0
-    bencher = json.loads((tmp_path / "h" / "bencher.json").read_text())
-    assert list(bencher) == ["transformer"]
-    assert bencher["transformer"]["latency"]["value"] == pytest.approx(0.15e9)  # nanoseconds
-    against = bencher["transformer"]["time-against-base"]
-    assert (against["value"], against["lower_value"], against["upper_value"]) == pytest.approx(
-        (1.1, 1.08, 1.12)
-    )
-    names = [each["name"] for each in json.loads((tmp_path / "h" / "github.json").read_text())]
-    assert names == ["transformer", "transformer against its base"]
+    rate, against = json.loads((tmp_path / "h" / "github.json").read_text())
+    assert (rate["name"], against["name"]) == ("transformer", "transformer against its base")
+    assert rate["value"] == pytest.approx((1 / 0.1 + 1 / 0.2) / 2)  # the median of two
+    assert against["value"] == pytest.approx(1 / 1.1)
+    assert against["range"] == "0.8929 to 0.9259"  # 1 / 1.12 and 1 / 1.08
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_modules_that_cases_share_are_imported_once(tmp_path, log):
         code=f"import os, sys; os.environ['PYTHONPATH'] += ':{folder}'\n{FORKING}",
         FAKE_LOG=str(log), FAKE_MEETING=str(meeting), FAKE_STEP_4="killed",
     )  # fmt: skip
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 3, err
     status = {each["case"]["step"]: each for each in lines(out.decode())}
     assert {step: each["status"] for step, each in status.items()} == {
@@ -164,14 +164,14 @@ def test_an_interrupt_keeps_what_is_finished(tmp_path, gate, code):
     assert b'"step":1' in process.stdout.readline()
     gate.wait()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert b"1 finished cases are kept" in err
     again = start(
         "run", "fake", "--device", "cpu", "--json", "--results", tmp_path / "results", "--only", "step=1",
         "--only", "step=2", code=COMMAND,
     )  # fmt: skip
-    out, _ = again.communicate(timeout=60)
+    out, _ = again.communicate(timeout=300)
     assert sorted(each["case"]["step"] for each in lines(out.decode())) == [1, 2]
 
 
@@ -187,7 +187,7 @@ def test_the_processes_end_with_a_killed_run(tmp_path, gate, code):
     assert len(children) >= 2
     run.kill()
     run.wait(60)
-    _, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=300)
     assert not alive
 
 

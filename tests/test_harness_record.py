@@ -7,7 +7,7 @@ import pathlib
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from records import of_first_schema, quantity, record
 
@@ -22,7 +22,6 @@ plain = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(texts, scalars, max_size=4), st.dictionaries(texts, plain, max_size=4), texts)
 def test_a_line_holds_a_record_and_gives_it_back(case, details, reason):
     written = record(case=case, details=details, reason=reason)
@@ -110,10 +109,7 @@ def test_lines_say_what_is_wrong_with_them():
         (b'{"answer":42}', "not a record"),
         (b'{"schema":1,"details":' + b"[" * 100_000, "truncated or edited"),
         (newer, f"newer version: schema {SCHEMA + 1}"),
-        (
-            of_first_schema(),
-            "older version: schema 1, .*run the case again or convert the folder with: python -m",
-        ),
+        (of_first_schema(), "older version: schema 1, .*run the case again"),
     ]:
         with pytest.raises(ValueError, match=message):
             decode(broken)

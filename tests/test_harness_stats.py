@@ -12,7 +12,7 @@ from gpipe_bench.harness.judging.stats import from_samples, median_interval
 samples = st.lists(st.floats(0.001, 1000), min_size=2, max_size=20)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(samples)
 def test_the_interval_holds_the_median_lies_within_the_samples_and_repeats(values):
     quantity = from_samples("time", values, "s")

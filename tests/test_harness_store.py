@@ -42,7 +42,7 @@ def test_the_last_record_of_a_case_wins_whatever_its_clock_says(store):
     assert [(each.case["step"], each.duration_s) for each in found.values()] == [(2, 0.5), (1, 2)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_torn_tail_never_reaches_the_next_record(tmp_path_factory, data):
     store = Store(tmp_path_factory.mktemp("store"))
@@ -59,7 +59,7 @@ def test_a_torn_tail_never_reaches_the_next_record(tmp_path_factory, data):
     assert [problem.line for problem in loaded.problems] == ([] if whole or keep == first else [2])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_no_altered_byte_goes_unnoticed(tmp_path_factory, data):
     store = Store(tmp_path_factory.mktemp("store"))

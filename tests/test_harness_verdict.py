@@ -6,7 +6,7 @@ from dataclasses import replace
 from decimal import Decimal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_bench.harness.judging.allowed import Allowed, about, at_least, at_most, printed, within_factor
@@ -36,7 +36,6 @@ def ours(value, unit="ratio", low=None, high=None, better=True, **changes):
     return Entry(table="t", row="r", column="c", quantity=quantity, **changes)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 4))
 def test_a_printed_number_is_what_it_rounds_to(digits, places):
     printed = str(Decimal(digits).scaleb(-places))
@@ -45,7 +44,6 @@ def test_a_printed_number_is_what_it_rounds_to(digits, places):
     assert rounding == pytest.approx(0.5 * 10.0**-places)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 9999), st.integers(0, 2), st.sampled_from(["", "K", "M", "B"]))
 def test_counts_carry_their_suffix_into_value_and_rounding(digits, places, suffix):
     scale = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[suffix]
@@ -54,7 +52,6 @@ def test_counts_carry_their_suffix_into_value_and_rounding(digits, places, suffi
     assert rounding == pytest.approx(0.5 * 10.0**-places * scale)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10**5), st.integers(0, 3), st.floats(-1, 1))
 def test_whatever_rounds_to_the_printed_digits_is_reproduced(digits, places, share):
     printed = f"{digits / 10**places:.{places}f}"
@@ -62,7 +59,6 @@ def test_whatever_rounds_to_the_printed_digits_is_reproduced(digits, places, sha
     assert judge(paper(printed), ours(value)).verdict == "reproduced"
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 10**5),
     st.integers(0, 3),
@@ -103,7 +99,6 @@ def test_narrow_is_a_fifth_to_either_side(middle, reach):
         assert narrow(middle * (1 - reach), middle * (1 + reach)) == (reach < NARROW)
 
 
-@settings(deadline=None)
 @given(st.floats(1, 50), st.floats(0, 5), st.floats(0, 5))
 def test_the_ranges_either_meet_or_not(value, below, above):
     low, high = value - below, value + above
@@ -113,7 +108,6 @@ def test_the_ranges_either_meet_or_not(value, below, above):
         assert met == (distance < 0)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["result", "claim", "identity"]),
     st.sampled_from(["", "at most", "at least"]),
@@ -143,7 +137,6 @@ def test_a_spread_is_the_range_and_names_its_parts():
         Spread(low=5.0, high=3.0)
 
 
-@settings(deadline=None)
 @given(
     st.none() | st.floats(-1e3, 1e3),
     st.sampled_from([True, False, None]),

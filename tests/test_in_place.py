@@ -105,6 +105,74 @@ def test_only_what_is_overwritten_is_copied() -> None:
         assert Counter(copied) == wanted
 
 
+class Views(nn.Module):
+    """Two tensors in one memory: the whole and its rows' halves, in another shape, or half a row each."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.linear(x)
+        if self.kind == "overlapping":
+            return h, h.view(-1, 2, 3)
+        if self.kind == "without a gradient":
+            return h, h.detach().view(-1, 2, 3)
+        return h[:, :3], h[:, 3:].view(-1, 1, 3)
+
+
+class OverwritesOne(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = pair
+        return a.mul_(3).sum(1, keepdim=True) * b.square().flatten(1)
+
+
+@pytest.mark.parametrize("remat", REMAT_MODES)
+@pytest.mark.parametrize("kind", ["overlapping", "without a gradient", "beside each other"])
+def test_an_input_that_shares_memory_is_not_silently_overwritten(kind: str, remat: str) -> None:
+    """Without a cut, what is changed in one tensor shows in the other, and in its gradients."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(Views(kind), OverwritesOne())
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return output.square().mean()
+
+    batch, target = mlp_batch(4)
+    plain = plain_step(seeded(build), batch, target, loss_fn, 2)
+    for num_stages in (1, 2):
+        pipeline = Pipeline(
+            seeded(build), num_stages=num_stages, num_microbatches=2, remat=remat, cost=[1] * 2
+        )
+        if num_stages == 2 and kind != "beside each other":
+            with pytest.raises(RuntimeError, match=r"1F0 failed.*stage 1 changes.*shares memory.*clone"):
+                pipeline.step(batch, target, loss_fn)
+            with pytest.raises(RuntimeError, match=r"1F0 failed.*shares memory"):
+                pipeline(batch)
+            continue
+        pipeline.step(batch, target, loss_fn)
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.gradients[name], rtol=1e-12, atol=1e-14)
+
+
+def test_tensors_of_the_mini_batch_may_share_memory() -> None:
+    """Under re-materialization the one that is overwritten is copied, and the other one would not see it."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(OverwritesOne(), nn.Linear(6, 6))
+
+    x, target = mlp_batch(4)
+    views = lambda: (kept := x.clone(), kept.view(-1, 2, 3))  # noqa: E731
+    plain = plain_step(seeded(build), views(), target, mse_loss, 2)
+    pipeline = Pipeline(seeded(build), num_stages=2, num_microbatches=2, remat="never")
+    pipeline.step(views(), target, mse_loss)
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.gradients[name], rtol=1e-12, atol=1e-14)
+    pipeline = Pipeline(seeded(build), num_stages=2, num_microbatches=2, remat="always")
+    with pytest.raises(RuntimeError, match=r"0F0 failed.*shares memory"):
+        pipeline.step(views(), target, mse_loss)
+
+
 class Out(nn.Module):
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         ids, x = inputs

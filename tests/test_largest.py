@@ -104,7 +104,6 @@ def test_without_micro_batches_nothing_fits_the_paper_s_cap() -> None:
     assert found.num_parameters < largest(pipelined).num_parameters
 
 
-@pytest.mark.slow
 def test_an_amoebanet_of_the_paper_s_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     each = next(each for each in COLUMNS["amoebanet"] if each.name == "pipeline-2")
     monkeypatch.setattr(search, "PAPER_NUM_LAYERS", (each.num_layers,))

@@ -33,6 +33,14 @@ def nothing() -> str:
     return "ran"
 
 
+def test_windows_is_refused_with_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(launch.signal, "pthread_sigmask")
+    monkeypatch.delattr(launch.signal, "SIGHUP")
+    monkeypatch.setattr(launch.sys, "platform", "win32")
+    with pytest.raises(ValueError, match="which win32 does not have; on Windows take WSL, or one process"):
+        launch.launch(nothing, 2)
+
+
 @pytest.mark.parametrize("gpus", [1], indirect=True)
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_more_processes_than_gpus_are_refused_before_any_starts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 
@@ -141,6 +142,40 @@ def test_without_masks_the_batch_is_one_tensor() -> None:
     assert torch.equal(layers_of(model)(tokens), model(tokens).logits)
     body = layers_of(model.transformer)
     assert torch.equal(body(tokens), model.transformer(tokens).last_hidden_state)
+
+
+def test_rotations_that_follow_the_length_of_the_text() -> None:
+    """Llama's "dynamic" scaling makes its table anew in a forward that is longer than all before, which an
+    attribute says, and takes the first one again for a short one.
+    """
+    torch.manual_seed(0)
+    config = FAMILIES["llama"].model().config
+    config.max_position_embeddings = 8
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    plain = library().LlamaForCausalLM(config).double()
+    model = copy.deepcopy(plain)
+    pipeline = Pipeline(layers_of(model), num_stages=2, num_microbatches=4, remat="always")
+    for length in (6, 16, 16, 4, 20, 12):
+        tokens = torch.randint(VOCABULARY, (8, length))
+        logits = plain(tokens).logits
+        target = target_of(logits)
+        plain.zero_grad()
+        pipeline.zero_grad()
+        loss_fn(logits, target).backward()
+        pipeline.step(tokens, target, loss_fn)
+        for wanted, found in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (found.grad - wanted.grad).abs().max() <= 1e-12 * wanted.grad.abs().max(), length
+
+
+@families
+def test_a_batch_may_be_a_dict_as_tokenizers_give_it(name: str) -> None:
+    family = FAMILIES[name]
+    layers = layers_of(family.model(), family.inputs)
+    batch = dict(reversed(list(zip(family.inputs, family.batch(), strict=True))))
+    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2).eval()
+    assert torch.equal(pipeline(batch), pipeline(batch_of(family)))
+    with pytest.raises(ValueError, match=rf"the batch has .*'labels' for the inputs {family.inputs[0]}"):
+        layers({**batch, "labels": family.batch()[0]})
 
 
 @pytest.mark.parametrize(("name", "base"), [("bert", "bert"), ("vit", "vit"), ("llama", "model")])

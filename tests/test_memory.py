@@ -104,26 +104,26 @@ steps = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @example(["frozen conv", "norm"], Step(num_stages=3, optimizer="sgd"))  # a gradient that nobody asks for
 @given(st.lists(st.sampled_from(list(RUNS)), max_size=5), steps)
 def test_the_modelled_peak_is_that_of_real_steps(names: list[str], step: Step) -> None:
     check(*compared(names, 16, step))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(st.lists(st.sampled_from(list(RUNS)), max_size=4), steps)
 def test_one_stage_under_1f1b(names: list[str], step: Step) -> None:
     check(*compared(names, 16, dataclasses.replace(step, num_stages=1, schedule="1f1b")))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(st.lists(st.sampled_from(["conv", "block", "tanh", "residual", "skip"]), max_size=4), steps)
 def test_under_mixed_precision_too(names: list[str], step: Step) -> None:
     check(*compared(names, 16, dataclasses.replace(step, autocast=torch.bfloat16)))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(st.lists(st.sampled_from(["conv", "block", "tanh", "skip"]), max_size=4), steps)
 def test_under_1f1b_the_peak_lies_between_no_and_one_waiting_message(names: list[str], step: Step) -> None:
     step = dataclasses.replace(step, schedule="1f1b")

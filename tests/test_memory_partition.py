@@ -56,7 +56,7 @@ def splits(num_layers: int, num_stages: int) -> list[tuple[range, ...]]:
     ]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.lists(st.sampled_from(WIDTHS), min_size=2, max_size=8), st.booleans(), st.integers(1, 4), schedules,
     st.sampled_from(list(OPTIMIZERS)), st.integers(0, 1), st.floats(0.3, 1.2),
@@ -86,7 +86,7 @@ def test_the_split_is_the_best_of_all(
         )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     st.lists(st.sampled_from(WIDTHS), min_size=2, max_size=7), schedules, st.sampled_from(list(OPTIMIZERS))
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_bench.pipeline.stage.microbatch import flatten, merge, sizes, split, unflatten
 
 
-@settings(deadline=None)
 @given(batch_size=st.integers(1, 60), data=st.data())
 def test_sizes_are_even_and_complete(batch_size: int, data: st.DataObject) -> None:
     num_microbatches = data.draw(st.integers(1, batch_size))

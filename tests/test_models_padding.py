@@ -68,7 +68,7 @@ def test_same_padding_is_asymmetric_for_stride_2_on_even_maps():
     assert same_padding(56, 1, 2) == (0, 0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SIZES, SIZES, st.sampled_from(["max", "avg"]), st.sampled_from([(3, 1), (3, 2), (2, 2)]))
 def test_pools_equal_the_loops(h, w, kind, window):
     kernel, stride = window
@@ -77,7 +77,7 @@ def test_pools_equal_the_loops(h, w, kind, window):
     np.testing.assert_allclose(ours, pooled(x.numpy(), kind, kernel, stride), rtol=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     SIZES, SIZES, st.sampled_from([(1, 1), (3, 3), (1, 7), (7, 1), (5, 5), (7, 7)]), st.sampled_from([1, 2])
 )
@@ -123,7 +123,7 @@ def unchanged(module):
     return module.double().eval()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(2, 9), st.integers(2, 9), st.sampled_from([2, 4]))
 def test_the_factorized_reduction_takes_even_and_odd_pixels(h, w, stride):
     layer = unchanged(FactorizedReduction(2, 4, "same", stride))

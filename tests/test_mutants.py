@@ -103,5 +103,7 @@ def test_exit_statuses_and_the_list(
     assert mutants.main([]) == 1
     assert capsys.readouterr().out.endswith("1 of 2 mutants killed\n")
     assert mutants.main(["--only", "sign"]) == 0
+    assert mutants.main(["--jobs", "0"]) == 2
+    assert "--jobs is 0" in capsys.readouterr().err
     assert mutants.main(["--only", "difference"]) == 2
     assert "there is no mutant 'difference'" in capsys.readouterr().err

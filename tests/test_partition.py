@@ -37,7 +37,7 @@ def assert_covers(stages: Partition, num_layers: int, num_stages: int) -> None:
     assert all(len(stage) > 0 for stage in stages)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(costs_lists, st.integers(1, 9))
 def test_bottleneck_equals_brute_force(costs: list[float], num_stages: int) -> None:
     num_stages = min(num_stages, len(costs))
@@ -47,7 +47,7 @@ def test_bottleneck_equals_brute_force(costs: list[float], num_stages: int) -> N
     assert max(stage_sums(costs, stages)) == best
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(costs_lists, st.integers(1, 9))
 def test_variance_equals_brute_force(costs: list[float], num_stages: int) -> None:
     num_stages = min(num_stages, len(costs))
@@ -60,7 +60,7 @@ def test_variance_equals_brute_force(costs: list[float], num_stages: int) -> Non
     assert squares(stages) == min(squares(split) for split in all_splits(len(costs), num_stages))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data(), st.integers(1, 7), st.integers(1, 7), st.integers(0, 40))
 def test_arbitrary_stage_costs_equal_brute_force(
     data: st.DataObject, num_layers: int, num_stages: int, cap: int
@@ -151,7 +151,7 @@ def test_bad_input_is_named(costs: list[float], num_stages: int, rule: str, mess
         partition(costs, num_stages, rule)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 6), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_leanest_equals_brute_force_whatever_stages_cost(layers: int, stages: int, random: Random) -> None:
     if stages > layers:

@@ -175,7 +175,7 @@ def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pyte
     found = EXPERIMENT.run(case, RunOptions(engine="all"))
     assert (found.status, found.quantities) == ("skipped", ())
     text = tables([record(found, dict(case.key))], [])
-    assert "skipped: torchgpipe is not installed: pip install gpipe-bench[peers]" in text
+    assert "skipped: torchgpipe is not installed: pip install -e .[peers]" in text
     assert tables([], []) == "Engines side by side: nothing on record"
     assert EXPERIMENT.cells([]) == []
 
@@ -183,7 +183,6 @@ def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pyte
 # For real, as little as possible
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_smoke_sets_the_documented_engine_beside_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

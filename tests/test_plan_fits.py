@@ -202,3 +202,18 @@ def test_a_rank_of_divided_layers_holds_what_real_tensors_say(precision: str) ->
     assert block.first.kept_inside > 1.5 * undivided.first.kept_inside / 4
     assert profile.layers[-1].outputs == whole.layers[-1].outputs
     assert not dist.is_initialized()
+
+
+def test_more_of_anything_is_never_slower_and_a_choice_among_less_never_faster() -> None:
+    model, few = planned("plain", 4), Space(schedules=("gpipe", "1f1b", "zb-v"))
+    fast = replace(NEAR, bandwidth_bytes_per_s=1e8)
+
+    def step_s(request: Request, space: Space = few) -> float:
+        return plan(model, request, space=space, costs=costs_of(model)).best.step_s
+
+    given = replace(REQUEST, accelerators=2, batch_size=4, memory_bytes=16_000)
+    limit_s = step_s(given) * (1 + 1e-9)
+    for more in ({"memory_bytes": 30_000}, {"link": fast}, {"accelerators": 4}):
+        assert step_s(replace(given, **more)) <= limit_s, more  # type: ignore[arg-type]
+    for less in ({"schedules": ("1f1b",)}, {"sharded": False}, {"pp": (1,)}, {"fewer": False}):
+        assert step_s(given, replace(few, **less)) * (1 + 1e-9) >= limit_s / (1 + 1e-9), less  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def test_rank_correlation_sees_the_order_alone() -> None:
         rank_correlation([1], [1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=12))
 def test_rank_correlation_is_scipys(pairs: list[tuple[int, int]]) -> None:
     stats = pytest.importorskip("scipy.stats")

@@ -301,10 +301,3 @@ def test_compiled_layers_stash_and_pop() -> None:
     model = _encoder_to_all()
     inputs, target = torch.randn(6, 3).double(), torch.randn(6, 3).double()
     _assert_as_plain(model, inputs, target, num_stages=3, remat="always", compile="eager")
-
-
-def test_recorded_stages_refuse_portals() -> None:
-    with pytest.raises(ValueError, match="compile='graphs' .* portal 'a'"):
-        Pipeline(
-            [Stash("a"), Pop("a", Add())], num_stages=1, num_microbatches=1, compile="graphs", remat="never"
-        )

@@ -152,7 +152,7 @@ def test_memory_scaled_from_two_sizes_is_the_memory_models_own() -> None:
 SECONDS = st.floats(0.01, 10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 5), st.integers(1, 7), st.sampled_from(["never", "always", "except_last"]))
 def test_all_settings_at_once_give_what_the_replay_and_the_breakdown_give_one_by_one(
     data, num_stages, num_microbatches, remat
@@ -237,7 +237,7 @@ def test_where_the_middle_is_not_admitted_the_nearest_is_and_the_first_settings_
         Walk.with_rule(AXES, {CELL: np.full((3, 2), np.nan)})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.one_of(st.floats(0.1, 10), st.just(math.nan)), min_size=6, max_size=6))
 def test_the_range_holds_every_combination_and_every_part(found: list[float]) -> None:
     values = np.array(found).reshape(3, 2)

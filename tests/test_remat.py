@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from property_cases import Example
 from random_schedules import random_remat
@@ -62,7 +62,6 @@ def test_the_picture_of_a_choice_per_stage() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(remats())
 def test_equal_choices_are_equal_schedules(of: tuple[Remat, int, int]) -> None:
     """As names, as micro-batches and as text."""
@@ -77,7 +76,6 @@ def test_equal_choices_are_equal_schedules(of: tuple[Remat, int, int]) -> None:
     assert one_f_one_b(num_stages, num_microbatches, remat=from_text(to_text(schedule.remat))) == schedule
 
 
-@settings(deadline=None)
 @given(remats())
 def test_what_a_schedule_recomputes_are_the_actions_in_its_rows(of: tuple[Remat, int, int]) -> None:
     remat, num_stages, num_microbatches = of
@@ -101,7 +99,6 @@ def test_the_same_choice_for_each_stage_is_that_choice_for_all(name: str, remat:
     assert one.remat == remat
 
 
-@settings(deadline=None)
 @given(remats())
 def test_a_file_says_what_is_recomputed(of: tuple[Remat, int, int]) -> None:
     remat, num_stages, num_microbatches = of
@@ -112,7 +109,6 @@ def test_a_file_says_what_is_recomputed(of: tuple[Remat, int, int]) -> None:
     validate(found)
 
 
-@settings(deadline=None)
 @given(remats(), st.booleans())
 def test_generated_schedules_recompute_what_is_asked_for(of: tuple[Remat, int, int], split: bool) -> None:
     """With times for a recomputation only where there is one."""
@@ -139,6 +135,7 @@ def test_buffers_of_a_stage_follow_its_own_choice() -> None:
 @pytest.mark.parametrize(
     ("remat", "complaint"),
     [
+        (True, r"remat is True; choose one of never, always, except_last, or give one choice per stage"),
         (("always",), r"remat has 1 choices for 2 stages; give one per stage, or one name for all"),
         (("always", "some"), r"remat\[1\] is 'some'; choose one of never, always, except_last"),
         (("always", 3), r"remat\[1\] is 3; choose one of .*, or give the micro-batches"),

@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import HELD_UP, LATE_WEIGHTS, random_placement, random_schedule
 from test_schedule import schedules
@@ -74,7 +74,6 @@ def test_small_gradients_are_all_posted_at_once(remat: str) -> None:
     assert ring.following == (None,) * 4
 
 
-@settings(deadline=None)
 @given(schedule=schedules(), data=st.data())
 def test_no_buffer_is_used_twice_at_a_time(schedule: Schedule, data: st.DataObject) -> None:
     """Walks the row: what is needed has been posted, what is posted has a free buffer, and all comes to its

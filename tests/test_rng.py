@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
-from tiny_models import mlp, mlp_batch, seeded
+from tiny_models import mlp, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES
@@ -166,11 +168,9 @@ def test_keys_are_well_mixed() -> None:
         (nn.Linear(2, 2), False),
         (nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.ReLU(), nn.MaxPool2d(2)), False),
         (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), True),
-        (nn.Dropout(0.0), False),
-        (nn.MultiheadAttention(4, 2), False),
-        (nn.MultiheadAttention(4, 2, dropout=0.1), True),
-        (nn.LSTM(2, 2, num_layers=2, dropout=0.5), True),
-        (nn.LSTM(2, 2), False),
+        (nn.Dropout(0.0), True),
+        (nn.MultiheadAttention(4, 2), True),
+        (nn.LSTM(2, 2), True),
         (nn.RReLU(), True),
         (Mask(), True),
     ],
@@ -179,10 +179,72 @@ def test_which_layers_may_draw(layer: nn.Module, draws: bool) -> None:
     assert may_draw(layer) == draws
 
 
-def test_a_hook_may_draw() -> None:
-    layer = nn.Linear(2, 2)
-    layer.register_forward_hook(lambda module, inputs, output: output + torch.rand_like(output))
-    assert may_draw(layer)
+class Last(nn.Module):
+    def forward(self, inputs: tuple[Tensor, object]) -> Tensor:
+        return inputs[0]
+
+
+def noise(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output * torch.rand_like(output) if isinstance(module, nn.Linear) else output
+
+
+LATE = {
+    "a probability is raised": lambda layers: setattr(layers[1], "p", 0.5),
+    "that of a recurrent layer": lambda layers: setattr(layers[2], "dropout", 0.5),
+    "a hook that draws": lambda layers: layers[0].register_forward_hook(noise),
+    "a hook of all modules": lambda layers: register_module_forward_hook(noise),
+    "another layer inside": lambda layers: layers[4].append(nn.Dropout(0.5)),
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_who_begins_to_draw_later_draws_the_same_in_the_recomputation(late: str) -> None:
+    """Progressive dropout and the like: nobody tells the pipeline, which was built when nothing drew."""
+
+    def build() -> nn.Sequential:
+        lstm = nn.LSTM(6, 6, num_layers=2)
+        return nn.Sequential(
+            nn.Linear(6, 6), nn.Dropout(0.0), lstm, Last(), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        )
+
+    plain, layers = seeded(build), seeded(build)
+    pipeline = Pipeline(layers, num_stages=2, num_microbatches=4, remat="always", cost=[1] * 5)
+    batch, target = mlp_batch(8)
+    handles: list[object] = []
+    try:
+        for step in range(2):
+            if step:
+                handles = [LATE[late](plain), LATE[late](layers)]
+            plain.zero_grad()
+            pipeline.zero_grad()
+            wanted = plain_step(plain, batch, target, nn.functional.mse_loss, 4, step=step)
+            pipeline.step(batch, target, nn.functional.mse_loss)
+            for name, parameter in pipeline.named_parameters():
+                torch.testing.assert_close(parameter.grad, wanted.gradients[name], rtol=1e-12, atol=1e-14)
+    finally:
+        for handle in handles:
+            if hasattr(handle, "remove"):
+                handle.remove()
+
+
+def test_a_forward_in_training_mode_warns_once_of_layers_that_draw() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x, 0.5, self.training)
+
+    batch, target = mlp_batch(4)
+    pipeline = Pipeline([nn.Linear(6, 6).double(), Own()], num_stages=2, num_microbatches=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline.step(batch, target, nn.functional.mse_loss)
+        pipeline.eval()(batch)
+        pipeline.train()
+    with pytest.warns(UserWarning, match=r"layer 1 \(Own\) drew.*pipeline.eval\(\) before") as caught:
+        pipeline(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline(batch)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 @pytest.mark.gpu

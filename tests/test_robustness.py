@@ -119,7 +119,7 @@ while status != 0:
 def test_a_run_killed_before_any_call_into_the_system_goes_on_and_loses_nothing(tmp_path):
     """Before each system call that the store and its locks make, with records written in small pieces."""
     done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path)], env=surroundings(), capture_output=True, timeout=120,
+        [sys.executable, "-c", KILLER, str(tmp_path)], env=surroundings(), capture_output=True, timeout=300,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()
@@ -171,7 +171,7 @@ def in_mount(script, *arguments, **variables):
         pytest.skip(f"may not mount a small disk here: {allowed.stderr.decode().strip()}")
     done = subprocess.run(
         [*command, script, "bash", *map(str, arguments)], env=surroundings(CODE=START, **variables),
-        capture_output=True, timeout=120, check=False,
+        capture_output=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode(), done.stderr.decode()
@@ -261,7 +261,7 @@ def test_a_full_disk_behind_standard_output_is_one_line(tmp_path, arguments):
     run_fake(tmp_path)
     with open("/dev/full", "wb") as full:
         process = start(*arguments, "--results", tmp_path, stdout=full)
-    err = process.communicate(timeout=60)[1].decode()
+    err = process.communicate(timeout=300)[1].decode()
     assert process.returncode == 74
     assert err.endswith("error: [Errno 28] No space left on device\n")
     assert "Traceback" not in err
@@ -271,7 +271,7 @@ def test_a_full_disk_behind_standard_output_is_one_line(tmp_path, arguments):
 def test_a_log_that_can_not_be_written_stops_nobody(tmp_path):
     with open("/dev/full", "wb") as full:
         process = start("run", "fake", "--device", "cpu", "--results", tmp_path, stderr=full)
-    out = process.communicate(timeout=60)[0].decode()
+    out = process.communicate(timeout=300)[0].decode()
     assert process.returncode == 0
     assert "here: 4 of 5 identities hold" in out
     assert stored(tmp_path) == [1, 2, 3, 4, 5]
@@ -285,7 +285,7 @@ def test_closed_standard_streams_harm_neither_run_nor_records(tmp_path, closed, 
     script = f'"$0" -c "$1" run fake --device cpu --results "$2" {option} {closed}'
     done = subprocess.run(
         ["bash", "-c", script, sys.executable, START, str(tmp_path)], env=surroundings(),
-        capture_output=True, timeout=60, check=False,
+        capture_output=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0
     assert stored(tmp_path) == [1, 2, 3, 4, 5]
@@ -440,7 +440,7 @@ def test_what_another_run_finished_is_seen_whatever_the_date_of_the_file(tmp_pat
     assert call(*common, "--only", "kind=odd", FAKE_LOG=str(log))[0] == 0
     os.utime(results / "fake.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
     gate.release()
-    one.communicate(timeout=60)
+    one.communicate(timeout=300)
     assert one.returncode == 0
     assert sorted(steps(log)) == [1, 2, 3, 4, 5]
 

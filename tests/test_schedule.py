@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pickle
+from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import mlp
 
+from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.drawn.drawing import draw
 from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.order import execution_order
+from gpipe_bench.pipeline.plan.portals import Line, portal_rings
+from gpipe_bench.pipeline.plan.receiving import ring
+from gpipe_bench.pipeline.plan.receiving.memory import rings
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import (
     REMAT_MODES,
@@ -90,20 +97,17 @@ def test_length_of_a_step_in_slots(
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
-@settings(deadline=None)
 @given(num_stages=st.integers(1, 8), num_microbatches=st.integers(1, 16))
 def test_bubble_is_the_papers(make, num_stages: int, num_microbatches: int) -> None:
     timeline = replay(make(num_stages, num_microbatches, remat="never"), SLOTS)
     assert timeline.bubble == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_every_built_in_schedule_is_valid(schedule: Schedule) -> None:
     validate(schedule)
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_dependencies_happen_before(schedule: Schedule) -> None:
     """In the order of one worker and in the replay alike."""
@@ -119,7 +123,6 @@ def test_dependencies_happen_before(schedule: Schedule) -> None:
         assert [a for a in order if a.stage == stage] == list(schedule.actions[stage])
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_communication_is_derived(schedule: Schedule) -> None:
     found = transfers(schedule)
@@ -137,7 +140,6 @@ def test_one_worker_consumes_before_it_produces_again() -> None:
     )
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_micro_batches_in_flight(schedule: Schedule) -> None:
     for stage in range(schedule.num_stages):
@@ -147,6 +149,36 @@ def test_micro_batches_in_flight(schedule: Schedule) -> None:
             "1f1b": min(schedule.num_microbatches, schedule.num_stages - stage),
         }
         assert schedule.in_flight(stage) == most[schedule.name]
+
+
+class Counted(tuple):  # type: ignore[type-arg]
+    """Rows that count how often somebody hashes them."""
+
+    hashes = 0
+
+    def __hash__(self) -> int:
+        Counted.hashes += 1
+        return super().__hash__()
+
+
+def test_what_follows_from_the_rows_is_found_once() -> None:
+    schedule = dataclasses.replace(gpipe(6, 4), actions=Counted(gpipe(6, 4).actions))
+    Counted.hashes = 0
+    lines = (Line(0, 0, 5, ("skip",)),)
+    with mock.patch.object(ring, "circle", wraps=ring.circle) as circles:
+        for _ in range(3):
+            for stage in range(5):
+                rings(schedule, stage, gradients=True)
+                rings(schedule, stage + 1, gradients=False, accelerated=True)
+            portal_rings(schedule, lines)
+    assert circles.call_count == 1
+    same = gpipe(6, 4)
+    assert hash(schedule) == hash(same)
+    assert "_hash" not in vars(pickle.loads(pickle.dumps(same)))  # is another one in another process
+    assert Counted.hashes <= 1
+    with mock.patch("gpipe_bench.pipeline.plan.validate._validate_channels") as checks:
+        Pipeline(mlp(), num_stages=6, num_microbatches=4, schedule=schedule)
+    assert checks.call_count == 1
 
 
 def test_text_form_of_an_action() -> None:
@@ -159,7 +191,6 @@ def test_text_form_of_an_action() -> None:
             Action.parse(text)
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_csv_round_trip(schedule: Schedule) -> None:
     assert from_csv(to_csv(schedule), schedule.name, schedule.remat) == schedule

@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gpipe_bench.experiments import registry
 
@@ -77,3 +79,49 @@ def test_lint_refuses_arguments() -> None:
     process = nox("-s", "lint", "--", "--fix")
     assert process.returncode != 0
     assert "lint takes no arguments, got --fix" in process.stderr
+
+
+def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
+    workflows = [yaml.safe_load(path.read_text()) for path in sorted(ROOT.glob(".github/workflows/*.yml"))]
+    rows = [
+        row
+        for workflow in workflows
+        for job in workflow["jobs"].values()
+        for row in job.get("strategy", {}).get("matrix", {}).get("include", [])
+    ]
+    named = [row["session"] for row in rows if "session" in row]
+    named += re.findall(r"nox -s (\w+)", json.dumps(workflows))
+    assert {"tests", "lint", "guard", "mutants", "smoke"} <= set(named) <= set(LISTED)
+    (oldest,) = (row["torch"] for row in rows if "torch" in row)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"torch>={oldest.removesuffix('.0')}" in project["dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "ran"),
+    [
+        ("", ["pip", "tests", "guard", "lint", "smoke"]),
+        ("pip", ["pip"]),
+        ("tests", ["pip", "tests"]),
+        ("guard", ["pip", "tests", "guard", "lint"]),
+        ("lint", ["pip", "tests", "guard", "lint"]),
+        ("smoke", ["pip", "tests", "guard", "lint", "smoke"]),
+    ],
+)
+def test_what_ci_runs_ends_with_what_fails_and_shows_what_lint_said(
+    tmp_path: Path, broken: str, ran: list[str]
+) -> None:
+    """With commands that only say their last word, of which one fails."""
+    for name in ("python", "nox"):
+        program = tmp_path / name
+        program.write_text(
+            f'#!/bin/sh\necho "$2" | tee -a {tmp_path}/ran\n[ "$2" != "{broken}" ]\n'  # -m pip, -s tests
+        )
+        program.chmod(0o755)
+    process = subprocess.run(
+        ["bash", ".ci/run"], cwd=ROOT, env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "CI": "true"},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (process.returncode == 0) == (broken == "")
+    assert sorted((tmp_path / "ran").read_text().split()) == sorted(ran), "guard and lint run side by side"
+    assert sorted(process.stdout.split()) == sorted(ran)

@@ -72,12 +72,12 @@ def descendants():
 
 
 def nobody_is_left(processes):
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(processes, timeout=300)
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def ending_of(process):
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out.decode(), err.decode()
 
 

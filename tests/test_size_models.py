@@ -283,7 +283,8 @@ def test_more_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_gpu_keeps_no_weights_of_attention(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "gpt2 --num-layers 2 --accelerators 1 --memory-gib 99 --batch-size 1 --remat never --num-microbatches 1"
+    asked = "gpt2 --num-layers 2 --accelerators 1 --memory-gib 99 --batch-size 1 --remat never"
+    asked += " --num-microbatches 1"
     kept = []
     for more in ("", "--device-type a100"):
         assert main(["size", *asked.split(), *more.split(), "--json"]) == 0

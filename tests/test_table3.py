@@ -54,7 +54,7 @@ def even(num_stages: int, forward_s: float, num_bytes: int, num_microbatches: in
 # Bandwidths -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(2, 5), st.floats(1e-4, 1.0), st.integers(10**6, 10**9))
 def test_messages_are_hidden_from_the_found_bandwidth_on(k: int, forward_s: float, num_bytes: int) -> None:
     timed = even(k, forward_s, num_bytes, 8)
@@ -83,7 +83,7 @@ def test_evenly_spread_bandwidths() -> None:
     assert spread_evenly(1.0, 1000.0, 1) == pytest.approx([1, 10, 100, 1000])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.floats(0.01, 1000), st.floats(0.01, 1000), st.integers(2, 4))
 def test_a_slowed_link_keeps_the_share_of_the_messages(slower: float, larger: float, k: int) -> None:
     """Actions `slower` times as long and messages `larger` times as large: the same step, slowed down."""

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES
+from gpipe_bench.pipeline.plan.schedules.known import NAMED
 from gpipe_bench.pipeline.transport import InProcess
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
-cross_entropy = nn.functional.cross_entropy
+cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 
 
 @functools.cache
@@ -72,6 +73,26 @@ def test_outputs_and_gradients_equal_the_plain_model(
         torch.testing.assert_close(
             gradient, plain.gradients[name], **TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+@pytest.mark.parametrize("schedule", [*NAMED, "auto"])
+def test_a_short_mini_batch_goes_in_as_many_micro_batches_as_it_has_examples(schedule: str) -> None:
+    """Between others, trained and evaluated; `remat` lists micro-batches that it does not have."""
+    num_stages = 2 * (NAMED[schedule].stages_per_worker or 2) if schedule in NAMED else 2
+    remat = [*["always"] * (num_stages - 1), (0, 2, 5)]
+    pipeline = Pipeline(
+        seeded(mlp), num_stages=num_stages, num_microbatches=6, schedule=schedule, remat=remat, cost=[1] * 8
+    )
+    for step, size in enumerate((7, 5, 1, 4, 6)):
+        batch, target = mlp_batch(size, seed=step)
+        count = min(size, 6)
+        plain = plain_step(seeded(mlp), batch, target, mse_loss, count, step=step)
+        torch.testing.assert_close(pipeline.step(batch, target, mse_loss), plain.loss, **TOLERANCE)
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.gradients[name], **TOLERANCE)
+        assert {event.action.microbatch for event in pipeline.timeline.events} == set(range(count))
+        pipeline.zero_grad()
+        assert len(pipeline(batch)) == size
 
 
 @pytest.mark.parametrize("cuts", list(itertools.combinations(range(1, 12), 2)))
@@ -118,6 +139,22 @@ def test_forward_alone_equals_the_plain_model(num_stages: int, num_microbatches:
     torch.testing.assert_close(output, wanted, **TOLERANCE)
     assert not output.requires_grad
     assert all(p.grad is None for p in pipeline.parameters())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_training_goes_on_after_a_forward_in_inference_mode(training: bool) -> None:
+    """As in the plain model, which keeps nothing of it; here batch normalization's totals are made in it."""
+    model, layers = seeded(everything), seeded(everything)
+    pipeline = Pipeline(layers, num_stages=3, num_microbatches=2, cost=[1] * 12)
+    with torch.inference_mode():
+        output = pipeline.train(training)(everything_batch(10)[0])
+    assert output.is_inference()
+    pipeline.train()
+    batch, target = everything_batch(6)
+    plain = plain_step(model, batch, target, cross_entropy, 2)
+    pipeline.step(batch, target, cross_entropy)
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.gradients[name], **TOLERANCE)
 
 
 def test_several_steps_before_the_optimizer_add_up() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_models import mlp_batch, plain_step, seeded
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tree_models import ByKey, Keyed, Mode, Output, Pair, Part, tree_batch, tree_loss, tree_model
 
 from gpipe_bench.pipeline import Pipeline
@@ -137,6 +138,17 @@ def test_what_cannot_travel_is_named() -> None:
             TypeError, match=rf"the output is of type {type(tree).__name__} and holds a {name}"
         ):
             flatten(tree)
+
+
+def test_what_is_no_batch_but_holds_batches_is_refused_with_what_to_do() -> None:
+    loader = DataLoader([torch.zeros(1)])
+    for batch, remedy in (
+        (loader, ".*for batch in loader"),
+        (iter(loader), ".*for batch in loader"),
+        (UserDict(x=torch.zeros(1)), r".*a dict\(...\) of it"),
+    ):
+        with pytest.raises(TypeError, match=rf"the mini-batch .*{type(batch).__name__}{remedy}"):
+            Pipeline([nn.Linear(1, 1)], num_stages=1, num_microbatches=1)(batch)
 
 
 def test_outputs_that_differ_cannot_be_merged() -> None:

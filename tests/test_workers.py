@@ -8,7 +8,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import random_placement, random_schedule
 
@@ -68,7 +68,6 @@ def test_one_stage_per_worker_needs_no_placement() -> None:
     assert schedule.row(1) == schedule.actions[1]
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_valid_schedules_run_through(schedule: Schedule) -> None:
     """In the order of one process and in the replay alike, and what is needed comes before."""
@@ -89,7 +88,6 @@ def test_valid_schedules_run_through(schedule: Schedule) -> None:
         assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(timeline.of_worker(worker)))
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_messages_travel_in_the_order_in_which_they_are_posted(schedule: Schedule) -> None:
     """Every message is in one channel, or stays on its worker; sends, turns and needs agree."""
@@ -109,7 +107,6 @@ def test_messages_travel_in_the_order_in_which_they_are_posted(schedule: Schedul
         ]
 
 
-@settings(deadline=None)
 @given(schedules(), st.sampled_from([FREE, Link("slow", 0.5, 3), Link("shared", 0.25, 2, True)]))
 def test_a_breakdown_accounts_for_every_worker(schedule: Schedule, link: Link) -> None:
     num_bytes = [1.0] * (schedule.num_stages - 1)
@@ -126,7 +123,6 @@ def test_a_breakdown_accounts_for_every_worker(schedule: Schedule, link: Link) -
     assert again.placement == schedule.placement
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_a_table_says_it_all(schedule: Schedule) -> None:
     assert from_csv(to_csv(schedule), schedule.name, schedule.remat) == schedule

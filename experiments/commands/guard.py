@@ -176,8 +176,7 @@ def check_time(
         for finding in findings:
             print_line(msgspec.json.encode({"tier": "time", "base": base.commit, **as_data(finding)}))
     if arguments.history is not None:
-        for path in save_history(arguments.history, findings, subject):
-            say(f"history: {path}")
+        say(f"history: {save_history(arguments.history, findings, subject)}")
     return findings
 
 
@@ -209,24 +208,19 @@ def as_data(finding: Finding) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def save_history(folder: Path, findings: Sequence[Finding], subject: Subject) -> list[Path]:
-    """Writes what was measured for trend tools; the paths."""
-    from datetime import UTC, datetime
+def save_history(folder: Path, findings: Sequence[Finding], subject: Subject) -> Path:
+    """Writes what was measured for a trend tool; the path."""
+    from gpipe_bench.harness.guard.history import Entry, save
 
-    from gpipe_bench.harness.guard.history import Commit, Entry, save
-
-    state = code_state(top_of(subject.root) or subject.root)
     entries = [
         Entry(
             finding.benchmark, subject.benchmarks[finding.benchmark].describe, finding.runs[-1],
-            tuple(finding.samples_s), finding.repeats,
+            tuple(finding.samples_s),
         )
         for finding in findings
         if finding.runs
     ]  # fmt: skip
-    branch = os.environ.get("GITHUB_HEAD_REF") or os.environ.get("GITHUB_REF_NAME") or ""
-    commit = Commit(state["git_commit"] or "", bool(state["git_dirty"]), branch)
-    return save(folder, entries, commit, datetime.now(UTC))
+    return save(folder, entries)
 
 
 def append_text(path: Path, text: str) -> None:

@@ -190,5 +190,5 @@ class Torchgpipe:
 def why_no_torchgpipe() -> str:
     """The reason why torchgpipe can't run here, "" if it can."""
     if importlib.util.find_spec("torchgpipe") is None:
-        return "torchgpipe is not installed: pip install gpipe-bench[peers]"
+        return "torchgpipe is not installed: pip install -e .[peers]"
     return ""

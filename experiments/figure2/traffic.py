@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.models import MODELS, example_batch
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
-from gpipe_bench.pipeline.memory.signature import signature
 from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.pipeline.signature import signature
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ class Finding:
     runs: list[Judgement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     samples_s: list[float] = field(default_factory=list)  # the head's, in the last run
-    repeats: int = 0  # steps per sample, in the last run
     refused: str = ""  # why there is nothing to time: neither revision can run it, or only the head can
 
     @property
@@ -121,7 +120,6 @@ def measure(
         lambda arm: arms[arm].sample(name, repeats), seed, looks=looks, deadline_s=deadline_s
     )
     finding.samples_s = [sample.wall_s for each in rounds for sample in each.head]
-    finding.repeats = repeats
     return judgement
 
 

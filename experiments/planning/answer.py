@@ -213,7 +213,25 @@ def predicted(found: Found, search: Search) -> Prediction:
         prediction,
         peak_bytes=tuple(each.peak for each in found.memory),
         peak_when=tuple(each.when for each in found.memory),
+        provenance=prediction.provenance | {"peak": _held(found, search.request)},
     )
+
+
+def _held(found: Found, request: Request) -> str:
+    """What the fullest worker holds at its peak."""
+    worst = max(found.memory, key=lambda each: each.peak)
+    parts = {
+        "float32 weights": worst.parameters,
+        "gradients": worst.gradients,
+        "state of the optimizer": worst.optimizer_state,
+        "messages and inputs": worst.boundary,
+        "graphs": worst.activations,
+        "what an action needs": worst.transients + worst.buffers,
+    }
+    words = ", ".join(f"{what} {size / 2**30:.2f}" for what, size in parts.items())
+    if request.precision == "float32":
+        return f"{words} GiB"
+    return f"{words} GiB; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
 
 
 def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[Point, ...]]:

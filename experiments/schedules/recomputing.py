@@ -3,8 +3,8 @@
 The models have their published sizes, so what their layers take is computed (operations at a share of the
 peak of the paper's accelerators), the steps are replayed with these times over a free link, and the memory is
 modelled. One word for all stages is compared with one word for each, the best there is, and with the choice
-of stages and micro-batches that `plan.adaptive` finds. The ratio of two steps hangs little on the share of
-the peak, which is unknown; its range stands beside it.
+of stages and micro-batches that `plan.recomputing.adaptive` finds. The ratio of two steps hangs little on the
+share of the peak, which is unknown; its range stands beside it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if case.key.get("against") == "torchgpipe" and importlib.util.find_spec("torchgpipe") is None:
-        return Outcome(status="skipped", reason="torchgpipe is not installed: pip install gpipe-bench[peers]")
+        return Outcome(status="skipped", reason="torchgpipe is not installed: pip install -e .[peers]")
     from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, work
     from gpipe_bench.pipeline.ranks.launch import launch
 

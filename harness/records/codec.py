@@ -41,26 +41,12 @@ def decode(line: bytes) -> Record:
     schema = _checked(line)
     if schema < SCHEMA:
         raise ValueError(
-            f"made by an older version: schema {schema}, while this one reads {SCHEMA}; run the case again "
-            "or convert the folder with: python -m gpipe_bench.experiments.convert FOLDER"
+            f"made by an older version: schema {schema}, while this one reads {SCHEMA}; run the case again"
         )
     try:
         return _record_decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a valid record: {error}") from error
-
-
-def decode_older(line: bytes) -> dict[str, Any] | None:
-    """What an unaltered line of an earlier schema holds, for a converter; None for any other line."""
-    line = line.strip()
-    try:
-        if _checked(line) >= SCHEMA:
-            return None
-    except ValueError:
-        return None
-    found: dict[str, Any] = msgspec.json.decode(line)
-    del found["digest"]
-    return found
 
 
 def _checked(line: bytes) -> int:

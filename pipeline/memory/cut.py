@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
-from gpipe_bench.pipeline.memory.signature import Same
 from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory, fullest_moment
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.cutting.by_cost import can_partition_by, partition_by
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, derived
 
 
-@lru_cache(maxsize=256)
-def _common_demands(same: Same, receive_ahead: int) -> tuple[Demand, ...]:
+@derived
+def _common_demands(schedule: Schedule, receive_ahead: int) -> tuple[Demand, ...]:
     """Of any stage of the schedule; a search asks for the same schedule, which is long, again and again."""
-    schedule: Schedule = same.value
     patterns = {
         tuple(replace(demand, when="") for demand in demands(row, receive_ahead)) for row in schedule.actions
     }
@@ -50,7 +47,7 @@ class StagePeaks:
         if not layers:
             raise ValueError("a model without layers cannot be cut into stages")
         self.layers, self.loss, self.schedule, self.optimizer = tuple(layers), loss, schedule, optimizer
-        self._demands = _common_demands(Same(schedule), receive_ahead)
+        self._demands = _common_demands(schedule, receive_ahead)
         self._num_microbatches = sum(action.kind is Kind.F for action in schedule.actions[0])
         # Stages of equal layers in a row are one content; contents are numbered as they turn up, each by the
         # content that is one layer shorter and the layer it adds.

@@ -36,10 +36,10 @@ from gpipe_bench.pipeline.memory.changes import roles
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.one_run import OneRun
 from gpipe_bench.pipeline.memory.passing import passed_on
-from gpipe_bench.pipeline.memory.signature import signature
 from gpipe_bench.pipeline.memory.split_profile import Halved
 from gpipe_bench.pipeline.memory.story import LayerProfile, SplitStory, Story
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_this_rank
+from gpipe_bench.pipeline.signature import signature
 from gpipe_bench.pipeline.stage.state.batchnorm import Statistics
 
 if TYPE_CHECKING:

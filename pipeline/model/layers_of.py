@@ -36,7 +36,8 @@ def layers_of(model: nn.Module, inputs: Sequence[str] | None = None) -> OwnLayer
         model: a GPT-2, Llama, BERT, T5 or ViT (`KNOWN` has the classes). It is not changed, and shares its
             modules with the layers: what is trained is the model.
         inputs: which arguments of the model's forward a batch holds, in its order: a tensor for one, a tuple
-            for several. Default: those without which there is no output, such as `("input_ids",)`.
+            for several, or a dict by their names. Default: those without which there is no output, such as
+            `("input_ids",)`.
 
     The layers pass tensors and tuples of tensors; the last one gives what the library's output calls
     `logits`, or the last activations where there is no such thing. The loss is the pipeline's `loss_fn`.

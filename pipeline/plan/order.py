@@ -7,9 +7,10 @@ wait for each other in a circle. Only the standard library is imported.
 
 from __future__ import annotations
 
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, dependencies, transfers
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, dependencies, derived, transfers
 
 
+@derived
 def execution_order(schedule: Schedule) -> tuple[Action, ...]:
     """The order in which a single process takes all actions: each row in its own order, dependencies first.
 

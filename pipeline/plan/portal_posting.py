@@ -10,8 +10,6 @@ told apart by their order alone. Only the standard library is imported.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from gpipe_bench.pipeline.plan.portals import Line, PortalTransfer, portal_rings, portal_transfers
 from gpipe_bench.pipeline.plan.receiving.posting import (
     FORWARDS_AHEAD,
@@ -23,10 +21,10 @@ from gpipe_bench.pipeline.plan.receiving.posting import (
     with_slots,
 )
 from gpipe_bench.pipeline.plan.receiving.ring import end_microbatches, ring_of
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, ends_of
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, derived, ends_of
 
 
-@lru_cache(maxsize=16)
+@derived
 def portal_postings(schedule: Schedule, lines: tuple[Line, ...]) -> dict[tuple[int, bool], Posting]:
     """The receives of each line that joins two workers, by its number and whether of gradients.
 

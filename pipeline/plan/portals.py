@@ -16,7 +16,6 @@ Only the standard library is imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from gpipe_bench.pipeline.plan.receiving.ring import (
@@ -29,7 +28,7 @@ from gpipe_bench.pipeline.plan.receiving.ring import (
     waits_for_slots,
     waits_of,
 )
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, Transfer, channels, ends_of
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, Transfer, channels, derived, ends_of
 
 
 class Declared(NamedTuple):
@@ -130,7 +129,7 @@ def portal_transfers(schedule: Schedule, lines: Sequence[Line]) -> tuple[PortalT
     return tuple(found)
 
 
-@lru_cache(maxsize=16)
+@derived
 def portal_rings(schedule: Schedule, lines: tuple[Line, ...]) -> dict[tuple[int, bool], Ring]:
     """The receives of each line that joins two workers, by its number and whether of gradients.
 

@@ -53,6 +53,10 @@ def check_remat(remat: Remat, num_stages: int, num_microbatches: int) -> None:
     if isinstance(remat, str):
         _check_name("remat", remat)
         return
+    if not isinstance(remat, Sequence):
+        raise ValueError(
+            f"remat is {remat!r}; choose one of {', '.join(REMAT_MODES)}, or give one choice per stage"
+        )
     if len(remat) != num_stages:
         raise ValueError(
             f"remat has {len(remat)} choices for {num_stages} stages; give one per stage, or one name for all"

@@ -118,12 +118,11 @@ def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
     if callable(action_s):
         return action_s
     times: Mapping[object, float] = action_s  # type: ignore[assignment]  # the keys are told apart below
-    exact = any(isinstance(key, tuple) and len(key) == 3 for key in times)
     known: dict[tuple[int, Kind], float] = {}
 
     def duration(action: Action) -> float:
-        if exact and (action.stage, action.kind, action.microbatch) in times:
-            return times[action.stage, action.kind, action.microbatch]
+        if action in times:
+            return times[action]
         key = (action.stage, action.kind)
         if key not in known:
             for candidate in (key, action.kind):

@@ -21,7 +21,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import Any, NamedTuple, TypeVar
 
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES as REMAT_MODES
 from gpipe_bench.pipeline.plan.remat import Remat, check_remat, choice_of, in_one_form, of_stages, recomputes
@@ -40,8 +41,7 @@ class Kind(StrEnum):
 _ACTION = re.compile(r"(\d+)([FRBIW])(\d+)", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One unit of work: `kind` of micro-batch `microbatch` on stage `stage`. Its text form is `2F0`."""
 
     stage: int
@@ -90,6 +90,23 @@ class Schedule:
         remat = in_one_form(self.remat, self.num_stages, self.num_microbatches)
         object.__setattr__(self, "remat", remat)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what is derived: in another process hashes are others.
+        sizes = (self.name, self.num_stages, self.num_microbatches, self.remat)
+        return Schedule, (*sizes, self.actions, self.placement)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.__reduce__()[1])
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def facts(self) -> dict[Any, Any]:
+        """What functions have found about the schedule (`derived`)."""
+        return {}
+
     @property
     def num_workers(self) -> int:
         """Processes, or devices, that take the rows."""
@@ -105,9 +122,13 @@ class Schedule:
 
     def row(self, stage: int) -> tuple[Action, ...]:
         """The actions of one stage, in the order in which its worker takes them."""
-        if not self.placement:
-            return self.actions[stage]
-        return tuple([action for action in self.actions[self.placement[stage]] if action.stage == stage])
+        return self._rows[stage]
+
+    @cached_property
+    def _rows(self) -> tuple[tuple[Action, ...], ...]:
+        homes = enumerate(self.placement)
+        rows = tuple(tuple([a for a in self.actions[worker] if a.stage == stage]) for stage, worker in homes)
+        return rows or self.actions
 
     def __iter__(self) -> Iterator[Action]:
         return (action for row in self.actions for action in row)
@@ -125,13 +146,37 @@ class Schedule:
 
     def in_flight(self, stage: int) -> int:
         """Largest number of micro-batches that `stage` has taken forward and not yet backward."""
-        live = peak = 0
-        row = self.row(stage)
-        ends = dict.fromkeys(ends_of(row), 1)
-        for action in row:
-            live += (action.kind is Kind.F) - ends.get(action, 0)
-            peak = max(peak, live)
-        return peak
+        return self._in_flight[stage]
+
+    @cached_property
+    def _in_flight(self) -> list[int]:
+        found = []
+        for row in map(self.row, range(self.num_stages)):
+            live = peak = 0
+            ends = set(ends_of(row))
+            for action in row:
+                live += (action.kind is Kind.F) - (action in ends)
+                peak = max(peak, live)
+            found.append(peak)
+        return found
+
+
+Derive = TypeVar("Derive", bound=Callable[..., Any])
+
+
+def derived(function: Derive) -> Derive:
+    """Keeps what `function` finds about a schedule with the schedule, as long as that lives. Nobody may
+    change it; further arguments must be hashable.
+    """
+
+    @wraps(function)
+    def found(schedule: Schedule, *arguments: Any) -> Any:
+        key = (function, *arguments)
+        if key not in schedule.facts:
+            schedule.facts[key] = function(schedule, *arguments)
+        return schedule.facts[key]
+
+    return found  # type: ignore[return-value]
 
 
 def stages_of(placement: tuple[int, ...], worker: int) -> list[int]:
@@ -225,8 +270,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, remat: Remat = "never") 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A message that `source` produces and `target`, of the stage before or behind, needs."""
 
     source: Action
@@ -264,6 +308,7 @@ Channel = tuple[int, int, bool]
 """Source worker, target worker, and whether gradients travel or activations."""
 
 
+@derived
 def channels(schedule: Schedule) -> dict[Channel, list[Transfer]]:
     """The messages from each worker to each other one, each direction for itself, in the order of need.
 

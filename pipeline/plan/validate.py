@@ -11,9 +11,10 @@ from collections import Counter
 
 from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.remat import choice_of
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, channels, check_sizes
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, channels, check_sizes, derived
 
 
+@derived
 def validate(schedule: Schedule) -> None:
     """`ValueError` with the offending actions unless the schedule can be executed.
 

@@ -34,7 +34,7 @@ from gpipe_bench.pipeline.ranks.portals import LinesBetweenRanks, refuse_portals
 from gpipe_bench.pipeline.ranks.routes import loss_route
 from gpipe_bench.pipeline.ranks.together import Together
 from gpipe_bench.pipeline.stage.microbatch import sizes
-from gpipe_bench.pipeline.transport import Plan
+from gpipe_bench.pipeline.transport import Plan, rows_for
 
 
 class PointToPoint(Exchange):
@@ -42,7 +42,7 @@ class PointToPoint(Exchange):
 
     `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
     tensors through memory; `portals` are the lines between all stages; `job` are all processes of the grid
-    that the pipeline is a part of. After a failure the pipeline's own
+    that the pipeline is a part of; `is_own` as in `rows_for`. After a failure the pipeline's own
     connections are closed on all ranks; `group` itself is not touched.
     """
 
@@ -56,6 +56,7 @@ class PointToPoint(Exchange):
         share_memory: bool = True,
         portals: Sequence[Line] = (),
         job: Job | None = None,
+        is_own: bool = False,
     ) -> None:
         network = network_of(group)
         refuse_portals(portals, schedule, accelerated=network.is_accelerated(device))
@@ -75,6 +76,7 @@ class PointToPoint(Exchange):
         self.close = weakref.finalize(self, ties.close)
         self.close.atexit = accelerated or ties.job.is_grid
         super().__init__(network.rank, schedule, device, ways, control, accelerated=accelerated)
+        self._full, self._is_own = schedule, is_own
         self._agreements = Agreements()
         self.lines: LinesBetweenRanks | None = None
         if portals:
@@ -89,6 +91,10 @@ class PointToPoint(Exchange):
         """From the next step on, other rows for the same stages, on every rank: the connections stay."""
         assert schedule.placement == self._schedule.placement
         assert schedule.num_microbatches == self._schedule.num_microbatches
+        self._full = schedule
+        self._lay_out(schedule)
+
+    def _lay_out(self, schedule: Schedule) -> None:
         for receiver in (*self._inputs.values(), *self._output_gradients.values()):
             receiver.close()
         self._schedule = schedule
@@ -111,18 +117,24 @@ class PointToPoint(Exchange):
         self._ties.refuse_after_failure()
         self._ties.refuse_after_notice()
         if plan is not None:
-            number = self._agreements.number(signature)
-            shared = self._sharing.announce(plan.shared)
-            header = Header(number, plan.examples, plan.training, shared)
+            number, shared = -1, Shared.NOTHING
+            if plan.num_microbatches == self._full.num_microbatches or not self._is_own:
+                number = self._agreements.number(signature)
+                shared = self._sharing.announce(plan.shared)
+            header = Header(number, plan.examples, plan.num_microbatches, plan.training, shared)
         else:
             header = self._control.receive_header()
         self._control.send_header(header, bounded=self._patient)
-        number, examples, self._training, told = header
+        number, examples, num_microbatches, self._training, told = header
+        found = Plan(examples, num_microbatches, self._training)
+        schedule = rows_for(self._full, found, is_own=self._is_own)
+        if schedule is not self._schedule:
+            self._lay_out(schedule)
         message = self._sharing.pass_on(Shared(told), plan and plan.shared, bounded=self._patient)
         agreement = self._agreements.find(number)
         self._patient = agreement is not None
         if agreement is None:
-            lengths = sizes(examples, self._schedule.num_microbatches)
+            lengths = sizes(examples, num_microbatches)
             agreement = self._agreements.add(Agreement(lengths, self._schedule.stages_of(self.rank)))
         self._agreement = agreement
         self._own.clear()
@@ -140,7 +152,7 @@ class PointToPoint(Exchange):
         self._news.begin(agreement)
         if self.lines is not None:
             self.lines.take_up(agreement, training=self._training)
-        return Plan(examples, self._training, message)
+        return found._replace(shared=message)
 
     def send_loss(self, loss: Tensor) -> None:
         self._loss.send(loss, self._agreement)

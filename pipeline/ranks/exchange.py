@@ -9,6 +9,7 @@ begins and ends with, is in `distributed`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -96,7 +97,7 @@ class Exchange:
                 )
             forms = tuple([Form.of(tensor) for tensor in message.tensors])
             varies = isinstance(message.structure, Nested)
-            outline = Outline(forms, message.structure, message.needs_grad, varies)
+            outline = Outline(forms, message.structure, message.needs_grad, message.aliases, varies)
             outlines.activations_sent[length] = outline
             self._control.send_outline(outline, rank, Of.ACTIVATION, target, bounded=self._bounded)
             known = False
@@ -104,6 +105,8 @@ class Exchange:
             new = message.structure != outline.structure
             if message.needs_grad != outline.needs_grad or (new and not outline.varies):
                 raise changed(f"what the output of stage {stage} consists of and what needs a gradient")
+            if message.aliases and not set(message.aliases) <= set(outline.aliases):
+                raise changed(f"which tensors of the output of stage {stage} share memory")
             known = True
         tensors = conform(message.tensors, outline, self._device, f"output of stage {stage}")
         if known and outline.varies:
@@ -129,7 +132,8 @@ class Exchange:
         self._post(receiver, outlines, microbatch, source, Of.ACTIVATION)
         receiver.wait(microbatch, source)
         outline = outlines[length]
-        return Message(receiver.take(microbatch), outline.structure, outline.needs_grad)  # type: ignore[arg-type]
+        tensors: Any = receiver.take(microbatch)
+        return Message(tensors, outline.structure, outline.needs_grad, outline.aliases)
 
     def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
         rank = self._schedule.worker(stage - 1)

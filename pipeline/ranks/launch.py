@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -47,9 +48,14 @@ def launch(
 
     `device` is "cpu", "cuda" or another type of accelerator, of which every process gets one, or "auto": an
     accelerator each where there is any, else the CPU. `ValueError`, before anything is started, where there
-    are fewer than processes.
+    are fewer than processes, and on Windows.
     """
     check_devices(device, num_processes)
+    if not hasattr(signal, "pthread_sigmask"):
+        raise ValueError(
+            f"launch needs the signals of Linux or macOS, which {sys.platform} does not have; on Windows "
+            "take WSL, or one process"
+        )
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -73,6 +73,16 @@ def other_outputs(stage: int, now: int, before: int) -> RuntimeError:
     )
 
 
+def overwrites_alias(stage: int) -> RuntimeError:
+    """What to raise where a layer overwrites an input that shares memory with another one."""
+    return RuntimeError(
+        f"a layer of stage {stage} changes an input of the stage in place that shares memory with another "
+        "one, in which the change would not show behind a cut as it does without; give the layer before "
+        "clone() one of the two, use the out-of-place form of the operation (inplace=False), or keep both "
+        "layers in one stage"
+    )
+
+
 def overwrites_now(stage: int) -> RuntimeError:
     """What to raise where a layer overwrites an input that a recomputation needs, and did not before."""
     return RuntimeError(

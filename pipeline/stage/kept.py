@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gpipe_bench.pipeline.stage.aliases import overlapping
 from gpipe_bench.pipeline.stage.halves.split import Split
 from gpipe_bench.pipeline.stage.halves.waiting import Weights
 from gpipe_bench.pipeline.stage.microbatch import Message, Structure, Tree, flatten
@@ -46,6 +47,7 @@ class Kept:
     """What stage number `stage` holds of one micro-batch between two of its actions."""
 
     __slots__ = (
+        "aliases",
         "buffers",
         "edges",
         "exits",
@@ -67,6 +69,7 @@ class Kept:
         self.inputs: tuple[Tensor, ...] = ()  # the boundary inputs; leaves where they need a gradient
         self.structure: Structure = None
         self.needs_grad: tuple[bool, ...] = ()
+        self.aliases: tuple[int, ...] = ()  # inputs that share memory with another one
         # What decides which of the stage's outputs need a gradient and which inputs its layers overwrite.
         self.kind: Hashable = ()
         self.versions: tuple[int, ...] = ()  # of the inputs, to notice a layer that overwrites what R needs
@@ -78,17 +81,20 @@ class Kept:
 
     def take(self, received: Message) -> None:
         """The inputs that came from the stage before."""
-        self.inputs, structure, self.needs_grad = received
+        self.inputs, structure, self.needs_grad, self.aliases = received
         self.structure, self.kind = structure, self.needs_grad
         if type(structure) is Nested:
             self.kind = (self.needs_grad, structure.kind())
 
-    def take_own(self, microbatch: Tree) -> None:
-        """The inputs of the first stage: its own part of the mini-batch, on its device."""
+    def take_own(self, microbatch: Tree, *, again: bool) -> None:
+        """The inputs of the first stage: its own part of the mini-batch, on its device. If they are needed
+        `again`, for a recomputation, those that are overwritten are copied.
+        """
         tensors, structure = flatten(microbatch, "the mini-batch")
         # .data: parts of one batch share a version counter, but overwriting one does not change the others.
         tensors = tuple([tensor.data for tensor in tensors])
-        self.take(Message(tensors, structure, (False,) * len(tensors)))
+        aliases = overlapping(tensors) if again else ()
+        self.take(Message(tensors, structure, (False,) * len(tensors), aliases))
 
     def enter(
         self,

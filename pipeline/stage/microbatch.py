@@ -28,13 +28,14 @@ Structure = tuple[int, ...] | Nested | None
 
 
 class Message(NamedTuple):
-    """What crosses a stage boundary forward: distinct tensors, how they make up the tree, and which need a
-    gradient.
+    """What crosses a stage boundary forward: distinct tensors, how they make up the tree, which need a
+    gradient, and the positions of those that share memory with another one.
     """
 
     tensors: tuple[Tensor, ...]
     structure: Structure
     needs_grad: tuple[bool, ...]
+    aliases: tuple[int, ...] = ()
 
 
 def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.plan.portals import Declared, Line, arriving, check, leaving
+from gpipe_bench.pipeline.stage.aliases import version
 from gpipe_bench.pipeline.stage.microbatch import Tree
 from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
 
@@ -140,11 +141,6 @@ class Carried:
         return tensor
 
 
-def version(tensor: Tensor) -> int:
-    """Changes when somebody overwrites the tensor; inference tensors don't say."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def changed(name: str) -> RuntimeError:
     """The error for a portal whose tensor was overwritten on the way."""
     return RuntimeError(
@@ -217,13 +213,3 @@ def runner_of(
     return partial(
         PortalRunner, declared=mine, arriving=arriving(lines, stage), leaving=leaving(lines, stage)
     )
-
-
-def refuse_graphed_portals(declared: Sequence[Declared]) -> None:
-    """`ValueError` where a stage is to be recorded as a graph of the device."""
-    for layer in declared:
-        for name in (*layer.stashes, *layer.pops):
-            raise ValueError(
-                f"compile='graphs' records layers that pass everything on, and portal {name!r} does not; use "
-                "compile=True, or pass the tensor through the layers between"
-            )

@@ -24,9 +24,9 @@ class Reduction(Protocol):
     Parameters get gradients in B and W, and in I where a graph cannot be split.
     """
 
-    def begin(self, *, sync: bool) -> None:
-        """A training step begins. Without `sync` it leaves this process's own gradients, which a later step
-        joins with those of the others.
+    def begin(self, num_microbatches: int, *, sync: bool) -> None:
+        """A training step of so many micro-batches begins. Without `sync` it leaves this process's own
+        gradients, which a later step joins with those of the others.
         """
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
@@ -65,8 +65,12 @@ class ReducedStage(Stage):
 
     def follow(self, schedule: Schedule) -> None:
         """The steps take this schedule from now on."""
-        self._last = last_gradients(schedule, self.index)
+        self.lay_out(schedule)
         self.reduction.refresh()  # a W makes gradients in another order than a B
+
+    def lay_out(self, schedule: Schedule) -> None:
+        """The same for a step with fewer micro-batches, of which other replicas may have all."""
+        self._last = last_gradients(schedule, self.index)
 
     def refresh(self) -> None:
         super().refresh()

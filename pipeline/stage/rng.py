@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _hooks
 
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.stage.arguments.keywords import Keywords
@@ -45,45 +46,33 @@ def stream_key(seed: int, step: int, layer: int, microbatch: int) -> int:
     return mix(layer_key(seed, step, layer) ^ microbatch)
 
 
-# torch's own modules that draw although they are no Dropout; the probability that must be positive, where one
-# decides.
-_RANDOM_MODULES: tuple[tuple[type[nn.Module], str | None], ...] = (
-    (nn.modules.dropout._DropoutNd, "p"),
-    (nn.RReLU, None),
-    (nn.FractionalMaxPool2d, None),
-    (nn.FractionalMaxPool3d, None),
-    (nn.MultiheadAttention, "dropout"),
-    (nn.TransformerEncoderLayer, None),
-    (nn.TransformerDecoderLayer, None),
-    (nn.RNNBase, "dropout"),
+# torch's own modules that can draw.
+_RANDOM_KINDS = (
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.RNNBase,
 )
 
 
 def may_draw(layer: nn.Module) -> bool:
-    """Whether a layer may draw random numbers, in any mode.
+    """Whether a layer as it is now may draw random numbers, in any mode and with any probability.
 
-    False only if it is built of modules of `torch.nn` alone, none of which draws, and has no hooks; the
-    forward of any other class could call anything.
+    False only if it is built of modules of `torch.nn` alone, none of which can draw, and there are no hooks;
+    the forward of any other class could call anything.
     """
+    if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
+        return True
     for module in layer.modules():
-        if not type(module).__module__.startswith("torch.nn.modules."):
+        if isinstance(module, _RANDOM_KINDS) or not type(module).__module__.startswith("torch.nn.modules."):
             return True
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return True
-        for kind, probability in _RANDOM_MODULES:
-            if isinstance(module, kind) and (probability is None or getattr(module, probability) > 0):
-                return True
     return False
-
-
-def surely_draws(layer: nn.Module) -> bool:
-    """Whether a module of torch's that draws is in the layer, be it in training mode or not."""
-    return any(
-        isinstance(module, kind) and (probability is None or getattr(module, probability) > 0)
-        for module in layer.modules()
-        for kind, probability in _RANDOM_MODULES
-        if kind not in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # have dropouts within
-    )
 
 
 class Generators:
@@ -109,6 +98,10 @@ class Generators:
         """Gives the generators back as they were at `save`."""
         for generator, state in zip(self._all, states, strict=True):
             generator.set_state(state)
+
+    def have_moved(self, states: Iterable[Tensor]) -> bool:
+        """Whether something was drawn since `save`."""
+        return any(not torch.equal(a, b) for a, b in zip(states, self.save(), strict=True))
 
 
 def run_plain(

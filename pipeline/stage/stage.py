@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gpipe_bench.pipeline.stage.first_gradients import separate
-from gpipe_bench.pipeline.stage.habits import other_outputs, overwrites_now
+from gpipe_bench.pipeline.stage.aliases import overlapping, separate, version
+from gpipe_bench.pipeline.stage.habits import other_outputs, overwrites_alias, overwrites_now
 from gpipe_bench.pipeline.stage.halves.waiting import run_engine
 from gpipe_bench.pipeline.stage.kept import Kept
 from gpipe_bench.pipeline.stage.microbatch import Message, flatten, unflatten
@@ -38,7 +38,7 @@ class Stage(StageSteps):
         """
         state = self._microbatches[m]
         if received is None:
-            state.take_own(self._feed[m])
+            state.take_own(self._feed[m], again=self._training and not graph)
         else:
             state.take(received)
         del received
@@ -47,7 +47,7 @@ class Stage(StageSteps):
         kind = state.kind
         known = self._needs_grad.get(kind)
         copied: Sequence[int] = ()
-        watched: list[tuple[Tensor, int]] | None = None
+        watched: list[tuple[Tensor, int]] | None = [] if state.aliases else None
         if not graph:
             if (found := self._overwritten.get(kind)) is not None:
                 copied = found
@@ -64,8 +64,9 @@ class Stage(StageSteps):
                 recording=True,
             )
             if watched is not None:
-                self._overwritten[kind] = tuple([i for i, (t, v) in enumerate(watched) if t._version != v])
-                watched.clear()
+                overwritten = self._find_overwritten(state, watched)
+                if not graph:
+                    self._overwritten.setdefault(kind, overwritten)
             if self.is_last:
                 loss = self._runner.loss(m, output)
                 self._losses.add(m, loss)
@@ -84,19 +85,23 @@ class Stage(StageSteps):
         self._needs_grad[kind] = needs_grad
         if graph:
             state.keep_graph(tensors, needs_grad)
-        return Message(tuple([t.detach() if t.requires_grad else t for t in tensors]), structure, needs_grad)
+        aliases = overlapping(tensors)
+        tensors = tuple([t.detach() if t.requires_grad else t for t in tensors])
+        return Message(tensors, structure, needs_grad, aliases)
 
     def _forward_only(self, state: Kept, m: int) -> Message | None:
         self._runner.entering = None
-        with torch.no_grad():
+        watched = [(tensor, version(tensor)) for tensor in state.inputs] if state.aliases else []
+        with self._without_graph():
             output = self._runner.run(m, unflatten(state.inputs, state.structure), recording=True)
+        self._find_overwritten(state, watched)
         state.drop()
         tensors, structure = flatten(output, self._runner.describe_output(self.index))
         tensors = self._buffers.apart(tensors)
         if self.is_last:
             self.outputs[m] = unflatten(tensors, structure)
             return None
-        return Message(tensors, structure, (False,) * len(tensors))
+        return Message(tensors, structure, (False,) * len(tensors), overlapping(tensors))
 
     def recompute(self, m: int) -> None:
         """R: the forward again on the kept inputs, same draws, now with a graph; its outputs are not kept."""
@@ -164,6 +169,14 @@ class Stage(StageSteps):
             self._without_grad = [p for p in self._without_grad if p.grad is None]
 
     # Parts of the actions
+
+    def _find_overwritten(self, state: Kept, watched: list[tuple[Tensor, int]]) -> tuple[int, ...]:
+        """The positions of the inputs that the layers have changed, of those `watched`, which it clears."""
+        found = tuple([i for i, (tensor, before) in enumerate(watched) if version(tensor) != before])
+        watched.clear()
+        if not set(state.aliases).isdisjoint(found):
+            raise overwrites_alias(self.index)
+        return found
 
     def _roots(
         self, state: Kept, m: int, gradients: Gradients

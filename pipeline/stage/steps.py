@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ class StageSteps:
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
-    `torch.compile`, for layers that shall be compiled; `graphs` runs them as graphs of the device;
-    `runner` is what calls them; `leaves` are of weights that other layers use, too. `first_microbatch` is the
-    number of micro-batch 0 among those of all replicas, which keys the random streams, too.
+    `torch.compile`, for layers that shall be compiled; `runner` is what calls them; `leaves` are of weights
+    that other layers use, too. `first_microbatch` is the number of micro-batch 0 among those of all replicas,
+    which keys the random streams, too.
     """
 
     def __init__(
@@ -41,7 +42,6 @@ class StageSteps:
         seed: int = 0,
         gather: Gather | None = None,
         backend: str | None = None,
-        graphs: bool = False,
         runner: Callable[..., LayerRunner] = LayerRunner,
         leaves: Leaves | None = None,
         first_microbatch: int = 0,
@@ -55,7 +55,7 @@ class StageSteps:
         self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
         self._runner = runner(
             self.layers, first_layer,
-            device=device, seed=seed, statistics=self.statistics, backend=backend, graphs=graphs,
+            device=device, seed=seed, statistics=self.statistics, backend=backend,
             leaves=leaves, first_microbatch=first_microbatch,
         )  # fmt: skip
         self._leaves = leaves
@@ -68,6 +68,7 @@ class StageSteps:
         self._feed: Sequence[Tree] | Arriving = ()
         self._losses = Losses()
         self._training = False
+        self._without_graph: Callable[[], AbstractContextManager[None]] = torch.no_grad
 
     def begin(
         self,
@@ -75,6 +76,7 @@ class StageSteps:
         num_microbatches: int,
         *,
         training: bool,
+        inference: bool = False,
         feed: Sequence[Tree] = (),
         targets: Sequence[Tree | None] = (),
         loss_fn: LossFn | None = None,
@@ -91,6 +93,7 @@ class StageSteps:
         while len(self._microbatches) < num_microbatches:
             self._microbatches.append(Kept(self.index))
         self._training = training
+        self._without_graph = torch.inference_mode if inference else torch.no_grad
         self.statistics.begin()
         self._buffers.begin(loss_fn)
         self._feed = deliver(feed, self.device, self._transfers, "the mini-batch", once=True)
@@ -114,6 +117,11 @@ class StageSteps:
         """
         self._habits.forget()
         self._buffers.forget()
+
+    @property
+    def drew(self) -> int | None:
+        """A layer of the model that drew in training mode when there was no loss."""
+        return self._runner.drew
 
     @property
     def trainable(self) -> tuple[nn.Parameter, ...]:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 # What may stand beside the tensors. All of it is immutable, so that a stage can't change another one's.
 _CONSTANTS = (
@@ -164,11 +165,20 @@ def _take_apart(tree: Any, what: str, positions: dict[int, int], distinct: list[
             leaves.append(Record(type(leaf), names, _take_apart(values, what, positions, distinct)))
         else:
             raise TypeError(
-                f"{what} and holds a {type(leaf).__name__}, which cannot travel; between layers pass tensors "
-                "in tuples, lists, dicts, dataclasses and what torch.utils._pytree has registered, and "
-                "beside them None, bools, numbers, strings, enums and dtypes"
+                f"{what} and holds a {type(leaf).__name__}, which cannot travel; {_instead(leaf)}"
             )
     return Nested(spec, tuple(leaves))
+
+
+def _instead(leaf: Any) -> str:
+    if isinstance(leaf, Mapping):
+        return "pass a dict(...) of it"
+    if isinstance(leaf, DataLoader | Iterator):
+        return "take one mini-batch after another from it, as in `for batch in loader`, and pass that"
+    return (
+        "between layers pass tensors in tuples, lists, dicts, dataclasses and what torch.utils._pytree has "
+        "registered, and beside them None, bools, numbers, strings, enums and dtypes"
+    )
 
 
 def _is_closed(node: Any) -> bool:

@@ -78,10 +78,22 @@ GRADIENTS = (
     Mutant(
         name="one micro-batch detached",
         file="pipeline/stage/stage.py",
-        old="for t in tensors]), structure, needs_grad)\n",
-        new="for t in tensors]), structure, needs_grad if m != 1 else (False,) * len(tensors))\n",
+        old="        return Message(tensors, structure, needs_grad, aliases)\n",
+        new="        needed = needs_grad if m != 1 else (False,) * len(tensors)\n"
+        "        return Message(tensors, structure, needed, aliases)\n",
         why="a boundary input that is no leaf cuts earlier stages off, without any error",
         tests=TRANSPARENT,
+    ),
+    Mutant(
+        name="an input that shares memory overwritten unseen",
+        file="pipeline/stage/stage.py",
+        old="        if not set(state.aliases).isdisjoint(found):\n",
+        new="        if self._training and not set(state.aliases).isdisjoint(found) and state.versions:\n",
+        why="without re-materialization too, the other tensor's gradients would be those of other values",
+        tests=(
+            "tests/test_in_place.py::"
+            "test_an_input_that_shares_memory_is_not_silently_overwritten[overlapping-never]",
+        ),
     ),
     Mutant(
         name="accumulation over steps dropped",
@@ -246,6 +258,14 @@ GRADIENTS = (
         new="        with torch.enable_grad():\n",
         why="a recomputation must see what the forward saw, and leave what it left",
         tests=("tests/test_buffers.py::test_a_recomputation_sees_what_the_forward_saw[InPlace-always]",),
+    ),
+    Mutant(
+        name="a recomputation finds today's attributes",
+        file="pipeline/stage/state/buffers.py",
+        old="                    module.__dict__[name] = value\n",
+        new="                    pass\n",
+        why="what an attribute says of a buffer must be true of the copy too",
+        tests=("tests/test_buffers.py::test_a_recomputation_sees_what_the_forward_saw[CountsBeside-always]",),
     ),
     Mutant(
         name="the first forward's buffers not copied",

@@ -18,6 +18,14 @@ RANDOMNESS = (
         tests=MASKS,
     ),
     Mutant(
+        name="who may draw asked in the first step alone",
+        file="pipeline/stage/running/layers.py",
+        old="        # In each step anew: a hook may have come since. Who may draw is not asked again.\n",
+        new="        if not self._calls:\n    ",
+        why="a hook that draws may come later, and would draw other numbers in the recomputation",
+        tests=("tests/test_rng.py::test_who_begins_to_draw_later_draws_the_same_in_the_recomputation",),
+    ),
+    Mutant(
         name="recomputation not seeded",
         file="pipeline/stage/running/layers.py",
         old="                    generators.seed(mix(key ^ (self._first_microbatch + m)))\n",

@@ -218,4 +218,31 @@ SCHEDULES = (
         why="a worker takes its row in order",
         tests=("tests/test_several_stages.py::test_outputs_and_gradients_equal_the_plain_model[1-1-zb-v]",),
     ),
+    Mutant(
+        name="what follows from a schedule is found at every look-up",
+        file="pipeline/plan/schedule.py",
+        old="        if key not in schedule.facts:\n",
+        new="        if True:\n",
+        why="long schedules would be walked through again and again",
+        tests=("tests/test_schedule.py::test_what_follows_from_the_rows_is_found_once",),
+    ),
+    Mutant(
+        name="a refused batch is a failure",
+        file="pipeline/steps.py",
+        old="        except ShortBatchError:\n",
+        new="        except ZeroDivisionError:\n",
+        why="a last, short batch would end the job though nothing of it was sent",
+        tests=("tests/test_distributed.py::test_case[a_short_batch_is_refused_by_a_schedule_of_ones_own]",),
+    ),
+    Mutant(
+        name="a short batch on the rows of a full one",
+        file="pipeline/transport.py",
+        old="    return shortened(schedule, plan.num_microbatches)\n",
+        new="    return schedule\n",
+        why="actions would ask for micro-batches that there are not",
+        tests=(
+            "tests/test_transparency.py::"
+            "test_a_short_mini_batch_goes_in_as_many_micro_batches_as_it_has_examples[gpipe]",
+        ),
+    ),
 )

@@ -38,7 +38,7 @@ def guard_options(verbs: Any) -> None:
     verb.add_argument(
         "--budget-s", type=float, default=150.0, metavar="S", help="time for all rounds; default: %(default)g"
     )
-    verb.add_argument("--history", type=Path, metavar="DIR", help="also write files for trend tools there")
+    verb.add_argument("--history", type=Path, metavar="DIR", help="also write a file for a trend tool there")
     verb.add_argument(
         "--markdown",
         type=Path,

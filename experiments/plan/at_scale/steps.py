@@ -140,7 +140,7 @@ def _laid_out(step: Step, remat: str) -> Prediction:
 
 def run() -> Outcome:
     """The case of all of them."""
-    rows = []
+    rows = list[dict[str, Any]]()
     for step in steps():
         step_s, low_s, high_s = predicted(step)
         rows.append(

@@ -40,12 +40,12 @@ from gpipe_bench.experiments.table1.model_costs import PRECISIONS
 from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import LossLayer, fake_copy
-from gpipe_bench.pipeline.memory.signature import signature
+from gpipe_bench.pipeline.signature import signature
 
 MIDDLE = 0.8
 """Of what single kernels reach at their best, in the prediction; its square at the slow end of the range."""
 BANDWIDTH = 0.92
-"""Of the memory's bandwidth that long vectors reach: STREAM's triad has 3.08 of 3.35 TB/s on an H100."""
+"""Of the memory's bandwidth that long vectors are taken to reach; no source was found to rely on."""
 KERNEL_S = 3.2e-6
 """From one kernel to the next where each has little to do."""
 

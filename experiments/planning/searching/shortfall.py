@@ -50,6 +50,7 @@ class Manner:
 
 
 LEANEST = Manner()
+BY_STAGE = "; a stage is recomputed as a whole, with layers that checkpoint themselves it needs less"
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ def nothing_fits(
         there += f", {request.held_back_bytes / GIB:g} of them held back (--reserve-gib)"
     return (
         f"{model.name} does not fit: the smallest peak is {least.peak / GIB:.2f} GiB, {least.where()}; there "
-        f"are {there}. What would do: " + ", or ".join(helps)
+        f"are {there}{BY_STAGE if least.remat != 'never' else ''}. What would do: " + ", or ".join(helps)
     )
 
 

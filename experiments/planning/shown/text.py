@@ -76,6 +76,11 @@ def _ways(plan: Plan) -> str:
             rest="  ",
         ),
         *(
+            ["a stage is recomputed as a whole"]
+            if any(each != "never" for each in best.candidate.remat)
+            else []
+        ),
+        *(
             [f"none with shards of parameters (fsdp), {why}"]
             if (why := plan.model.why_whole(compiled=request.compiled))
             else []

@@ -29,7 +29,7 @@ from gpipe_bench.experiments.published.accelerator_steps.work import (
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.profile import LossLayer
-from gpipe_bench.pipeline.memory.signature import signature
+from gpipe_bench.pipeline.signature import signature
 
 EXAMPLES = (2, 3)
 """Sizes that are traced; one example is a case of its own, where a dimension of length 1 has no layout."""

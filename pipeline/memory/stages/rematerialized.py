@@ -1,7 +1,7 @@
 """What the workers hold by what is recomputed, to the byte, for the search of the best choice.
 
-A choice is judged by sums (`plan.held`), because a search judges many. The parts of the sums are taken from
-the model of a whole step: once with all graphs kept, once with everything recomputed.
+A choice is judged by sums (`plan.recomputing.held`), because a search judges many. The parts of the sums are
+taken from the model of a whole step: once with all graphs kept, once with everything recomputed.
 """
 
 from __future__ import annotations

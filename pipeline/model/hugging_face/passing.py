@@ -6,15 +6,23 @@ be the largest message of a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 Value = Tensor | tuple[Tensor, ...]
 
 
-def named(batch: Value, inputs: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of a batch by the names of the model's arguments."""
+def named(batch: Value | Mapping[str, Tensor], inputs: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors of a batch by the names of the model's arguments, which a dict has already."""
+    if isinstance(batch, Mapping):
+        if set(batch) != set(inputs):
+            raise ValueError(
+                f"the batch has {', '.join(map(repr, batch))} for the inputs {', '.join(inputs)}; give "
+                "layers_of the names of what the model shall be given as inputs=, and leave out of the batch "
+                "what is not among them: labels are the target of the step"
+            )
+        return {name: batch[name] for name in inputs}
     tensors = (batch,) if isinstance(batch, Tensor) else batch
     if len(tensors) != len(inputs):
         raise ValueError(

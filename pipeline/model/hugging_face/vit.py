@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpipe_bench.pipeline.model.hugging_face.passing import Value
+from gpipe_bench.pipeline.model.hugging_face.passing import Value, named
 from gpipe_bench.pipeline.model.part import Part
 
 REQUIRED, OPTIONAL = ("pixel_values",), ()
@@ -31,7 +31,8 @@ class Embedding(Part):
     def __init__(self, model: Any, base: str) -> None:
         super().__init__(model, {"embeddings": base + "embeddings"})
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, batch: Value) -> Tensor:
+        images = named(batch, REQUIRED)["pixel_values"]
         embedded: Tensor = self.embeddings(
             images.to(self.embeddings.patch_embeddings.projection.weight.dtype)
         )

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from gpipe_bench.pipeline.plan.receiving.ring import (
@@ -50,7 +49,7 @@ from gpipe_bench.pipeline.plan.receiving.ring import (
     waits_for_slots,
     waits_of,
 )
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, Transfer, channels, ends_of
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, Transfer, channels, derived, ends_of
 
 # Receives ahead without a backward, when nothing is kept.
 FORWARDS_AHEAD = 2
@@ -72,7 +71,7 @@ class Posting:
     ahead: int = FORWARDS_AHEAD
 
 
-@lru_cache(maxsize=16)
+@derived
 def postings(schedule: Schedule) -> dict[RingKey, Posting]:
     """For every stage that receives from another worker, and whether of gradients."""
     slots, latest = with_slots(schedule)
@@ -136,7 +135,7 @@ def _of_ring(schedule: Schedule) -> dict[RingKey, list[Transfer]]:
     return found
 
 
-@lru_cache(maxsize=16)
+@derived
 def with_slots(schedule: Schedule) -> tuple[dict[RingKey, int], Latest]:
     """The slots of every ring of a training step, and what must be done before what."""
     slots = dict(slots_of_rings(schedule))
@@ -156,7 +155,7 @@ def with_slots(schedule: Schedule) -> tuple[dict[RingKey, int], Latest]:
             slots[key] += 1
 
 
-@lru_cache(maxsize=16)
+@derived
 def with_forwards_ahead(schedule: Schedule) -> tuple[dict[RingKey, int], Latest]:
     """The same of a pass of forwards alone."""
     rows = forward_rows(schedule)

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 from gpipe_bench.pipeline.plan.remat import choice_of
@@ -38,6 +37,7 @@ from gpipe_bench.pipeline.plan.schedule import (
     Transfer,
     channels,
     dependencies,
+    derived,
     ends_of,
 )
 
@@ -108,7 +108,7 @@ Node = Action | Transfer  # an action, or the posting of the receive of a messag
 Waits = dict[Node, list[tuple[Node, RingKey | None]]]  # what for, and on which ring
 
 
-@lru_cache(maxsize=16)
+@derived
 def slots_of_rings(schedule: Schedule) -> dict[RingKey, int]:
     """The slots of every ring: what suffices as a rule, and more where the schedule would stop for good."""
     slots: dict[RingKey, int] = {}

@@ -7,11 +7,12 @@ experiment can run; here are all, for whoever says how many workers there are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
+from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Kind, Schedule, derived
 from gpipe_bench.pipeline.plan.schedules.controllable import v_half, v_min
 from gpipe_bench.pipeline.plan.schedules.loops import breadth_first, interleaved
 from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
@@ -76,3 +77,28 @@ def named(
     else:
         schedule = make(num_workers, num_microbatches)
     return schedule if remat == "never" else recomputed(schedule, remat)
+
+
+@derived
+def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The named schedule for fewer micro-batches, on the same workers; of a list of micro-batches that a
+    stage recomputes, those that there are. What was made for measured times ("auto") keeps its rows, without
+    the micro-batches that there are not.
+    """
+    remat = schedule.remat
+    if not isinstance(remat, str):
+        remat = tuple(
+            choice if isinstance(choice, str) else tuple(m for m in choice if m < num_microbatches)
+            for choice in remat
+        )
+    if schedule.name in NAMED:
+        per_worker = schedule.num_stages // schedule.num_workers
+        return named(
+            schedule.name, schedule.num_workers, num_microbatches, remat=remat, stages_per_worker=per_worker
+        )
+    rows = tuple(
+        tuple(a for a in row if a.microbatch < num_microbatches and a.kind is not Kind.R)
+        for row in schedule.actions
+    )
+    rest = replace(schedule, num_microbatches=num_microbatches, remat="never", actions=rows)
+    return recomputed(rest, remat)

@@ -77,13 +77,13 @@ class Joint:
         with torch.no_grad():
             self._collectives.take_over([local(value) for _, value in values])
 
-    def reduction(self, stage: Stage, num_microbatches: int) -> Reduction:
+    def reduction(self, stage: Stage) -> Reduction:
         """What joins the gradients of a stage of this process."""
         found: Reduction | None
         if self._divided is not None:
             found = self._divided.reduction(stage, self._buckets)
         elif self._by_tree:
-            found = Tree(stage, num_microbatches, self._collectives, self.journal, self._bucket_bytes)
+            found = Tree(stage, self._collectives, self.journal, self._bucket_bytes)
         else:
             found = self._buckets(stage)
         assert found is not None
@@ -95,12 +95,22 @@ class Joint:
             return None
         return Buckets(stage, self._collectives, self.replicas, self.journal, self._bucket_bytes)
 
+    def agree(self, num_microbatches: int, *, training: bool, is_own: bool) -> int:
+        """In how many micro-batches a step goes that a replica would take in so many: where all must have
+        equally many, or all refuse fewer than their schedule has, as the smallest share of the batch allows.
+        All replicas of the first stage call.
+        """
+        alike = self._divided is not None and self._divided.by_layer
+        if self.replicas is None or not (alike or (training and is_own)):
+            return num_microbatches
+        return min(self.replicas.share(num_microbatches))
+
     def begin(self, lengths: Sequence[int], *, sync: bool, has_loss: bool) -> Sequence[float]:
         """A training step with micro-batches of `lengths` examples begins; what each of them counts for, on
         the process that has the loss.
         """
         for reduction in self._reductions.values():
-            reduction.begin(sync=sync)
+            reduction.begin(len(lengths), sync=sync)
         if self._of_hosts is not None:
             return GlobalShares(lengths, self._of_hosts) if has_loss else ()
         return tuple([length / sum(lengths) for length in lengths])

@@ -89,7 +89,7 @@ class Buckets:
 
     # One step
 
-    def begin(self, *, sync: bool) -> None:
+    def begin(self, num_microbatches: int, *, sync: bool) -> None:
         self._sync = sync
         trainable, before = self._stage.trainable, len(self._parameters)
         self._parameters = self._stage.receiving  # of tied weights other ones in every step

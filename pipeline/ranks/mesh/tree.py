@@ -40,7 +40,6 @@ class Tree:
 
     Args:
         stage: whose gradients they are.
-        num_microbatches: of this replica.
         collectives: between its replicas, if there are others.
         journal: where is written when what leaves has begun and ended.
         bucket_bytes: gradients that leave together.
@@ -49,22 +48,22 @@ class Tree:
     def __init__(
         self,
         stage: Stage,
-        num_microbatches: int,
         collectives: Collectives | None,
         journal: Journal,
         bucket_bytes: int | None,
     ) -> None:
         self._stage, self._collectives, self._journal = stage, collectives, journal
         self._bucket_bytes = bucket_bytes
-        self._tree: Halving[_Gradients] = Halving(num_microbatches, _add)
+        self._tree: Halving[_Gradients] = Halving(1, _add)
         self._parameters: tuple[nn.Parameter, ...] = ()
         self._held: _Gradients = []
         self._early: dict[int, _Gradients] = {}  # of an I that could not be split, by micro-batch
         self._sum: _Gradients = []
         self._sent: list[_Sent] = []
 
-    def begin(self, *, sync: bool) -> None:
+    def begin(self, num_microbatches: int, *, sync: bool) -> None:
         assert sync
+        self._tree = Halving(num_microbatches, _add)
         self._parameters = self._stage.trainable
         self._held = self._take()
 

@@ -26,6 +26,7 @@ class Outline(NamedTuple):
     forms: tuple[Form | None, ...]
     structure: Structure = None
     needs_grad: tuple[bool, ...] = ()
+    aliases: tuple[int, ...] = ()
     varies: bool = False  # a number beside each further message says whether the structure is another one
 
     @property

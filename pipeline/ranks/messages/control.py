@@ -39,6 +39,7 @@ class Header(NamedTuple):
 
     number: int  # of the agreement
     examples: int  # in the mini-batch
+    num_microbatches: int
     training: bool  # or forwards only
     shared: int  # whether the layers share something, and whether it follows (`sharing`)
 
@@ -73,9 +74,9 @@ class Control:
         assert self._header_buffer is not None
         assert self._header_work is not None
         self._connection.wait(self._header_work, None, self._before)
-        number, examples, training, shared = self._header_buffer.tensor.tolist()
+        number, examples, num_microbatches, training, shared = self._header_buffer.tensor.tolist()
         self._expect_header(self._before)
-        return Header(number, examples, bool(training), shared)
+        return Header(number, examples, num_microbatches, bool(training), shared)
 
     def send_header(self, header: Header, *, bounded: bool) -> None:
         """To the next rank of the chain, if there is one; `bounded` as in `Sender.send`."""

@@ -1,1 +1,1 @@
-"""How the layers of a stage run: one after the other, compiled, or as graphs of a device."""
+"""How the layers of a stage run: one after the other, compiled or as they are."""

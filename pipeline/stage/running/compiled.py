@@ -4,7 +4,7 @@ Layer by layer, because what surrounds a layer must stay outside of it: its rand
 which may lie anywhere and must not show in the bits. A layer is compiled whole or not at all, and always in
 the form that a backward needs: the forward of re-materialization and its recomputation are then the same
 program, which makes them the same numbers. What cannot be compiled runs as it is, with a warning that says
-why.
+why; so does what comes with more sizes than torch keeps code for, and what has code keeps it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
+
+from gpipe_bench.pipeline.signature import signature
 
 BACKEND = "inductor"
 
@@ -44,9 +47,7 @@ class Compiled:
         self.normalizes = any(
             isinstance(module, _BatchNorm) and module.running_mean is not None for module in layer.modules()
         )
-        self._call: Callable[[nn.Module, Any, dict[str, Any]], Any] | None = None
-        if not self.normalizes:
-            self._call = _program(_kind(layer), backend)
+        self._program = None if self.normalizes else _program(_kind(layer), backend)
 
     def __call__(self, value: Any, **constants: Any) -> Any:
         """As the layer's own call. Without a graph the result still says what would need a gradient, so that
@@ -59,13 +60,19 @@ class Compiled:
         return pytree.tree_map_only(Tensor, _cut_off, output)
 
     def _run(self, value: Any, constants: dict[str, Any]) -> Any:
-        if self._call is None:
+        program = self._program
+        if program is None:
             return self.layer(value, **constants)
         try:
-            return self._call(self.layer, value, constants)
+            with torch.compiler.set_stance("eager_on_recompile") if program.is_full else nullcontext():
+                return program.call(self.layer, value, constants)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            program.is_full = True
+            _warn_of_the_limit(self.index, type(self.layer).__name__)
+            return self._run(value, constants)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        self._call = None
+        self._program = None
         output = self.layer(value, **constants)  # raises what the layer itself has to say
         warnings.warn(
             f"not compiled: layer {self.index} ({type(self.layer).__name__}) runs as it is, because torch "
@@ -106,24 +113,51 @@ def _call_layer(layer: nn.Module, value: Any, constants: dict[str, Any]) -> Any:
     return layer(value, **constants)
 
 
-def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Equal for layers that a compiler makes the same program of."""
-    tensors = [*layer.named_parameters(), *layer.named_buffers()]
-    facts = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
-    return (type(layer), repr(layer), facts)
+def _kind(layer: nn.Module) -> int:
+    """Equal for layers that a compiler makes the same program of, and by chance for others, which torch then
+    tells apart. A hash, because what is compared would stay alive with the program.
+    """
+    devices = tuple([tensor.device for tensor in (*layer.parameters(), *layer.buffers())])
+    return hash((signature(layer), devices))
+
+
+class _Program:
+    """A compiled call for all layers of a kind.
+
+    Torch keeps the forms that it compiled (sizes, modes) with the code of a function, a few at most, so each
+    kind has code of its own. Once `is_full`, what has a form goes on with it and all else runs as it is: the
+    choice is the same in a forward and its recomputation. Random numbers come from torch's generators, as
+    without a compiler.
+    """
+
+    has_warned = False  # once in a process: where one layer comes with too many sizes, others do
+
+    def __init__(self, number: int, backend: str) -> None:
+        code = _call_layer.__code__.replace(co_name=f"layer_{number}")
+        options: dict[str, Any] | None = {"fallback_random": True} if backend == BACKEND else None
+        self.is_full = False
+        self.call: Callable[[nn.Module, Any, dict[str, Any]], Any] = torch.compile(
+            FunctionType(code, _call_layer.__globals__),
+            fullgraph=True,
+            dynamic=False,
+            backend=backend,
+            options=options,
+        )
 
 
 @functools.cache
-def _program(kind: tuple[object, ...], backend: str) -> Callable[[nn.Module, Any, dict[str, Any]], Any]:
-    """A compiled call for all layers of a kind.
+def _program(kind: int, backend: str) -> _Program:
+    return _Program(_program.cache_info().misses, backend)
 
-    Torch keeps the forms that it compiled (shapes, modes) with the code of a function, a few at most, so each
-    kind has code of its own. Random numbers come from torch's generators, as without a compiler.
-    """
-    code = _call_layer.__code__.replace(co_name=f"layer_{_program.cache_info().misses}")
-    call = FunctionType(code, _call_layer.__globals__)
-    options: dict[str, Any] | None = {"fallback_random": True} if backend == BACKEND else None
-    compiled: Callable[[nn.Module, Any, dict[str, Any]], Any] = torch.compile(
-        call, fullgraph=True, dynamic=False, backend=backend, options=options
+
+def _warn_of_the_limit(index: int, name: str) -> None:
+    if _Program.has_warned:
+        return
+    _Program.has_warned = True
+    warnings.warn(
+        f"not compiled: layer {index} ({name}) was given more sizes or modes than the "
+        f"{torch._dynamo.config.recompile_limit} that torch keeps code for; further ones run as they are, "
+        "here and in other layers. Give mini-batches of fewer sizes, or raise "
+        "torch._dynamo.config.recompile_limit",
+        stacklevel=2,
     )
-    return compiled

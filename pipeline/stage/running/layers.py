@@ -19,7 +19,6 @@ from gpipe_bench.pipeline.stage.inputs import Arriving
 from gpipe_bench.pipeline.stage.microbatch import Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 from gpipe_bench.pipeline.stage.running.compiled import compile_layers, without_graph
-from gpipe_bench.pipeline.stage.running.graphed import GraphedLayers
 from gpipe_bench.pipeline.stage.state.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.tied import Leaves
 
@@ -33,8 +32,7 @@ class LayerRunner:
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are; `first_microbatch` is the number of micro-batch 0 among those of all
     replicas, which keys them too. `statistics` are those of these layers. With a `backend` of
-    `torch.compile` the layers are compiled (`compiled`), with `graphs` recorded (`graphed`). `leaves` are of
-    the tied weights.
+    `torch.compile` the layers are compiled (`compiled`). `leaves` are of the tied weights.
     """
 
     def __init__(
@@ -46,17 +44,16 @@ class LayerRunner:
         seed: int,
         statistics: Statistics,
         backend: str | None = None,
-        graphs: bool = False,
         leaves: Leaves | None = None,
         first_microbatch: int = 0,
     ) -> None:
         self.layers, self.first_layer, self._first_microbatch = layers, first_layer, first_microbatch
         self.device, self.seed, self.statistics = device, seed, statistics
         self._generators = Generators(device)
-        self._draws = tuple(may_draw(layer) for layer in layers)
+        self._draws = (False,) * len(layers)
+        self.drew: int | None = None  # a layer that drew in training mode without a loss
         self._keywords = tuple(Keywords.of(layer) for layer in layers)
         self._compiled = None if backend is None else compile_layers(layers, first_layer, backend)
-        self._graphs = GraphedLayers(layers, device) if graphs else None
         self._leaves = leaves
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
@@ -79,11 +76,13 @@ class LayerRunner:
         Each layer is given what its `forward` has a name for of the `shared` arguments.
         """
         self._targets, self._loss_fn = targets, loss_fn
+        # In each step anew: a hook may have come since. Who may draw is not asked again.
+        self._draws = tuple([d or may_draw(layer) for d, layer in zip(self._draws, self.layers, strict=True)])
         calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
+        if loss_fn is None and self.drew is None:
+            calls = [self._watched(i, call) for i, call in enumerate(calls)]
         if self._leaves is not None:
             calls = [self._leaves.around(self.first_layer + i, call) for i, call in enumerate(calls)]
-        if self._graphs is not None:
-            self._graphs.begin()
         self._calls = tuple(
             (
                 layer,
@@ -92,11 +91,6 @@ class LayerRunner:
             )
             for i, (layer, draws, keywords) in enumerate(zip(calls, self._draws, self._keywords, strict=True))
         )
-        if self._graphs is not None and any(keywords for _, _, keywords in self._calls):
-            raise ValueError(
-                "compile='graphs' records calls without keyword arguments; pass what is in shared with the "
-                "mini-batch, or use compile=True"
-            )
         self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers))
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
 
@@ -112,8 +106,6 @@ class LayerRunner:
         """
         if self._compiled is not None:
             value = self._as_in_a_graph(value)
-        if self._graphs is not None and (found := self._graphs(value)) is not None:
-            return found
         generators = self._generators
         states: list[Tensor] | None = None
         forget_casts = self._autocast and not torch.is_grad_enabled()
@@ -138,6 +130,20 @@ class LayerRunner:
         if self._compiled is not None and self.entering is None:
             value = without_graph(value)
         return value
+
+    def _watched(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of a layer, noting whether the layer draws; of one in training mode that may."""
+        if not (self._draws[index] and self.layers[index].training):
+            return call
+
+        def watched(*value: Any, **shared: Any) -> Any:
+            states = self._generators.save()
+            output = call(*value, **shared)
+            if self.drew is None and self._generators.have_moved(states):
+                self.drew = self.first_layer + index
+            return output
+
+        return watched
 
     def _as_in_a_graph(self, value: Tree) -> Tree:
         """The inputs saying what will need a gradient in the recomputation, which runs the same programs."""

@@ -11,7 +11,9 @@ copied, and the small ones beside them. A change shows in torch's count of in-pl
 tensor under the same name; one made behind torch's back, through `.data`, shows in the comparison, if it is
 made in the first step. Of small buffers that do not change one copy is kept, so that they may begin to at any
 time; for a larger one that begins to change in place that is an error, which says what to do. Batch
-normalization's averages are left to `batchnorm`; what a layer keeps outside of its buffers is its own affair.
+normalization's averages are left to `batchnorm`. Where a forward changes a buffer of a module, the
+recomputation also finds the module's attributes as that forward did, such as the length that a table was made
+for. No large tensors, though; what a layer keeps there or elsewhere is its own affair.
 
 Beside the buffers themselves that is, on a stage, the changing ones once for every micro-batch that waits for
 its recomputation and those of at most `SMALL_BYTES` once; in the first step all of them once while a forward
@@ -20,9 +22,10 @@ runs. The memory model (`memory.stages.copies`) counts the same in a step that i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -43,9 +46,12 @@ SMALL_BYTES = 2**16
 
 @dataclass
 class Saved:
-    """What a forward saw of the buffers that change, and which of them it did change."""
+    """What a forward saw of the buffers that change, which of them it did change, and what it found in the
+    attributes of their modules that it changed.
+    """
 
     copies: dict[Key, Value] = field(default_factory=dict)
+    attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
     moved: frozenset[Key] = frozenset()
 
 
@@ -109,7 +115,7 @@ class Buffers:
         self._notice()
         kept = [*self._changing, *self._still] if self._learning else self._changing
         copies: dict[int, Tensor | None] = {}  # two names of one tensor are one copy
-        saved = Saved()
+        saved = Saved(attributes={module: dict(module.__dict__) for module in self._modules})
         for module, name in kept:
             tensor = module._buffers.get(name)
             if id(tensor) not in copies:
@@ -133,6 +139,7 @@ class Buffers:
                 if saved.copies.get(key) is not ABSENT:
                     saved.copies.pop(key, None)
         saved.moved = frozenset(moved)
+        saved.attributes = {m: _changed(saved.attributes[m], m.__dict__) for m, _ in moved}
         self._moved |= moved
 
     @contextmanager
@@ -141,6 +148,13 @@ class Buffers:
         self._notice()
         values: dict[Key, Value] = {**self._before, **saved.copies}
         originals = {module: dict(module._buffers) for module, _ in values}
+        attributes = {module: dict(module.__dict__) for module in saved.attributes}
+        for module, changed in saved.attributes.items():
+            for name, value in changed.items():
+                if value is ABSENT:
+                    module.__dict__.pop(name, None)
+                else:
+                    module.__dict__[name] = value
         states: dict[Key, State] = {}
         copies: dict[int, Tensor | None] = {}
         for (module, name), value in values.items():
@@ -157,6 +171,9 @@ class Buffers:
             moved.update(key for key, state in self._still.items() if state.has_moved(buffer_of(key)))
             moved.difference_update(key for key, value in values.items() if isinstance(value, Absent))
         finally:
+            for module, held in attributes.items():
+                module.__dict__.clear()
+                module.__dict__.update(held)
             for module, buffers in originals.items():
                 module._buffers.clear()
                 module._buffers.update(buffers)
@@ -276,3 +293,14 @@ class Buffers:
     def _name(self, key: Key) -> str:
         module, name = key
         return f"buffer {name!r} of {self._modules[module]}"
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What was in the place of attributes that are others now; no large tensors, which would take memory."""
+    found = {name: before.get(name, ABSENT) for name in {**before, **now}}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not now.get(name, ABSENT)
+        and not (isinstance(value, Tensor) and value.nbytes > SMALL_BYTES)
+    }

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from functools import lru_cache
 from typing import Protocol
 
-from gpipe_bench.pipeline.memory.signature import Same
 from gpipe_bench.pipeline.memory.stages.copies import Counts, shadowed
 from gpipe_bench.pipeline.memory.stages.copies import held as held_copies
 from gpipe_bench.pipeline.memory.stages.demands import Demand, Walk
@@ -76,7 +74,7 @@ def walk(
     home = [workers[schedule.worker(stage)] for stage in range(schedule.num_stages)]
     last = schedule.num_stages - 1
     held: dict[Action, int] = {}
-    for action in _order(Same(schedule)) if counts_all else schedule:
+    for action in execution_order(schedule) if counts_all else schedule:
         stage, kind = action.stage, action.kind
         worker = home[stage]
         if kind is Kind.F:
@@ -105,11 +103,6 @@ def walk(
 def check_number(stages: Sequence[object], schedule: Schedule) -> None:
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
-
-
-@lru_cache(maxsize=16)
-def _order(same: Same) -> tuple[Action, ...]:
-    return execution_order(same.value)
 
 
 class Row:

@@ -35,6 +35,11 @@ class Divided:
         self._along_tp = grid.size("tp") > 1
 
     @property
+    def by_layer(self) -> bool:
+        """Whether all holders of a layer fetch its parameters whenever it runs, in step with each other."""
+        return self._zero == 3
+
+    @property
     def makes(self) -> Callable[..., ReducedStage]:
         """The class of the stages."""
         if not self._along_tp:

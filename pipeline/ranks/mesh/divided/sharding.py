@@ -150,7 +150,7 @@ class Shards:
         self._layers = [_Sharded(layer, holders) for layer in stage.layers if isinstance(layer, FSDPModule)]
         self._watched = False
 
-    def begin(self, *, sync: bool) -> None:
+    def begin(self, num_microbatches: int, *, sync: bool) -> None:
         """The parameters of the step are fetched while the stage waits for its first micro-batch.
 
         Gradients are kept in parts whatever `sync` says, so there is nothing to put off.

@@ -159,7 +159,7 @@ class Layouts:
         self._cut: set[DTensor] = set()
         self._summed: dict[DTensor, tuple[Placement, ...]] = {}  # how gradients came that are parts of sums
 
-    def begin(self, *, sync: bool) -> None:
+    def begin(self, num_microbatches: int, *, sync: bool) -> None:
         for parameter in self._parameters:  # only those that are trained can have a hook
             if parameter.requires_grad and parameter not in self._cut:
                 self._cut.add(parameter)
@@ -169,7 +169,7 @@ class Layouts:
             if isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements:
                 parameter.grad = _one_part(parameter.grad, placements)
         if self._replicas is not None:
-            self._replicas.begin(sync=sync)
+            self._replicas.begin(num_microbatches, sync=sync)
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
         if self._replicas is not None:

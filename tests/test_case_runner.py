@@ -1,0 +1,55 @@
+"""Launches for tests: one for all workers that need it, and an end to those that hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import forked
+from case_runner import Outcome, Outcomes, once
+
+from tests.preloaded import end_if_it_hangs
+
+
+def test_of_several_that_need_the_same_outcomes_one_launches(tmp_path: Path) -> None:
+    both, made = threading.Barrier(2), []
+
+    def make() -> Outcomes:
+        made.append(1)
+        return [{"case": Outcome(None, 0.5)}]
+
+    def ask(_: int) -> Outcomes:
+        both.wait()
+        return once(tmp_path / "outcomes", make)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(ask, range(2))) == [[{"case": Outcome(None, 0.5)}]] * 2
+    assert len(made) == 1
+
+
+def wait_for_nobody(said: Connection) -> None:
+    os.dup2(said.fileno(), 2)
+    threading.Thread(target=signal.pause).start()
+    os.write(2, b"has an end\n" if signal.getitimer(signal.ITIMER_REAL)[0] > 0 else b"has no end\n")
+    end_if_it_hangs(0.01)  # instead of what it began with
+    signal.pause()
+
+
+def test_a_process_that_hangs_says_where_and_ends() -> None:
+    context = forked.fork_server()
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=wait_for_nobody, args=(there,))
+    process.start()
+    there.close()
+    said = ""
+    while "in wait_for_nobody" not in said and (more := os.read(here.fileno(), 4096)):
+        said += more.decode()
+    assert said.startswith("has an end\nTimeout (0:00:00.01")
+    assert said.count("hread 0x") == 2, "the stacks of all its threads"
+    os.kill(process.pid, signal.SIGALRM)  # as it would itself
+    process.join()
+    assert process.exitcode == -signal.SIGALRM

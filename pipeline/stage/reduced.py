@@ -97,10 +97,11 @@ class ReducedStage(Stage):
         known = set(self.receiving)
         if any(map(is_divided, known)):  # their graph has other leaves
             return
-        todo, seen = [edge.node for edge in self._microbatches[m].edges], set()
+        todo: list[Any] = [edge.node for edge in self._microbatches[m].edges]
+        seen = {None}
         while todo:
             node = todo.pop()
-            if node is None or node in seen:
+            if node in seen:
                 continue
             seen.add(node)
             todo += [each for each, _ in node.next_functions]

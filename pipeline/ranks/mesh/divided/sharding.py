@@ -159,7 +159,7 @@ class Shards:
         """
         if any(not is_divided(parameter) for parameter in self._stage.trainable):
             raise ValueError(
-                f"stage {self._stage.index} trains a parameter that is not divided along 'fsdp': it is one of "
+                f"stage {self._stage.index} trains a parameter that is not divided along 'fsdp': it is of "
                 "loss_fn, or has come to a layer since the pipeline was built; build the pipeline of layers "
                 "that have all their parameters, or use the dimension 'dp' instead"
             )

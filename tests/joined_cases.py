@@ -38,9 +38,6 @@ NUM_STEPS = 4
 WIDTH = 4
 SCALE = 8.0
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
-# Whether mini-batches may have fewer examples than there are micro-batches, and whether what comes before a
-# training step may be an evaluation in inference mode.
-SHORT, INFERENCE = False, False
 
 
 class Step:
@@ -58,7 +55,7 @@ class Step:
             self.refreshed |= tells
         # Examples of a forward-only pass behind it, and whether that is in inference mode.
         self.evaluated = generator.randint(fewest, most) if generator.random() < 0.3 else 0
-        self.inference = INFERENCE and generator.random() < 0.5
+        self.inference = generator.random() < 0.5
 
     def __str__(self) -> str:
         what = "+".join(change.__name__ for change in self.changes)
@@ -86,7 +83,8 @@ class Example:
         if generator.random() < 0.3:
             self.shared = self.shared[:1] * NUM_STEPS  # the same tensors in every step
         self.seed = generator.randrange(2**32)
-        fewest = 1 if SHORT and isinstance(self.schedule, str) else self.num_microbatches
+        # A schedule of one's own takes no fewer examples than it has micro-batches.
+        fewest = 1 if isinstance(self.schedule, str) else self.num_microbatches
         most = 2 * self.num_microbatches + 1
         self.steps = [Step(generator, self.layers, fewest, most) for _ in range(NUM_STEPS)]
 

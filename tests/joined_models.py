@@ -15,9 +15,6 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline.stage.microbatch import Tree
 
-# Whether layers of torch's may begin to draw, by a probability or a hook.
-RAISED_DROPOUT = False
-
 
 class Packed(Layer):
     """x, ... -> a dict, whose numbers and keys depend on x."""
@@ -92,9 +89,8 @@ class Dropping(Dense):
 
 
 def of_torch(generator: random.Random, width: int) -> nn.Module:
-    """A layer of torch's alone, of which is known whether it draws."""
-    p = generator.choice([0.0, 0.3]) if RAISED_DROPOUT else 0.3
-    drop = nn.Dropout(p)
+    """A layer of torch's alone, which may begin to draw."""
+    drop = nn.Dropout(generator.choice([0.0, 0.3]))
     return generator.choice([drop, nn.Sequential(nn.Linear(width, width), drop)])
 
 
@@ -152,7 +148,7 @@ def change_of(generator: random.Random, layers: Sequence[nn.Module]) -> tuple[Ch
     processes has to be told, by `refresh`.
     """
     index = generator.randrange(len(layers) - 1)  # the last one is trained in any case
-    layer, switch, number = layers[index], generator.random() < 0.5, generator.choice([0.0, 0.1, 0.6])
+    switch, number = generator.random() < 0.5, generator.choice([0.0, 0.1, 0.6])
 
     def probability(found: Sequence[nn.Module]) -> None:
         for module in found[index].modules():
@@ -192,10 +188,10 @@ def change_of(generator: random.Random, layers: Sequence[nn.Module]) -> tuple[Ch
         for module in _linear(found[index]):
             module.bias = nn.Parameter(module.bias.detach() + 0.1, module.bias.requires_grad)
 
-    ways: list[tuple[Change, bool]] = [(mode, False), (values, False), (in_place, True), (trained, True)]
-    if RAISED_DROPOUT or not type(layer).__module__.startswith("torch"):
-        ways.append((hook, False))
-    ways += [(hook_of_a_gradient, False), (replaced, False), (probability, False), (probability, False)]
+    ways: list[tuple[Change, bool]] = [
+        (mode, False), (values, False), (in_place, True), (trained, True), (hook, False),
+        (hook_of_a_gradient, False), (replaced, False), (probability, False), (probability, False),
+    ]  # fmt: skip
     return generator.choice(ways)
 
 

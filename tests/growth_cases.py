@@ -82,7 +82,8 @@ def steps(number: int, group: dist.ProcessGroup | None) -> Callable[[int], None]
         batch = torch.zeros(2 + index % 3, 1 + (number - index) // 3, WIDTH)
         step(pipeline, batch)
         if index % 5 == 0:
-            pipeline(batch)
+            pipeline.eval()(batch)
+            pipeline.train()
 
     return one
 

@@ -159,7 +159,9 @@ class Pipeline(Assembled):
                 no tensor goes to every micro-batch as it is. With a process group the first rank's counts.
                 On a grid it is this replica's share of the batch; shares may be uneven.
             target: likewise, or None; the last rank's counts.
-            loss_fn: `loss_fn(output, target)` returns the mean over the examples of a micro-batch.
+            loss_fn: `loss_fn(output, target)` returns the mean over the examples of a micro-batch. The
+                parameters of one that is a module get gradients where the last stage is, on a grid those of
+                all replicas, but are not the pipeline's: give them to an optimizer there.
             shared: keyword arguments for the layers, the same for all micro-batches: each layer is given
                 those that its `forward` has a parameter for (all, if it has `**kwargs`). Tensors in it are
                 not split, must not require a gradient and not be changed by a layer. The first rank's

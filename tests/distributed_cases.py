@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from ranks import EXACT, Ranks, assert_own_gradients, halves, raises, shared_folder
@@ -21,6 +22,7 @@ from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe
+from gpipe_bench.pipeline.plan.schedules import calibration
 from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
@@ -67,8 +69,11 @@ def mini_batches_of_changing_shapes(ranks: Ranks | None = None) -> None:
             assert output is None or torch.equal(output, wanted)
 
 
+@mock.patch.multiple(calibration, WARM_UP_STEPS=0, TIMED_STEPS=1)
 def short_batches() -> None:
-    """Fewer examples than micro-batches, between others, under schedules with several stages and halves."""
+    """Fewer examples than micro-batches, between others, under schedules with several stages and halves; that
+    of "auto" changes in between.
+    """
     ranks = Ranks()
     for schedule, num_stages, remat in (
         ("zb-h1", 4, "always"), ("zb-v", 8, "except_last"), ("interleaved", 8, "never"),
@@ -87,6 +92,7 @@ def short_batches() -> None:
             events = pipeline.gather_timeline().events
             assert {event.action.microbatch for event in events} == set(range(min(4, size)))
             pipeline.zero_grad()
+            pipeline(batch[:2])
 
 
 def short_batches_with_portals() -> None:

@@ -90,7 +90,7 @@ class PointToPoint(Exchange):
     def follow(self, schedule: Schedule) -> None:
         """From the next step on, other rows for the same stages, on every rank: the connections stay."""
         assert schedule.placement == self._schedule.placement
-        assert schedule.num_microbatches == self._schedule.num_microbatches
+        assert schedule.num_microbatches == self._full.num_microbatches
         self._full = schedule
         self._lay_out(schedule)
 

@@ -297,7 +297,7 @@ CHANGES = {"open", "mkdir", "flock", "write", "flush", "fsync", "rename", "repla
 
 def kill_before(point, name=None):
     """Ends this process before its n-th call of the system that may change files, or the n-th of one kind; of
-    the many writes every 40th counts.
+    the many writes every 100th counts.
     """
     calls, writes = 0, 0
 
@@ -307,7 +307,7 @@ def kill_before(point, name=None):
             return
         if isinstance(getattr(function, "__self__", None), io.BufferedWriter):
             writes += 1
-            if writes % 40 != 1:
+            if writes % 100 != 1:
                 return
         elif function.__module__ not in ("posix", "fcntl", "io", "_io"):
             return
@@ -340,15 +340,14 @@ def status_of(child):
 def test_a_save_killed_at_any_call_leaves_the_version_before_or_the_new_one(tmp_path, full):
     """And the next one leaves nothing else. The first number past all calls ends the test."""
     folder, pair = tmp_path / "a" / "checkpoint", fresh(kind=sgd)
-    found = set()
+    before, found = None, set()
     for point in range(1, 1000):
         if not full:
             shutil.rmtree(folder, ignore_errors=True)
-        elif point % 3 == 1:
-            mark(*pair, point + 1000)
+        elif point % 10 == 1:
+            mark(*pair, before := point + 1000)
             checkpoint.save(folder, *pair)  # over what killed ones left
-            assert only_version(folder) == point + 1000
-        before = version(folder)
+            assert only_version(folder) == before
         mark(*pair, point)
 
         def save(point=point):
@@ -363,6 +362,7 @@ def test_a_save_killed_at_any_call_leaves_the_version_before_or_the_new_one(tmp_
         after = version(folder)
         assert after in (before, point)
         found.add("new" if after == point else "before")
+        before = after if full else None
     assert found == {"new", "before"}
 
 

@@ -58,6 +58,9 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
         if rank == 0:
             stack.enter_context(alone(path))
         planner.set_up_planner(_state(pipeline, optimizer), writer.storage_meta(), is_coordinator=rank == 0)
+        for key, place in planner.mappings.items():
+            if place[0] == "optimizer" and any(isinstance(part, int) for part in place):
+                raise ValueError(f"the optimizer keeps tensors in a list, {key}; dictionaries can be saved")
         # The rank is a part of all names of files.
         writer.set_up_storage_writer(rank == 0, rank=f"{rank}_{name}", use_collectives=False)
         return writer.prepare_local_plan(planner.create_local_plan())

@@ -235,6 +235,9 @@ def test_options_of_a_group_must_be_those_of_all_its_parameters(tmp_path):
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(7))])
     with pytest.raises(RuntimeError, match=r"a parameter of shape \(7,\) that the pipeline does not"):
         checkpoint.save(tmp_path, pipeline, stranger)
+    again.state[first] = {"before": [torch.ones(2)]}
+    with pytest.raises(RuntimeError, match=r"tensors in a list, optimizer\.state\.0\.weight\.before\.0"):
+        checkpoint.save(tmp_path, pipeline, again)
 
 
 def test_what_torch_wrote_for_earlier_versions_is_loaded(tmp_path):

@@ -81,6 +81,7 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
             sync(path)
             os.replace(path / f"__{rank}_{name}.metadata", path / ".metadata")
             sync(path)
+            sync(path.parent)
             stack.close()
 
     what = f"the checkpoint {path} can't be written"

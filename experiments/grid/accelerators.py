@@ -180,7 +180,7 @@ class Laid:
 
     def step_s(self, place: Place, level: str, setting: Setting) -> float:
         """Seconds of a step whose replicas have all parameters, or have divided them."""
-        from gpipe_bench.experiments.published.accelerator_steps.full_size import UPDATE_BYTES
+        from gpipe_bench.experiments.published.accelerator_steps.accelerators import UPDATE_BYTES
         from gpipe_bench.pipeline.plan.links import Link
         from gpipe_bench.pipeline.plan.reductions import (
             data_parallel,

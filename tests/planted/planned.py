@@ -62,6 +62,22 @@ PLANNED = (
         tests=("tests/test_planning_costs.py::test_layers_and_what_an_action_costs_once_are_told_apart",),
     ),
     Mutant(
+        name="asking for a tensor's device takes time",
+        file="experiments/planning/costs/roofline.py",
+        old='if func.namespace == "prim" or func.is_view or',
+        new="if func.is_view or",
+        why="two thirds of all bytes would be counted where nothing is moved",
+        tests=("tests/test_planning_roofline.py::test_views_and_questions_move_nothing",),
+    ),
+    Mutant(
+        name="causal attention multiplies for all pairs",
+        file="experiments/planning/costs/roofline.py",
+        old='seen = 0.5 if given.get("is_causal") else 1.0',
+        new="seen = 1.0",
+        why="long sequences would take up to twice as long",
+        tests=("tests/test_planning_roofline.py::test_fused_attention_multiplies_for_half_of_all_pairs",),
+    ),
+    Mutant(
         name="jitter is drawn from one action",
         file="experiments/planning/predict.py",
         old="generator.choice(run[self.schedule.worker(action.stage) % len(run)])",

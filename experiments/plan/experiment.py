@@ -77,7 +77,7 @@ EXPERIMENT = Experiment(
     ),
     profiles={
         "smoke": "one tiny model, three configurations",
-        "short": "four models scaled to two cores, ten configurations of each",
+        "short": "six models scaled to two cores, ten configurations of each",
         "full": "the same with two to three times as many rounds",
     },
     cases=cases,

@@ -35,7 +35,6 @@ from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.times.clock import conditions
 
-OPTIMIZER = "sgd"
 MEMORY_BYTES = 2**40  # no cap: what is asked is time
 
 
@@ -76,7 +75,7 @@ def work(job: PlanJob) -> PlanResult:
     torch.manual_seed(job.seed)
     subject = job.planned
     sizes = tuple(sorted(subject.batch_size // number for number in subject.numbers))
-    bench = Bench(ProbeJob(subject.subject, sizes, subject.rounds, OPTIMIZER, job.seed, job.device))
+    bench = Bench(ProbeJob(subject.subject, sizes, subject.rounds, subject.optimizer, job.seed, job.device))
     start_s = perf_counter()
     everyone = bench.everyone(probe(bench))
     probes_s = perf_counter() - start_s
@@ -167,7 +166,7 @@ def request_of(costs: Costs, planned_model: Planned, processes: int) -> Request:
     """What was asked of the plan."""
     return Request(
         accelerators=processes, memory_bytes=MEMORY_BYTES, batch_size=planned_model.batch_size,
-        link=costs.link or FREE, optimizer=OPTIMIZER,
+        link=costs.link or FREE, optimizer=planned_model.optimizer,
     )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def probe(bench: Bench) -> Probed:
     for number in range(2 * len(probes)):  # the first ones warm up
         each = probes[number % len(probes)]
         time_step(each.step, layers, device=bench.device)
-        bench.update(range(len(layers)))
+        bench.trained.update(range(len(layers)), bench.device)
         for event in each.pipeline.timeline.events if number >= len(probes) else ():
             cost[event.action.stage] += event.duration_s
     cost = [sum(column) for column in zip(*bench.everyone(cost), strict=True)]
@@ -183,7 +183,7 @@ def _take(bench: Bench, each: _Probe) -> _Raw:
         wall_s,
         mine.events,
         each.pipeline.gather_timeline().events if shared else (),
-        bench.update(sorted(held)),
+        bench.trained.update(sorted(held), bench.device),
     )
 
 

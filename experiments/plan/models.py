@@ -89,7 +89,7 @@ MODELS: dict[str, dict[str, Planned]] = {
             "one's own", "gpipe_bench.experiments.plan.own_model:mixer", {}, **_RUN,
             scale="a convolution, 10 mixing blocks of different widths, a head",
         ),
-        # Chosen before anything of them was timed, so that nothing is tuned to them; with Adam, as most train.
+        # Chosen before anything of them was timed: nothing is tuned to them. With Adam, as most train.
         "llama": Planned(
             "Llama", "llama", _LLAMA, **_RUN, scale="6 blocks, width 192, 32 tokens, Adam", optimizer="adam"
         ),

@@ -107,7 +107,7 @@ def to_run(
 def with_replicas(
     chosen: Sequence[tuple[int, Prediction]], ranking: Sequence[Prediction]
 ) -> list[tuple[int, Prediction]]:
-    """Those, and the best one of replicas and of shares at each level where none of the kind is among them."""
+    """Those, and the best one of replicas, and of each level of shares, where none is among them."""
 
     def kind(prediction: Prediction) -> int:
         return prediction.candidate.fsdp_level

@@ -1,6 +1,4 @@
-"""How a candidate is laid over the processes of a case: a pipeline over all of them, or a replica or a share in
-each.
-"""
+"""How a candidate is laid over the processes of a case: a pipeline, or a replica or a share in each."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from torch import distributed as dist
 from torch import nn
 
 from gpipe_bench.experiments.measuring.device_timing import time_step
+from gpipe_bench.experiments.planning.costs.spending import Budget
+from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.subjects import Subject
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.partition import Partition, partition
@@ -39,6 +41,8 @@ class ProbeJob(NamedTuple):
     seed: int = 1811
     device: str = "cpu"
     sharded: bool = True  # whether parameters may be divided, too (fsdp)
+    budget: Budget = Budget()
+    request: Request | None = None  # what is asked, where a budget is to go where it matters
 
 
 class Trained:
@@ -75,7 +79,7 @@ class Bench:
         self.trained = Trained(self.layers, job.optimizer)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.processes = dist.get_world_size() if dist.is_initialized() else 1
-        self.size = sorted(job.sizes)[len(job.sizes) // 2]
+        self.size = sorted(job.sizes)[(len(job.sizes) - 1) // 2]
         stages = min(ALONE, len(self.layers))
         even = partition([1.0] * len(self.layers), stages)
         self._reference = self.pipeline(named("gpipe", stages, 2), self.size, even)[1]

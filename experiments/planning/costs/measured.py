@@ -14,6 +14,7 @@ library and `pipeline.plan` are imported.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.planning.costs.costs import FIRST, ONCE, Costs, Run, SizeCosts
 from gpipe_bench.experiments.planning.costs.wholes import LEVELS, whole_s
-from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.pipeline.plan.links import LINKS, Link
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.planning.costs.probes import Probed, ProbeRun
@@ -44,8 +46,9 @@ def measured(
         for size in first.activation_bytes
     }
     coarse = [run for each in found for run in each.runs if not run.fine]
-    kinds = {(run.size, run.fine) for run in first.runs}
-    timed = f"measured, {len(found)} processes at once, {len(first.runs) // (2 * len(kinds))} rounds"
+    rounds = sorted({number // 2 for number in Counter((run.size, run.fine) for run in first.runs).values()})
+    ends = " to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
+    timed = f"measured, {len(found)} processes at once, {ends} rounds"
     timed += where and f" on {where}"
     gap_s = median([gap for run in coarse for gap in run.gaps_s] or [0.0])
     messages = [each for run in coarse for each in run.messages]
@@ -86,6 +89,13 @@ def measured(
         provenance={"layers": timed, "links": timed if messages else "none: one process", "update": timed},
         profiles=profiles,
     )
+
+
+def as_measured(request: Request, costs: Costs) -> Request:
+    """Loopback is what connects the processes of this machine; where several were timed, it was, too."""
+    if costs.link is None or request.link != LINKS["loopback"]:
+        return request
+    return replace(request, link=costs.link)
 
 
 def _size(

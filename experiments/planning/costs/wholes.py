@@ -74,14 +74,14 @@ class WholeRun(NamedTuple):
     update_s: tuple[tuple[int, float], ...] = ()
 
 
-def wholes(bench: Bench) -> list[Whole]:
+def wholes(bench: Bench, sizes: Sequence[int]) -> list[Whole]:
     """The probes, where several processors are replicas of each other."""
     if bench.processes == 1 or bench.device.type != "cpu":
         return []
     cut = (range(len(bench.layers)),)
     mesh = init_device_mesh("cpu", (bench.processes, 1), mesh_dim_names=("dp", "pp"))
     found = []
-    for size in bench.job.sizes:
+    for size in sizes:
         for name, remat in WAYS:
             schedule = named(name, 1, NUM_MICROBATCHES, remat=remat)
             pipeline, step = bench.pipeline(schedule, size, cut, over={"mesh": mesh})
@@ -92,7 +92,7 @@ def wholes(bench: Bench) -> list[Whole]:
         layers = bench.fresh_layers()  # torch divides parameters in place, and for good
         pipeline, _ = bench.pipeline(schedule, bench.size, cut, over=over, layers=layers)
         trained = Trained(layers, bench.job.optimizer)
-        for size in bench.job.sizes:
+        for size in sizes:
             step = bench.step(pipeline, size, NUM_MICROBATCHES)
             found.append(Whole(size, schedule, pipeline, step, trained, level))
     return found

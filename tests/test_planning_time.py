@@ -13,8 +13,9 @@ from planning_models import costs_of, planned
 
 from gpipe_bench.experiments.planning.costs import kept
 from gpipe_bench.experiments.planning.costs.costs import Costs
-from gpipe_bench.experiments.planning.costs.spending import About, Budget, affordable, sizes_worth, worth
+from gpipe_bench.experiments.planning.costs.spending import About, Budget, affordable, sizes_worth
 from gpipe_bench.experiments.planning.costs.timed import Timing
+from gpipe_bench.experiments.planning.likely import worth
 from gpipe_bench.experiments.planning.links import link_named
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.pipeline.plan.links import Link
@@ -42,12 +43,12 @@ def test_what_the_fastest_ways_depend_on_is_timed_again() -> None:
         shared = replace(at, shards_s={2: {**whole, "once": 0.0}})
         return replace(costs, sizes={**costs.sizes, 4: shared})
 
-    slow, fast = worth(sharing(3.0), REQUEST), worth(sharing(0.3), REQUEST)
+    slow, fast = worth(REQUEST, sharing(3.0)), worth(REQUEST, sharing(0.3))
     assert About(4, 2) not in slow
     assert About(8, 0) in slow  # replicas, whose sums take no time over this link
     assert not any(about.kind == "layers" for about in slow)  # two workers wait for each other
     assert fast == {About(4, 2)}
-    sums = worth(replace(sharing(3.0), sum_link=Link("slow sums", 0.0, 1e3)), REQUEST)
+    sums = worth(REQUEST, replace(sharing(3.0), sum_link=Link("slow sums", 0.0, 1e3)))
     assert {about.kind for about in sums} == {"layers"}
     assert About(16, "layers") not in sums  # one worker after the other
 
@@ -71,7 +72,7 @@ def test_a_budget_ends_before_a_round_that_it_has_no_time_for_and_says_how_far_i
 @pytest.fixture(name="asked")
 def of_a_model() -> tuple[dict[str, Any], Costs]:
     model = planned("plain")
-    facts = kept.facts(model, sizes=[1, 2], processes=2, request=REQUEST, timing=Timing())
+    facts = kept.facts(model, REQUEST, sizes=[1, 2], processes=2, seconds=60.0, sharded=True)
     return facts, replace(costs_of(model), profiles=None)
 
 
@@ -105,7 +106,7 @@ def test_costs_are_kept_and_only_what_is_the_same_is_given_back(
 def test_a_model_s_own_files_and_shapes_are_among_the_facts(asked: tuple[dict[str, Any], Costs]) -> None:
     facts = asked[0]
     assert any(name.endswith("planning_models.py") for name in facts["files"])
-    other = kept.facts(planned("tied"), sizes=[1, 2], processes=2, request=REQUEST, timing=Timing())
+    other = kept.facts(planned("tied"), REQUEST, sizes=[1, 2], processes=2, seconds=60.0, sharded=True)
     assert other["layers"] != facts["layers"]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.costs.measured import as_measured
 from gpipe_bench.experiments.planning.costs.timed import Timing
+from gpipe_bench.experiments.planning.likely import worth
 from gpipe_bench.experiments.planning.links import places
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.predict import predict
@@ -181,7 +182,12 @@ def search_for(
         sizes = sizes_of(request, space, num_layers)
         progress("layers", 0, len(sizes))
         few = list(takewhile(partial(_may_fit, model, request), sizes))
-        costs = costs_for(model, request, few, replace(timing or Timing(), sharded=space.sharded))
+        costs = costs_for(
+            model,
+            request,
+            few,
+            replace(timing or Timing(), sharded=space.sharded, worth=partial(worth, request)),
+        )
     return Search(costs, as_measured(request, costs), space, model.ties, partial(progress, "ways"))
 
 

@@ -12,8 +12,7 @@ from torch import distributed as dist
 from torch import nn
 
 from gpipe_bench.experiments.measuring.device_timing import time_step
-from gpipe_bench.experiments.planning.costs.spending import Budget
-from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.experiments.planning.costs.spending import About, Budget
 from gpipe_bench.experiments.planning.subjects import Subject
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.partition import Partition, partition
@@ -42,7 +41,7 @@ class ProbeJob(NamedTuple):
     device: str = "cpu"
     sharded: bool = True  # whether parameters may be divided, too (fsdp)
     budget: Budget = Budget()
-    request: Request | None = None  # what is asked, where a budget is to go where it matters
+    matters: Callable[[Sequence[Any]], set[About]] | None = None  # what is timed again; of all `Probed`
 
 
 class Trained:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,9 +24,6 @@ import gpipe_bench
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.request import Request
-
-if TYPE_CHECKING:
-    from gpipe_bench.experiments.planning.costs.timed import Timing
 
 MONTH_S = 30 * 24 * 3600.0
 PARTS = ("pipeline", "models", "experiments/planning")
@@ -40,7 +37,13 @@ def user_folder() -> Path:
 
 
 def facts(
-    model: Model, *, sizes: Sequence[int], processes: int, request: Request, timing: Timing
+    model: Model,
+    request: Request,
+    *,
+    sizes: Sequence[int],
+    processes: int,
+    seconds: float,
+    sharded: bool,
 ) -> dict[str, Any]:
     """All that seconds depend on, as plain data."""
     layers = [
@@ -64,8 +67,8 @@ def facts(
         "accelerators": request.accelerators,
         "batch_size": request.batch_size,
         "optimizer": request.optimizer,
-        "seconds": timing.seconds,
-        "sharded": timing.sharded,
+        "seconds": seconds,
+        "sharded": sharded,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": [platform.node(), platform.machine(), _processor()],

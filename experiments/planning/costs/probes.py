@@ -31,8 +31,7 @@ from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.experiments.planning.costs.bench import ALONE, NUM_MICROBATCHES, Bench
 from gpipe_bench.experiments.planning.costs.boundaries import boundaries, messages, receives
 from gpipe_bench.experiments.planning.costs.costs import kinds_of
-from gpipe_bench.experiments.planning.costs.measured import measured
-from gpipe_bench.experiments.planning.costs.spending import About, affordable, worth
+from gpipe_bench.experiments.planning.costs.spending import About, affordable
 from gpipe_bench.experiments.planning.costs.wholes import Whole, WholeRaw, WholeRun, run_of, take, wholes
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.partition import Partition, partition
@@ -114,10 +113,11 @@ def probe(bench: Bench) -> Probed:
     tell("warming up")
     chosen = list(job.sizes)
     if limited:
-        seconds = [bench.reference() for _ in range(2)] and bench.references[-1]
-        example_s = seconds / (2 * bench.size)
-        mine = affordable(chosen, example_s, seconds, NUM_MICROBATCHES, job.budget.seconds)
-        chosen = bench.everyone(mine)[0]
+        bench.reference()  # warms up
+        reference_s = bench.references[bench.reference()]
+        example_s = reference_s / (2 * bench.size)
+        mine = affordable(chosen, example_s, reference_s, NUM_MICROBATCHES, job.budget.seconds)
+        chosen = bench.everyone(mine)[0]  # the first process decides for all
     warm = 1 if limited else 2
     sizes = {size: boundaries(bench, size) for size in chosen}
     fine_cut = partition([1.0] * len(layers), len(layers))
@@ -206,7 +206,7 @@ def _again(
     places: list[int] = []
     if bench.rank == 0:
         now_s = perf_counter()
-        matters = worth(measured(everyone), job.request) if job.request is not None else None
+        matters = job.matters(everyone) if job.matters is not None else None
         places = [
             place for place, each in enumerate(everything) if matters is None or _about(each) in matters
         ]

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gpipe_bench.experiments.planning.costs.bench import Bench, ProbeJob
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.costs.measured import measured
 from gpipe_bench.experiments.planning.costs.probes import Probed, probe
-from gpipe_bench.experiments.planning.costs.spending import Budget, sizes_worth
+from gpipe_bench.experiments.planning.costs.spending import About, Budget, sizes_worth
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.subjects import OfTheZoo, OneOfYours, Subject
@@ -39,6 +40,7 @@ class Timing:
         fresh: whether what is kept there is timed anew
         shown: whether somebody is told how far it is
         sharded: whether parameters may be divided
+        worth: what the best ways depend on, by rough costs; everything if None
 
     Raises:
         ValueError: seconds that are not above 0.
@@ -49,6 +51,7 @@ class Timing:
     fresh: bool = False
     shown: bool = False
     sharded: bool = True
+    worth: Callable[[Costs], set[About]] | None = None
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
@@ -84,7 +87,9 @@ def timed(
 
     facts: dict[str, Any] = {}
     if timing.folder is not None:
-        facts = kept.facts(model, sizes=few, processes=processes, request=request, timing=timing)
+        facts = kept.facts(
+            model, request, sizes=few, processes=processes, seconds=timing.seconds, sharded=timing.sharded
+        )
         if not timing.fresh and (found := kept.read(timing.folder, facts, profiles)) is not None:
             costs, since = found
             when = datetime.fromtimestamp(since).astimezone().isoformat(" ", "minutes")
@@ -92,7 +97,8 @@ def timed(
             return replace(costs, provenance={**costs.provenance, "layers": said})
     job = ProbeJob(
         subject, tuple(few), ROUNDS, request.optimizer, sharded=timing.sharded,
-        budget=Budget(timing.seconds, timing.shown), request=request,
+        budget=Budget(timing.seconds, timing.shown),
+        matters=timing.worth and partial(_matters, timing.worth),
     )  # fmt: skip
     costs = measured(started(_probe, processes, job), "this machine", profiles)
     less = "" if processes == request.accelerators else f", of {request.accelerators} that are asked about"
@@ -104,6 +110,10 @@ def timed(
 
 def _probe(job: ProbeJob) -> Probed:
     return probe(Bench(job))
+
+
+def _matters(worth: Callable[[Costs], set[About]], found: Sequence[Probed]) -> set[About]:
+    return worth(measured(found))
 
 
 def _subject(model: Model) -> Subject:

@@ -113,8 +113,7 @@ def probe(bench: Bench) -> Probed:
     tell("warming up")
     chosen = list(job.sizes)
     if limited:
-        bench.reference()  # warms up
-        reference_s = bench.references[bench.reference()]
+        reference_s = min(bench.references[bench.reference()] for _ in range(4))  # the first ones warm up
         example_s = reference_s / (2 * bench.size)
         mine = affordable(chosen, example_s, reference_s, NUM_MICROBATCHES, job.budget.seconds)
         chosen = bench.everyone(mine)[0]  # the first process decides for all
@@ -124,6 +123,7 @@ def probe(bench: Bench) -> Probed:
     probes = [
         _probe(bench, size, way, fine_cut, sizes[size][0], fine=True) for size in chosen for way in WAYS
     ]
+    opened: list[_Probe | Whole] = list(probes)
     cost = [0.0] * len(layers)
     for number in range(warm * len(probes)):  # the first ones warm up
         each = probes[number % len(probes)]
@@ -141,7 +141,9 @@ def probe(bench: Bench) -> Probed:
         for each in coarse * warm:
             time_step(each.step, layers, device=bench.device)
         probes += coarse
+        opened += coarse
     whole = wholes(bench, chosen)
+    opened += whole
     for replica in whole * warm:
         time_step(replica.step, replica.trained.layers, device=bench.device)
         replica.trained.update(range(len(layers)), bench.device)  # the first one makes its state
@@ -166,8 +168,8 @@ def probe(bench: Bench) -> Probed:
                 for layer in range(len(layers))
             ),
             tuple(tuple(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers),
-            {size: each[0] for size, each in sizes.items()},
-            {size: each[1] for size, each in sizes.items()},
+            {size: sizes[size][0] for size in chosen},
+            {size: sizes[size][1] for size in chosen},
             bench.reference_s,
             tuple(run_of(bench, each) for each in raw_wholes),
         )
@@ -175,7 +177,18 @@ def probe(bench: Bench) -> Probed:
     for number in range(job.rounds):
         before_s = perf_counter()
         tell(f"round {number + 1}, {len(turns)} of {len(everything)} probes")
-        for turn in generator.sample(turns, len(turns)):
+        order = generator.sample(turns, len(turns))
+        if limited and number == 0:  # the smallest first: a size that there is no time for is left out
+            order.sort(key=lambda each: each.size)
+        for place, turn in enumerate(order):
+            if limited and number == 0 and place and turn.size != order[place - 1].size:
+                now_s = perf_counter()
+                next_s = (now_s - before_s) / sum(each.size for each in order[:place])
+                next_s *= sum(each.size for each in order if each.size == turn.size)
+                if not bench.everyone(job.budget.lasts(now_s - start_s, next_s))[0]:
+                    chosen = [size for size in chosen if size < turn.size]
+                    everything = turns = [each for each in everything if each.size in chosen]
+                    break
             if isinstance(turn, _Probe):
                 raw.append(_take(bench, turn))
             else:
@@ -186,8 +199,8 @@ def probe(bench: Bench) -> Probed:
             if not turns:
                 break
     tell("done")
-    for turn in everything:
-        turn.pipeline.close()
+    for each_opened in opened:
+        each_opened.pipeline.close()
     return found()
 
 

@@ -1,7 +1,6 @@
 """What is timed, and how often, where there is a budget of seconds: first everything once, then what matters.
 
-A micro-batch size whose probes would not fit the budget even once is left out, the largest first, and sizes
-that only a pipeline of one micro-batch could have are not timed at all. After every round the likely ways
+Micro-batch sizes for which there is no time even once are left out, the largest first, and those that only a pipeline of one micro-batch could have are not timed at all. After every round the likely ways
 are predicted with what is known by then, and only what the best of them depend on is timed again:
 
     round 1      every size    layers, replicas, shards of both levels
@@ -18,8 +17,6 @@ from typing import NamedTuple, TextIO
 
 from gpipe_bench.experiments.planning.request import Request
 
-FIRST_SHARE = 0.6
-"""Of the budget, for the warm-up and the first round."""
 STEPS_OF_A_SIZE = 9.0
 """What one round takes of a size, in passes forward and back over all examples of a probe."""
 PROBES_OF_A_SIZE = 8
@@ -42,7 +39,7 @@ def sizes_worth(sizes: Sequence[int], request: Request) -> list[int]:
 def affordable(
     sizes: Sequence[int], example_s: float, reference_s: float, microbatches: int, budget_s: float
 ) -> list[int]:
-    """The sizes whose warm-up and first round take their share of the budget together; at least the smallest.
+    """The sizes whose warm-up and first round there is time for; at least the smallest.
 
     Args:
         sizes: of micro-batches
@@ -52,7 +49,7 @@ def affordable(
         budget_s: all that there is
     """
     kept: list[int] = []
-    left_s = FIRST_SHARE * budget_s
+    left_s = budget_s
     for size in sorted(sizes):
         left_s -= 2 * STEPS_OF_A_SIZE * microbatches * size * example_s + PROBES_OF_A_SIZE * reference_s
         if kept and left_s < 0:

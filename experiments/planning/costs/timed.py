@@ -103,6 +103,9 @@ def timed(
     costs = measured(started(_probe, processes, job), "this machine", profiles)
     less = "" if processes == request.accelerators else f", of {request.accelerators} that are asked about"
     costs = replace(costs, provenance={**costs.provenance, "processes": f"{processes} timed{less}"})
+    if out := [size for size in few if size not in costs.sizes]:
+        words = f"micro-batches of {', '.join(map(str, out))}: no time in {timing.seconds:g} s, see --probe-s"
+        costs = replace(costs, provenance={**costs.provenance, "left out": words})
     if timing.folder is not None:
         kept.write(timing.folder, facts, costs)
     return costs

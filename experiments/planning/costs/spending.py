@@ -1,7 +1,8 @@
 """What is timed, and how often, where there is a budget of seconds: first everything once, then what matters.
 
-Micro-batch sizes for which there is no time even once are left out, the largest first, and those that only a pipeline of one micro-batch could have are not timed at all. After every round the likely ways
-are predicted with what is known by then, and only what the best of them depend on is timed again:
+Micro-batch sizes for which there is no time even once are left out, the largest first, and those that only a
+pipeline of one micro-batch could have are not timed at all. After every round the likely ways are predicted
+with what is known by then, and only what the best of them depend on is timed again:
 
     round 1      every size    layers, replicas, shards of both levels
     round 2 ..   the sizes and kinds of all ways within a quarter of the fastest

@@ -41,6 +41,21 @@ def plain() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
     return layers, torch.empty(16, WIDTH), torch.empty(16, WIDTH), nn.functional.mse_loss
 
 
+class Asking(nn.Linear):
+    """A layer that wants to know where its input is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert all(x.device == self.weight.device for _ in range(9))
+        return super().forward(x)
+
+
+def square(rows: int = 4096) -> tuple[list[nn.Module], Tensor, Tensor, Any]:
+    """Weights of the shape of the inputs."""
+    first, second, last = (kind(rows, rows, bias=False) for kind in (nn.Linear, Asking, nn.Linear))
+    layers: list[nn.Module] = [first, second, nn.Tanh(), last]
+    return layers, torch.empty(rows, rows), torch.empty(rows, rows), nn.functional.mse_loss
+
+
 def divided() -> tuple[Any, ...]:
     """With a plan of its own for tensor parallelism."""
     return *plain(), lambda layers, mesh: None

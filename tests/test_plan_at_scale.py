@@ -6,6 +6,7 @@ import pytest
 from planning_models import costs_of, planned
 
 from gpipe_bench.experiments.plan.at_scale import case as at_scale
+from gpipe_bench.experiments.plan.at_scale import steps
 from gpipe_bench.experiments.plan.experiment import EXPERIMENT
 from gpipe_bench.experiments.plan.figures import figures
 from gpipe_bench.experiments.plan.text import tables
@@ -67,7 +68,53 @@ def test_a_case_is_recorded_shown_and_drawn(monkeypatch: pytest.MonkeyPatch) -> 
     assert axes.get_legend_handles_labels()[1] == ["tp 1", "tp 2", "others, predicted", "others, measured"]
 
 
-@pytest.mark.parametrize(("profile", "number"), [("smoke", 0), ("short", 2)])
+def test_every_published_step_says_what_it_was() -> None:
+    found = steps.steps()
+    assert len({step.name for step in found}) == len(found) >= 8
+    for step in found:
+        assert step.source
+        assert step.differs
+        assert step.pp * step.dp * step.fsdp * step.tp == step.accelerators
+        assert step.batch_size % (step.dp * step.fsdp * step.num_microbatches) == 0
+        assert bool(step.speed) != bool(step.step_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "measured_s", "step_s"),
+    [
+        ("Llama 3 8B, 8 H100, FSDP", 2.843, 2.77),
+        ("Llama 2 13B, 64 A100, FSDP", 3.789, 4.16),
+        ("GPT-3 22B, 8 A100, TP", 1.42, 1.54),
+    ],
+)
+def test_a_published_step_is_predicted(name: str, measured_s: float, step_s: float) -> None:
+    (step,) = (each for each in steps.steps() if each.name == name)
+    middle_s, low_s, high_s = steps.predicted(step)
+    assert step.measured_s == pytest.approx(measured_s, rel=1e-3)
+    assert middle_s == pytest.approx(step_s, rel=0.02)
+    assert low_s < step.measured_s < high_s < 1.6 * low_s
+
+
+def test_published_steps_are_recorded_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = steps.steps()[:2]
+    monkeypatch.setattr(steps, "steps", lambda: few)
+    ranges = iter([(few[0].measured_s, 2.0, 3.0), (9.0, 8.0, 12.0)])
+    monkeypatch.setattr(steps, "predicted", lambda step: next(ranges))
+    outcome = EXPERIMENT.run(Case({"part": steps.PART}, 1.0), RunOptions())
+    assert [each.value for each in outcome.quantities] == [few[0].measured_s, 9.0]
+    record = Record(
+        schema=2, experiment="plan", profile="short", case={"part": steps.PART}, status="done", reason="",
+        quantities=outcome.quantities, details=outcome.details, environment={}, command="", started_at="",
+        duration_s=1.0,
+    )  # fmt: skip
+    text = tables([record], [])
+    assert "1 of 2 inside, the widest range a factor of 1.50; asked: 75% of them, and at most 1.6: NO" in text
+    assert figures([record]) == []
+
+
+@pytest.mark.parametrize(("profile", "number"), [("smoke", 0), ("short", 3)])
 def test_smoke_leaves_it_out(profile: str, number: int) -> None:
     options = RunOptions(profile=profile)
-    assert sum(case.key["part"] == at_scale.PART for case in EXPERIMENT.cases(options)) == number
+    assert (
+        sum(case.key["part"] in (at_scale.PART, steps.PART) for case in EXPERIMENT.cases(options)) == number
+    )

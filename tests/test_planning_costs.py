@@ -17,17 +17,15 @@ from gpipe_bench.experiments.planning.costs.costs import FORMAT, Costs, SizeCost
 from gpipe_bench.experiments.planning.costs.measured import measured
 from gpipe_bench.experiments.planning.costs.probes import Probed, ProbeRun, Taken
 from gpipe_bench.experiments.planning.costs.wholes import WholeRaw, WholeRun, run_of
-from gpipe_bench.experiments.planning.links import Places
+from gpipe_bench.experiments.planning.links import Topology
 from gpipe_bench.experiments.planning.predict import predict
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.searching.grids import Grid, times_on
 from gpipe_bench.pipeline.plan.collectives import all_reduce_s
-from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Event
-
-NOWHERE = Places((), FREE, FREE, FREE)
 
 
 def some() -> Costs:
@@ -205,7 +203,7 @@ def test_parts_take_what_they_took() -> None:
     # The search adds layers up, which here are those of `probed` and not of the whole stage.
     shards = beside.shards(2, 2, 2, request.link)
     assert shards is not None
-    times = times_on(Grid(1, 1, 2, 2), beside, 2, NOWHERE, split=False, shards=shards)
+    times = times_on(Grid(1, 1, 2, 2), beside, 2, Topology(request, fsdp=2), split=False, shards=shards)
     assert sum(times.forward_s) == pytest.approx(10.0 + 2.0)
     assert sum(times.update_s) == pytest.approx(3.0)
     assert sum(times.reduce_s) == pytest.approx(7.0)

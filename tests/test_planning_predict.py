@@ -12,11 +12,11 @@ from gpipe_bench.experiments.plan.running import waiting
 from gpipe_bench.experiments.plan.running.choosing import WAYS, planned, searched, title, with_replicas
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
-from gpipe_bench.experiments.planning.predict import Layout, pipeline_link, predict, replica_link
+from gpipe_bench.experiments.planning.predict import Layout, predict
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.searching.search import Search
 from gpipe_bench.experiments.planning.searching.space import Space
-from gpipe_bench.pipeline.plan.collectives import all_reduce_s
+from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition
 
@@ -123,17 +123,50 @@ def test_a_slow_worker_makes_the_step_longer_by_what_the_others_wait() -> None:
     assert plain_s < layout.timeline([1.0, 2.0]).makespan_s < 2 * plain_s
 
 
-def test_hosts_put_the_slow_link_where_the_grid_crosses_them() -> None:
+def test_only_messages_that_leave_a_host_take_the_slow_link() -> None:
+    """Four workers on two hosts, messages of one action each: two are near and one is far, each way."""
+    sent = costs()
+    sent = replace(sent, sizes={4: replace(sent.at(4), activation_bytes=(1e6,) * 3)})
+    alone_s = predict(candidate(workers=4, number=1), costs(), request()).step_s
     two = request(NEAR, 4, hosts=2, between=FAR)
-    assert pipeline_link(candidate(), two) is NEAR  # two accelerators, on one host
-    assert pipeline_link(candidate(workers=4), two) is FAR
-    assert replica_link(candidate(dp=2), two) is NEAR
-    assert replica_link(candidate(workers=1, dp=4), two) is FAR
+    near_s, far_s = (link.latency_s + link.occupied_s(1e6) for link in (NEAR, FAR))
+    step = predict(candidate(workers=4, number=1), sent, two)
+    assert step.step_s == pytest.approx(alone_s + 2 * (2 * near_s + far_s))
+    assert step.provenance["grid"] == "pp 0-1 2-3 near, pp 1-2 far"
+
+
+def test_sums_take_the_link_of_their_own_dimension() -> None:
+    """Of two hosts of four: shards inside a host, replicas across; or replicas of three that straddle."""
+    given = costs(parameter_bytes=((2**20,),) * 4, update_s=(1.0,) * 4)
+    two = request(NEAR, 8, 8, hosts=2, between=FAR)
+    one = dict(workers=1, number=1, fsdp=4)
+    inside = predict(candidate(dp=2, fsdp_level=3, **one), given, two)
+    sum_s = all_reduce_s(2**20, 2, FAR)  # of a quarter of four layers
+    assert inside.parts_s["weight update"] == pytest.approx(1.0)  # a quarter of it
+    assert sum_s < inside.parts_s["collectives"] < sum_s + 16 * all_gather_s(2**20, 4, NEAR)
+    three = request(NEAR, 12, 4, hosts=2, between=FAR)
+    straddles = predict(candidate(workers=3, number=1, dp=4), given, three)
+    assert straddles.parts_s["collectives"] >= all_reduce_s(2**20, 4, FAR)
+
+
+def test_the_sums_of_divided_layers_are_collectives_and_know_of_hosts() -> None:
+    sent = costs(parameter_bytes=((2**20,),) * 4)
+    sent = replace(sent, sizes={4: replace(sent.at(4), activation_bytes=(1e6,) * 3)})
+    two = request(NEAR, 8, 8, hosts=2, between=FAR)
+    step = predict(candidate(workers=1, number=1, dp=2, tp=4), sent, two)
+    assert step.parts_s["computation"] == pytest.approx(12.0 / 4)
+    inside_s = 2 * 3 * 2 * all_reduce_s(1e6, 4, NEAR)  # three layers have a next one, two sums each way
+    replicas_s = all_reduce_s(2**18, 2, FAR)  # of the last bucket at least
+    assert inside_s + replicas_s < step.parts_s["collectives"] < inside_s + 5 * replicas_s
+    assert step.provenance["grid"] == "dp far, tp near"
+    whole = predict(candidate(workers=2, number=2, tp=4), sent, two)
+    far_s, near_s = (2 * (link.latency_s + link.occupied_s(1e6)) for link in (FAR, NEAR))
+    assert whole.parts_s["communication"] == pytest.approx(far_s)
+    one = predict(candidate(workers=2, number=2, tp=4), sent, request(NEAR, 8, 8))
+    assert one.parts_s["communication"] == pytest.approx(near_s)
 
 
 def test_what_costs_do_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="tp is 2"):
-        predict(candidate(tp=2), costs(), request(accelerators=4))
     with pytest.raises(ValueError, match="no costs of micro-batches of 3"):
         predict(candidate(number=1), costs(), request(batch_size=3))
     with pytest.raises(ValueError, match="the cut holds 4 layers, the costs 5"):

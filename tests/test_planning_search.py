@@ -9,7 +9,7 @@ import pytest
 from planning_models import costs_of, planned
 
 from gpipe_bench.experiments.planning.answer import frontier, plan, predicted
-from gpipe_bench.experiments.planning.links import link_named, places
+from gpipe_bench.experiments.planning.links import Topology, link_named, link_within
 from gpipe_bench.experiments.planning.predict import predict
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.searching.grids import Grid
@@ -40,8 +40,8 @@ def by_brute_force(search: Search) -> float:
     best_s = float("inf")
     layers = search.costs.num_layers
     for way in ways(search.request, search.space, layers):
-        near, schedule = search.parts.places(way), search.parts.schedule(way)
-        times, steps = search.parts.times(way), QuickSteps(schedule, near.boundaries)
+        links, schedule = search.parts.boundaries(way), search.parts.schedule(way)
+        times, steps = search.parts.times(way), QuickSteps(schedule, links)
         room = search.parts.room(way)
         homes = [schedule.stages_of(worker) for worker in range(schedule.num_workers)]
         for inner in combinations(range(1, layers), schedule.num_stages - 1):
@@ -213,20 +213,40 @@ def test_links_by_what_people_call_them() -> None:
     assert link_named("nvlink", "A100-80GB") is LINKS["nvlink3"]
     assert link_named("infiniband", "v100") is LINKS["infiniband-edr"]
     assert link_named("nvlink2", "h100") is LINKS["nvlink2"]
+    assert link_within("h100") is LINKS["nvlink4"]
+    assert [link_within(card) for card in ("a10", "l40s", "rtx4090", "p100")] == [
+        *[LINKS["pcie4-host"]] * 3,
+        LINKS["pcie3-host"],
+    ]
+    with pytest.raises(ValueError, match="what connects tpuv3 is no preset; give one that is like it"):
+        link_within("tpuv3")
     with pytest.raises(ValueError, match="unknown link 'nvlik'; known: nvlink, pcie, infiniband, ethernet"):
         link_named("nvlik")
 
 
 def test_what_sends_most_is_nearest() -> None:
     request = Request(accelerators=8, memory_bytes=1, batch_size=8, link=NEAR, between=FAR, hosts=2)
-    grid = places(request, pp=2, dp=2, fsdp=1, tp=2, placement=(0, 1))
-    assert (grid.boundaries, grid.dp, grid.tp) == ((FAR,), NEAR, NEAR)
-    grid = places(request, pp=4, dp=2, fsdp=1, tp=1, placement=(0, 1, 2, 3))
-    assert grid.boundaries == (NEAR, FAR, NEAR)
-    grid = places(request, pp=1, dp=8, fsdp=1, tp=1, placement=(0,))
-    assert (grid.boundaries, grid.dp) == ((), FAR)
-    grid = places(replace(request, hosts=1), pp=2, dp=4, fsdp=1, tp=1, placement=(0, 1, 1, 0))
-    assert grid.boundaries == (NEAR, NEAR, NEAR)
+    grid = Topology(request, pp=2, dp=2, tp=2)
+    assert (grid.boundaries((0, 1)), grid.ring("dp"), grid.ring("tp")) == ((FAR,), NEAR, NEAR)
+    grid = Topology(request, pp=4, dp=2)
+    assert grid.boundaries((0, 1, 2, 3)) == (NEAR, FAR, NEAR)
+    assert grid.describe() == "pp 0-1 2-3 near, pp 1-2 far, dp near"
+    assert Topology(request, dp=8).ring("dp") == FAR
+    inside = Topology(request, dp=2, fsdp=4)
+    assert (inside.ring("dp"), inside.ring("fsdp")) == (FAR, NEAR)
+    assert Topology(request, fsdp=4).ring("fsdp") == NEAR  # of the first host alone
+    one = Topology(replace(request, hosts=1), pp=2, dp=4)
+    assert one.boundaries((0, 1, 1, 0)) == (NEAR, NEAR, NEAR)
+
+
+def test_replicas_that_straddle_hosts_are_far() -> None:
+    """Three workers of four replicas on two hosts of six: the second worker's are on both."""
+    request = Request(accelerators=12, memory_bytes=1, batch_size=8, link=NEAR, between=FAR, hosts=2)
+    grid = Topology(request, pp=3, dp=4)
+    assert (grid.ring("dp"), grid.boundaries((0, 1, 2))) == (FAR, (FAR, FAR))
+    fast = replace(FAR, bandwidth_bytes_per_s=1e9)  # hops inside a host are the slow ones then
+    assert Topology(replace(request, between=fast), pp=3, dp=4).ring("dp") == NEAR
+    assert Topology(replace(request, between=fast), pp=1, dp=2, tp=6).ring("dp") == fast
 
 
 @pytest.mark.parametrize(

@@ -279,3 +279,15 @@ def test_refusals_name_the_value_and_the_remedy(
 def test_more_stages_than_layers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = size(capsys, "gpt2", "--num-stages", 40, "--cap-gib", 9)
     assert "cannot cut 14 layers into 40 stages: use at most 14" in err
+
+
+def test_a_gpu_keeps_no_weights_of_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "gpt2 --num-layers 2 --accelerators 1 --memory-gib 99 --batch-size 1 --remat never --num-microbatches 1"
+    kept = []
+    for more in ("", "--device-type a100"):
+        assert main(["size", *asked.split(), *more.split(), "--json"]) == 0
+        kept.append(json.loads(capsys.readouterr().out)["workers"][0]["peak"])
+    pairs = 12 * 1024 * 1024
+    assert kept[0] - kept[1] > 2 * pairs * 4  # of two blocks at least the weights themselves
+    assert main(["size", *asked.split(), "--device-type", "a100"]) == 0
+    assert "flash attention" in capsys.readouterr().out

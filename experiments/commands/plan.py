@@ -15,9 +15,9 @@ from gpipe_bench.experiments.commands.parsing.asked import (
     memory_bytes,
     precision,
 )
-from gpipe_bench.experiments.planning.links import link_named
+from gpipe_bench.experiments.planning.links import link_named, link_within
 from gpipe_bench.experiments.planning.request import MEASURED, Request
-from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.links import LINKS, Link
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if request.device_type != MEASURED:
         from gpipe_bench.experiments.planning.accelerators import accelerator
 
-        accelerator(request.device_type)
+        accelerator(request.device_type, request.precision)
     import torch
 
     from gpipe_bench.experiments.planning.answer import plan
@@ -74,20 +74,23 @@ def request_of(arguments: argparse.Namespace) -> Request:
     between = _link("--between", arguments.between, device) if arguments.between else None
     if arguments.hosts > 1 and between is None:
         raise ValueError(f"--hosts {arguments.hosts} needs --between LINK, such as infiniband")
-    default = "loopback" if device == MEASURED else "nvlink"
+    if arguments.hosts == 1 and between is not None:
+        raise ValueError(f"--between {arguments.between}: there is one host; give --hosts N, or leave it out")
     return Request(
         accelerators=arguments.accelerators, memory_bytes=memory_bytes(arguments),
-        batch_size=arguments.batch_size, link=_link("--link", arguments.link or default, device),
+        batch_size=arguments.batch_size, link=_link("--link", arguments.link, device),
         between=between, hosts=arguments.hosts, optimizer=arguments.optimizer,
         precision=precision(arguments), device_type=device, compiled=arguments.compiled,
     )  # fmt: skip
 
 
-def _link(option: str, name: str, device_type: str) -> Link:
+def _link(option: str, name: str | None, device_type: str) -> Link:
     try:
-        return link_named(name, device_type)
+        if name is not None:
+            return link_named(name, device_type)
+        return LINKS["loopback"] if device_type == MEASURED else link_within(device_type)
     except ValueError as error:
-        raise ValueError(f"{option} {name}: {error}") from error
+        raise ValueError(f"{option}{f' {name}' if name else ''}: {error}") from error
 
 
 def _progress(what: str, done: int, total: int) -> None:

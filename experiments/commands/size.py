@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_search(arguments: argparse.Namespace) -> None:
     """`ValueError` for options of a given model, where the largest one is searched."""
-    for option in ("num_filters", "num_microbatches", "schedule", "remat"):
+    for option in ("num_filters", "num_microbatches", "schedule", "remat", "device_type"):
         value = getattr(arguments, option)
         if value is not None:
             words = f"--{option.replace('_', '-')} {value}"

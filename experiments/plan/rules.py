@@ -39,3 +39,7 @@ MOST_DRIFT = 2.0
 """A core that runs at less than half or more than double the speed of the probes makes a case void."""
 EXACT_WITHIN = 0.02
 """Stages that wait instead of computing are known exactly; their prediction is at most so far off."""
+
+INSIDE_SHARE, MOST_WIDTH = 0.75, 1.6
+"""Of the published steps the share that is asked to lie in its predicted range, and how wide that may be at
+most, its upper end over its lower end."""

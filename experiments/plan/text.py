@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.plan.at_scale import case as at_scale
-from gpipe_bench.experiments.plan.at_scale.text import block
+from gpipe_bench.experiments.plan.at_scale import steps as published_steps
+from gpipe_bench.experiments.plan.at_scale.text import block, published
 from gpipe_bench.experiments.plan.elsewhere import case as elsewhere
 from gpipe_bench.experiments.plan.measures import Compared, Found, Peaks, found, rank_correlation, regret
 from gpipe_bench.experiments.plan.rules import EXACT_WITHIN, RULES
@@ -25,6 +26,7 @@ def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
         *(_waiting(record) for record in of_case(records, "done", part=waiting.PART)),
         _elsewhere(of_case(records, "done", part=elsewhere.PART)),
         *(block(record) for record in of_case(records, "done", part=at_scale.PART)),
+        *(published(record) for record in of_case(records, "done", part=published_steps.PART)),
     ]
     return "\n\n".join(filter(None, parts)) or "Plans against what ran: nothing on record"
 

@@ -4,6 +4,9 @@ Products of float32 tensors are those of the vector units, as torch has it unles
 precision is dense, with sums in float32. Data sheets that print it with sparsity have twice as much: 1979
 TFLOP/s of an H100 are 989.5 here, 4.5 PFLOP/s of a B200 2250. Bandwidths are those of the sheets, which count
 in powers of ten.
+
+`REACHED` is the share of its peak that a card reaches in the best of many single products of bfloat16, as
+somebody measured it. A card that is not there has the least of those of NVIDIA's that are.
 """
 
 from __future__ import annotations
@@ -15,14 +18,25 @@ from gpipe_bench.experiments.published.accelerator_steps.accelerators import (
     Accelerator,
 )
 
+MEASURED_BY = "stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS, revision 744d01e"
+REACHED = {"A100": 0.869, "H100": 0.803, "H200": 0.803, "B200": 0.776}
+"""By MEASURED_BY: 271.2 of 312, 794.5 of 989 (an H200 is the same) and 1745 of 2250 TFLOP/s."""
 
-def _nvidia(name: str, sheet: str, float32: float, half: float, terabytes: float) -> Accelerator:
+
+def _nvidia(
+    name: str, sheet: str, float32: float, half: float, terabytes: float, *, since_ampere: bool = True
+) -> Accelerator:
+    chip = name.split()[0]
     return Accelerator(
         name=name,
         flops_per_s=float32 * 1e12,
         half_flops_per_s=half * 1e12,
         bytes_per_s=terabytes * 1e12,
-        source=f"{float32:g} TFLOP/s in float32, {half:g} in 16 bits, dense, {terabytes:g} TB/s: {sheet}",
+        attention="flash" if since_ampere else "efficient",
+        bfloat16=since_ampere,
+        reached=REACHED.get(chip, min(REACHED.values())),
+        source=f"{float32:g} TFLOP/s in float32, {half:g} in 16 bits, dense, {terabytes:g} TB/s: {sheet}; "
+        + (f"share by {MEASURED_BY}" if chip in REACHED else f"share not known, the least of {MEASURED_BY}"),
     )
 
 
@@ -37,12 +51,16 @@ _A100 = (
 _A100_40 = f"{_IMAGES}/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf"
 _GA102 = f"{_PAGES}/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf"
 _ADA = f"{_IMAGES}/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_H100_500W = (
+    "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: between an H100 SXM and an NVL, whose data "
+    "sheets have 989.5 and 835 TFLOP/s; the middle of the two"
+)
 _BLACKWELL = "NVIDIA's data sheet of GB200 NVL72 and HGX B200, one GPU of HGX B200"
 
 ACCELERATORS: dict[str, Accelerator] = {
     "p100-12": P100_12,
     "p100": P100_16,
-    "v100": _nvidia("V100 SXM2", _V100, 15.7, 125, 0.9),
+    "v100": _nvidia("V100 SXM2", _V100, 15.7, 125, 0.9, since_ampere=False),
     "a10": _nvidia("A10", _A10, 31.2, 125, 0.6),
     "a100-40": _nvidia("A100 SXM4, 40 GB", _A100_40, 19.5, 312, 1.555),
     "a100": _nvidia("A100 SXM4, 80 GB", _A100, 19.5, 312, 2.039),
@@ -50,6 +68,7 @@ ACCELERATORS: dict[str, Accelerator] = {
     "rtx3090": _nvidia("GeForce RTX 3090", _GA102, 35.6, 71, 0.936),
     "rtx4090": _nvidia("GeForce RTX 4090", _ADA, 82.6, 165.2, 1.008),
     "h100": _nvidia("H100 SXM5", f"{_PAGES}/en-us/data-center/h100/", 67, 989.5, 3.35),
+    "h100-500w": _nvidia("H100 SXM5, HBM2e, 500 W", _H100_500W, 67, 912, 2.4),
     "h200": _nvidia("H200 SXM", f"{_PAGES}/en-us/data-center/h200/", 67, 989.5, 4.8),
     "tpuv3": TPU_V3,
     "b200": _nvidia("B200 SXM", _BLACKWELL, 75, 2250, 7.7),
@@ -57,11 +76,17 @@ ACCELERATORS: dict[str, Accelerator] = {
 """By the name that `--device-type` takes."""
 
 
-def accelerator(name: str) -> Accelerator:
-    """`ValueError` for a name that is not known."""
+def accelerator(name: str, precision: str = "float32") -> Accelerator:
+    """`ValueError` for a name that is not known, or a precision that it has no units for."""
     key = name.lower().replace(" ", "-")
     if key not in ACCELERATORS:
         raise ValueError(
             f"unknown accelerator {name!r}; known: {', '.join(ACCELERATORS)}, and measured for this machine's"
         )
-    return ACCELERATORS[key]
+    found = ACCELERATORS[key]
+    if precision == "bfloat16" and not found.bfloat16:
+        raise ValueError(
+            f"precision is bfloat16, for which a {found.name} has no units; use float32, or an accelerator "
+            "that has them, such as a100"
+        )
+    return found

@@ -16,18 +16,18 @@ from itertools import takewhile
 from math import inf
 from typing import Any
 
+from gpipe_bench.experiments.planning.accelerators import accelerator
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.costs.measured import as_measured
 from gpipe_bench.experiments.planning.costs.timed import Timing
 from gpipe_bench.experiments.planning.likely import worth
-from gpipe_bench.experiments.planning.links import places
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.predict import predict
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import MEASURED, Request
 from gpipe_bench.experiments.planning.script import NAME, command, script
 from gpipe_bench.experiments.planning.searching.found import Found
-from gpipe_bench.experiments.planning.searching.grids import Grid, tensor_parallel
+from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.experiments.planning.searching.search import KEPT, Search
 from gpipe_bench.experiments.planning.searching.shortfall import nothing_fits, smallest
 from gpipe_bench.experiments.planning.searching.space import Space, Way, check, sizes_of
@@ -139,6 +139,7 @@ def plan(
         ValueError: nothing fits, or nothing is to be tried; the message says the smallest peak, where it is
             and what would help, or what cannot be divided. An unknown accelerator.
     """
+    model = as_on(model, request)
     search = search_for(model, request, space=space, costs=costs, timing=timing, progress=progress)
     found = search.run(max(KEPT, shown))
     if not found:
@@ -166,7 +167,7 @@ def search_for(
     """The search among all that may be chosen, with the costs of every size that may fit; arguments and
     errors as of `plan`, but that it is not yet known whether a cut fits.
     """
-    space = space or Space()
+    model, space = as_on(model, request), space or Space()
     if why_whole(model, request):
         space = replace(space, sharded=False)
     num_layers = len(model.layers)
@@ -191,6 +192,13 @@ def search_for(
     return Search(costs, as_measured(request, costs), space, model.ties, partial(progress, "ways"))
 
 
+def as_on(model: Model, request: Request) -> Model:
+    """The model with the attention of the request's accelerator, by which its layers are profiled."""
+    if request.device_type == MEASURED:
+        return model
+    return replace(model, attention=accelerator(request.device_type, request.precision).attention)
+
+
 def why_whole(model: Model, request: Request) -> str:
     """Why the engine divides no parameters of this model, neither over fsdp nor over tp; empty if it does."""
     if model.ties:
@@ -211,19 +219,9 @@ def costs_for(model: Model, request: Request, sizes: Sequence[int], timing: Timi
 
 def predicted(found: Found, search: Search) -> Prediction:
     """A way that was found, laid out by the replay; the bytes are those that the search found room for."""
-    candidate, request, costs = found.candidate, search.request, search.costs
-    alone = candidate
-    if candidate.tp > 1:  # the layers' shares with their sums, as layers of their own
-        near = places(
-            request, pp=candidate.num_workers, dp=candidate.dp, fsdp=candidate.fsdp, tp=candidate.tp,
-            placement=(0,),
-        )  # fmt: skip
-        size = candidate.microbatch_size(request.batch_size)
-        costs, alone = tensor_parallel(costs, size, candidate.tp, near.tp), replace(candidate, tp=1)
-    prediction = predict(alone, replace(costs, profiles=None), request)
+    prediction = predict(found.candidate, replace(search.costs, profiles=None), search.request)
     return replace(
         prediction,
-        candidate=candidate,
         peak_bytes=tuple(each.peak for each in found.memory),
         peak_when=tuple(each.when for each in found.memory),
     )

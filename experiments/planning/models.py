@@ -65,6 +65,7 @@ class Model:
         num_parameters: a matrix that two layers share counted once
         ties: what layers share; each of them is profiled with its own
         source: how a script makes it
+        attention: of the device that it is profiled for, as `pipeline.memory.attention` has it
     """
 
     name: str
@@ -75,6 +76,7 @@ class Model:
     num_parameters: int
     ties: tuple[Tie, ...] = ()
     source: Source = Source("", "")
+    attention: str = "cpu"
     _profiles: dict[tuple[object, ...], ModelProfile] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -113,11 +115,12 @@ class Model:
         self, microbatch_size: int, precision: str, *, compiled: bool = False, split_backward: bool = False
     ) -> ModelProfile:
         """The same of a micro-batch of that many examples."""
-        key = (microbatch_size, precision, compiled, split_backward)
+        key = (microbatch_size, precision, compiled, split_backward, self.attention)
         if key not in self._profiles:
             profiler = Profiler(
-                PRECISIONS[precision], compiled=compiled, split_backward=split_backward, ties_apart=True
-            )
+                PRECISIONS[precision], compiled=compiled, attention=self.attention,
+                split_backward=split_backward, ties_apart=True,
+            )  # fmt: skip
             inputs, target = (resized(each, microbatch_size) for each in (self.inputs, self.target))
             self._profiles[key] = ModelProfile(*profiler.model(self.layers, self.loss_fn, inputs, target))
         return self._profiles[key]

@@ -21,10 +21,11 @@ from typing import Any
 
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs, kinds_of
+from gpipe_bench.experiments.planning.links import Topology
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.experiments.planning.searching.grids import divided
 from gpipe_bench.pipeline.plan.breakdown import breakdown
-from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.reductions import (
     Bucket,
     data_parallel,
@@ -32,6 +33,7 @@ from gpipe_bench.pipeline.plan.reductions import (
     fetched,
     pass_s,
     sharded,
+    tensor_parallel_s,
 )
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
@@ -61,33 +63,28 @@ class Layout:
     """
 
     def __init__(self, candidate: Candidate, costs: Costs, request: Request) -> None:
-        if candidate.tp > 1:
-            raise ValueError(
-                f"tp is {candidate.tp}, and the costs are those of whole layers; give candidates without "
-                "tensor parallelism"
-            )
         if candidate.cut[-1].stop != costs.num_layers:
             raise ValueError(f"the cut holds {candidate.cut[-1].stop} layers, the costs {costs.num_layers}")
-        self.candidate, self.costs = candidate, costs
         self.schedule = schedule_of(candidate)
         self.size = candidate.microbatch_size(request.batch_size)
+        if candidate.tp > 1:
+            costs = divided(costs, self.size, candidate.tp)
+        self.candidate, self.costs = candidate, costs
         self.at = costs.at(self.size)
         self.kinds = kinds_of(self.schedule)
         self._ahead = request.accelerated  # a CPU gathers and computes in turn
-        self._link = pipeline_link(candidate, request)
-        self._sums = costs.sums_beside(request.link)
-        self._replica_link = self._sums or replica_link(candidate, request)
+        self.topology = topology_of(candidate, request, costs)
         self._shards = costs.shards(self.size, candidate.fsdp, candidate.fsdp_level, request.link)
         known = {
             key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s
             for key in {(action.stage, kind) for action, kind in self.kinds.items()}
         }
-        update_s = costs.update_s
+        update_s = [each / candidate.fsdp for each in costs.update_s]
         if self._shards is not None:
             for stage, kind in known:
                 more_s = self._shards.more(kind, candidate.cut[stage])
                 known[stage, kind] = max(0.0, known[stage, kind] + more_s)
-            update_s = self._shards.update_s
+            update_s = list(self._shards.update_s)
         self.action_s = {action: known[action.stage, kind] for action, kind in self.kinds.items()}
         self._update_s = [sum(update_s[span.start : span.stop]) for span in candidate.cut]
         self._setup_s = [costs.step_s] + [0.0] * (candidate.num_stages - 1)
@@ -106,7 +103,7 @@ class Layout:
             action: seconds * slower[self.schedule.worker(action.stage)] * (factors or {}).get(action, 1.0)
             for action, seconds in self.action_s.items()
         }
-        return replay(self.schedule, duration.__getitem__, self._link, **self._rest(slower))
+        return replay(self.schedule, duration.__getitem__, self.topology.between, **self._rest(slower))
 
     def drawn_s(self, draws: int, seed: int = SEED) -> list[float]:
         """Sorted seconds of steps with the jitter of steps that were timed; of one without any."""
@@ -128,7 +125,7 @@ class Layout:
         split = breakdown(
             self.schedule,
             self.action_s.__getitem__,
-            self._link,
+            self.topology.between,
             **self._rest([1.0] * self.schedule.num_workers),
         )
         parts = {part: float(share) * split.makespan_s for part, share in split.shares.items()}
@@ -150,17 +147,29 @@ class Layout:
             found["gradient_bytes"] = [self.at.gradient_bytes[end] for end in ends]
         if candidate.replicas > 1:
             sums = [self._buckets(span) for span in candidate.cut]
-            found["reductions"] = [_behind(each) for each in sums] if self._sums else sums
+            found["reductions"] = [_behind(each) for each in sums] if self.topology.sums else sums
         if self._shards is not None:
             return found  # gathers are in the passes and the sums that were timed
         if candidate.fsdp_level == 2:
             found["gathers"] = [
-                fetched(self._sizes(span), candidate.fsdp, self._replica_link, forward_s=self._of("G", span))
+                fetched(
+                    self._sizes(span), candidate.fsdp, self.topology.ring("fsdp"),
+                    forward_s=self._of("G", span),
+                )
                 for span in candidate.cut
-            ]
-        elif candidate.fsdp_level == 3:
-            found["collective_s"] = self._every_pass()
+            ]  # fmt: skip
+        waits_s = [self._every_pass()] if candidate.fsdp_level == 3 else []
+        if candidate.tp > 1:
+            waits_s.append(self._sums_inside())
+        if waits_s:
+            found["collective_s"] = lambda action: sum(each(action) for each in waits_s)
         return found
+
+    def _sums_inside(self) -> Callable[[Action], float]:
+        """Two sums of a layer's activations there, and two back."""
+        sent = (*self.at.activation_bytes, 0.0)
+        sizes = [[sent[layer] for layer in span for _ in range(2)] for span in self.candidate.cut]
+        return tensor_parallel_s(sizes, self.candidate.tp, self.topology.ring("tp"))
 
     def _buckets(self, span: range) -> tuple[Bucket, ...]:
         """What is summed over replicas; ZeRO-3 scatters in the passes, and only the copies are left."""
@@ -170,14 +179,14 @@ class Layout:
         shares = [[size / candidate.fsdp for size in layer] for layer in gradients]
         if self._shards is not None:
             timed = Bucket(1.0, sum(self._shards.once_s[span.start : span.stop]))
-            return timed, *data_parallel(shares, candidate.dp, self._replica_link)
+            return timed, *data_parallel(shares, candidate.dp, self.topology.ring("dp"))
         backward_s = self._of("W" if split else "B", span)
         if candidate.fsdp_level == 2:
             return sharded(
-                gradients, candidate.fsdp, self._replica_link, replicas=candidate.dp, backward_s=backward_s,
-                split=split,
+                gradients, candidate.fsdp, self.topology.ring("fsdp"), replicas=candidate.dp,
+                replica_link=self.topology.ring("dp"), backward_s=backward_s, split=split,
             )  # fmt: skip
-        return data_parallel(shares, candidate.dp, self._replica_link, backward_s=backward_s)
+        return data_parallel(shares, candidate.dp, self.topology.ring("dp"), backward_s=backward_s)
 
     def _every_pass(self) -> Callable[[Action], float]:
         """Parameters that every pass gathers, and gradients that a pass back scatters."""
@@ -185,8 +194,8 @@ class Layout:
         def seconds(kind: str, *, scattered: bool) -> list[float]:
             return [
                 pass_s(
-                    self._sizes(order), self._of(kind, order), self.candidate.fsdp, self._replica_link,
-                    ahead=self._ahead, scattered=scattered,
+                    self._sizes(order), self._of(kind, order), self.candidate.fsdp,
+                    self.topology.ring("fsdp"), ahead=self._ahead, scattered=scattered,
                 )
                 for order in (span[::-1] if scattered else span for span in self.candidate.cut)
             ]  # fmt: skip
@@ -231,7 +240,8 @@ def predict(
         peak_bytes=peaks,
         peak_when=when,
         parts_s=layout.parts_s(step_s) if parts else {},
-        provenance=dict(costs.provenance),
+        provenance=dict(costs.provenance)
+        | ({"grid": layout.topology.describe()} if request.hosts > 1 else {}),
     )
 
 
@@ -277,19 +287,9 @@ def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str
     return tuple(each.peak for each in found), tuple(each.when for each in found)
 
 
-def pipeline_link(candidate: Candidate, request: Request) -> Link:
-    """What is between neighbouring workers, which are outermost: the slower one where hosts are between."""
-    near = candidate.accelerators <= request.per_host or request.between is None
-    return request.link if near else _slower(request.link, request.between)
-
-
-def replica_link(candidate: Candidate, request: Request) -> Link:
-    """What is between replicas, of which the inner ones are neighbours."""
-    near = candidate.replicas * candidate.tp <= request.per_host or request.between is None
-    return request.link if near else _slower(request.link, request.between)
-
-
-def _slower(one: Link, other: Link | None) -> Link:
-    if other is None:
-        return one
-    return min(one, other, key=lambda link: link.bandwidth_bytes_per_s)
+def topology_of(candidate: Candidate, request: Request, costs: Costs) -> Topology:
+    """What lies between the ranks of a candidate."""
+    return Topology(
+        request, candidate.num_workers, candidate.dp, candidate.fsdp, candidate.tp,
+        costs.sums_beside(request.link),
+    )  # fmt: skip

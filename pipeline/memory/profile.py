@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.changes import roles
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
@@ -55,6 +56,8 @@ class Profiler:
     ``compiled`` profiles each layer as `torch.compile` would run it, each by itself, the loss too
     (gpipe_bench.pipeline.memory.compiling.compiled): what it keeps is what a compiled layer keeps.
 
+    ``attention`` is the device's whose kernels of attention the layers take (`attention.ATTENTIONS`).
+
     ``number_format`` is a dtype in which every layer reads its parameters without keeping copies of them;
     their own sizes stay. With inputs of that dtype all activations have it, and gradients in the stories.
 
@@ -68,6 +71,7 @@ class Profiler:
 
     autocast: torch.dtype | None = None
     compiled: bool = False
+    attention: str = "cpu"
     number_format: torch.dtype | None = None
     with_shapes: bool = False
     split_backward: bool = False
@@ -84,7 +88,7 @@ class Profiler:
         if key not in self._known:
             # Compiling looks at more of an operation than what it returns, which is all that is remembered.
             fake = FakeTensorMode() if self.compiled else QuickFakeTensors()
-            with fake, no_collections():
+            with fake, no_collections(), attention_of(self.attention):
                 self._known[key] = self._run(layer, inputs, unused)
         return self._known[key]
 

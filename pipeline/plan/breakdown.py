@@ -26,7 +26,7 @@ from math import inf
 from types import MappingProxyType
 from typing import cast
 
-from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.links import FREE, Between, Link
 from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
 from gpipe_bench.pipeline.plan.replay import ActionTimes, duration_of, replay
@@ -67,7 +67,7 @@ class Breakdown:
 def breakdown(
     schedule: Schedule,
     action_s: ActionTimes,
-    link: Link = FREE,
+    link: Between = FREE,
     *,
     activation_bytes: Sequence[float] = (),
     gradient_bytes: Sequence[float] = (),
@@ -96,7 +96,7 @@ def breakdown(
 
     def lay_out(
         actions: dict[Action, float],
-        through: Link,
+        through: Between,
         before: Sequence[float],
         after: Sequence[float],
         *,
@@ -205,7 +205,11 @@ def _in_floats(step: Timeline) -> Timeline:
     )
 
 
-def _exact_link(link: Link) -> Link:
+def _exact_link(given: Between) -> Between:
+    return _of_fractions(given) if isinstance(given, Link) else lambda a, b: _of_fractions(given(a, b))
+
+
+def _of_fractions(link: Link) -> Link:
     if link == FREE:
         return link
     bandwidth = link.bandwidth_bytes_per_s

@@ -7,6 +7,7 @@ answer depends on it. Only the standard library is imported.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -41,6 +42,9 @@ class Link:
 
 
 FREE = Link("free", source="by definition: messages take no time")
+
+Between = Link | Callable[[int, int], Link]
+"""What lies between workers: the same between any two, or what the function says of one and another."""
 
 _NVLINK = (
     "NVIDIA's architecture whitepapers: {links} links of {rate} GB/s per direction between two devices "

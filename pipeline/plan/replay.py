@@ -22,11 +22,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from math import inf
 from types import MappingProxyType
 from typing import TypeVar
 
-from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.links import FREE, Between, Link
 from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
@@ -50,7 +51,7 @@ ActionTimes = (
 def replay(
     schedule: Schedule,
     action_s: ActionTimes,
-    link: Link = FREE,
+    link: Between = FREE,
     *,
     activation_bytes: Sequence[float] = (),
     gradient_bytes: Sequence[float] = (),
@@ -65,7 +66,8 @@ def replay(
     """The timeline of `schedule` when an action takes `action_s` seconds.
 
     Args:
-        link: what is between any two workers that exchange messages; messages take no time by default.
+        link: what is between any two workers that exchange messages, or a function of the two that says it;
+            messages take no time by default.
         activation_bytes: of one micro-batch over each of the K - 1 boundaries, needed unless the link's
             bandwidth is infinite.
         gradient_bytes: the same for the way back; as many as forward if not given.
@@ -173,14 +175,17 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _per_boundary(what: str, values: Sequence[float], schedule: Schedule, link: Link) -> Sequence[float]:
+def _per_boundary(what: str, values: Sequence[float], schedule: Schedule, link: Between) -> Sequence[float]:
     boundaries = schedule.num_stages - 1
-    if not values and (link.bandwidth_bytes_per_s == inf or not boundaries):
+    homes = map(schedule.worker, range(schedule.num_stages))
+    links = {link} if isinstance(link, Link) else {link(a, b) for a, b in pairwise(homes) if a != b}
+    slow = next((each.name for each in links if each.bandwidth_bytes_per_s < inf), None)
+    if not values and (slow is None or not boundaries):
         return [0] * boundaries
     if len(values) != boundaries:
         raise ValueError(
             f"{what} has {len(values)} entries for {boundaries} boundaries between {schedule.num_stages} "
-            f"stages; link {link.name!r} needs the bytes of one micro-batch over each"
+            f"stages; link {slow or 'free'!r} needs the bytes of one micro-batch over each"
         )
     return _checked(what, values)
 

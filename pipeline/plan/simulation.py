@@ -12,7 +12,7 @@ from math import inf
 from operator import attrgetter
 from types import MappingProxyType
 
-from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.links import FREE, Between, Link
 from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
@@ -61,7 +61,7 @@ class Simulation:
         self,
         schedule: Schedule,
         duration_s: Callable[[Action], float],
-        link: Link,
+        link: Between,
         activation_bytes: Sequence[float],
         gradient_bytes: Sequence[float],
         setup_s: Sequence[float],
@@ -87,11 +87,22 @@ class Simulation:
         self.messages: list[Span] = []
         # How long a message takes a link, by boundary; when the link from worker to worker is free: one for
         # each direction, or one for both.
-        self.activations_take_s = [link.occupied_s(num_bytes) for num_bytes in activation_bytes]
-        self.gradients_take_s = [link.occupied_s(num_bytes) for num_bytes in gradient_bytes]
+        self.links: dict[tuple[int, int], Link] = {}
+        ahead = [self._link(self.stages[each], self.stages[each + 1]) for each in range(len(self.stages) - 1)]
+        back = [self._link(self.stages[each + 1], self.stages[each]) for each in range(len(self.stages) - 1)]
+        self.activations_take_s = [
+            a.occupied_s(size) for a, size in zip(ahead, activation_bytes, strict=True)
+        ]
+        self.gradients_take_s = [b.occupied_s(size) for b, size in zip(back, gradient_bytes, strict=True)]
         self.free_s: dict[tuple[int, int], float] = {}
         # How long the message of a line takes, there and back.
-        self.lines_take_s = {line: tuple(map(link.occupied_s, sizes)) for line, sizes in portals.items()}
+        self.lines_take_s = {
+            line: (
+                self._link(self.stages[line.source], self.stages[line.target]).occupied_s(there),
+                self._link(self.stages[line.target], self.stages[line.source]).occupied_s(again),
+            )
+            for line, (there, again) in portals.items()
+        }
         for line in portals:
             self.stages[line.source].lines_out.append(line)
             self.stages[line.target].lines_in.append(line)
@@ -126,7 +137,7 @@ class Simulation:
             tuple(events),
             self.schedule.num_stages,
             provenance="replayed",
-            conditions={} if self.link == FREE else {"link": self.link.name},
+            conditions=self._conditions(),
             work=self._work(),
             messages=tuple(self.messages),
             placement=self.schedule.placement,
@@ -199,15 +210,29 @@ class Simulation:
             arrivals_s[microbatch] = self._arrival_s(stage, target, event, take_s[boundary])
         self._go_on(target.worker)
 
+    def _link(self, stage: _Stage, target: _Stage) -> Link:
+        """Between the workers of two stages; what stays on a worker takes no time."""
+        if isinstance(self.link, Link):
+            return self.link
+        ends = (stage.worker.index, target.worker.index)
+        if ends not in self.links:
+            self.links[ends] = FREE if ends[0] == ends[1] else self.link(*ends)
+        return self.links[ends]
+
+    def _conditions(self) -> dict[str, str]:
+        links = [self.link] if isinstance(self.link, Link) else [*self.links.values()]
+        names = dict.fromkeys(link.name for link in links if link != FREE)
+        return {"link": ", ".join(names)} if names else {}
+
     def _arrival_s(self, stage: _Stage, target: _Stage, event: Event, takes_s: float) -> float:
         """When a message that the action makes arrives: it enters the link as soon as that is free."""
-        ends = (stage.worker.index, target.worker.index)
-        if self.link.shares_directions and ends[0] > ends[1]:
+        ends, link = (stage.worker.index, target.worker.index), self._link(stage, target)
+        if link.shares_directions and ends[0] > ends[1]:
             ends = (ends[1], ends[0])
         free_s, end_s = self.free_s.get(ends, 0), event.end_s
         start_s = free_s if free_s > end_s else end_s
         free_s = self.free_s[ends] = start_s + takes_s
-        arrival_s = free_s + self.link.latency_s
+        arrival_s = free_s + link.latency_s
         self.messages.append(Span(f"{event.action}->{target.index}", stage.index, start_s, arrival_s))
         return arrival_s
 

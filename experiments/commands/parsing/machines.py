@@ -38,8 +38,8 @@ def plan_options(verbs: Any) -> None:
     )  # fmt: skip
     machines.add_argument(
         "--link", metavar="LINK",
-        help="inside a host: nvlink, pcie, infiniband, ethernet or a preset; default: nvlink, or loopback "
-        "where the layers are timed here",
+        help="inside a host: nvlink, pcie, infiniband, ethernet or a preset; default: nvlink where the "
+        "accelerator has it, else pcie; loopback where the layers are timed here",
     )  # fmt: skip
     machines.add_argument("--between", metavar="LINK", help="between hosts, likewise; needed with --hosts")
     training = verb.add_argument_group("how it is trained")
@@ -100,6 +100,10 @@ def size_options(verbs: Any) -> None:
     machines.add_argument(
         "--memory-gib", "--cap-gib", type=float, required=True, metavar="GIB", help="of each"
     )
+    machines.add_argument(
+        "--device-type", metavar="NAME",
+        help="an accelerator by its name, such as h100, whose attention keeps less; default: this CPU",
+    )  # fmt: skip
     training = verb.add_argument_group("how it is trained")
     training.add_argument(
         "--batch-size", type=int, metavar="N",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from gpipe_bench.experiments.planning.accelerators import accelerator
 from gpipe_bench.experiments.planning.models import Model, model_of
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.searching.shortfall import Manner, Smallest, nothing_fits, smallest
@@ -27,6 +28,9 @@ def placed(arguments: argparse.Namespace, cap_bytes: int) -> tuple[Model, Reques
     model = model_of(
         arguments.model, arguments.batch_size, arguments.num_layers, num_filters=arguments.num_filters
     )
+    if arguments.device_type is not None:
+        device = accelerator(arguments.device_type, arguments.precision)
+        model = replace(model, attention=device.attention)
     request = Request(
         accelerators=arguments.accelerators, memory_bytes=cap_bytes,
         batch_size=model.batch_size, link=LINKS["loopback"], optimizer=arguments.optimizer or "adam",

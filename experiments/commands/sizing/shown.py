@@ -29,6 +29,7 @@ def text(model: Model, request: Request, found: Smallest) -> str:
         f"{request.optimizer}, mini-batch {request.batch_size} in {found.num_microbatches} micro-batches, "
         + what
         + (", layers compiled" if request.compiled else "")
+        + (f", {model.attention} attention" if model.attention != "cpu" else "")
     )
     lines = [
         (" ".join(map(str, stages)), found.layers_of(worker), memory)

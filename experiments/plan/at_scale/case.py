@@ -86,7 +86,7 @@ def _titan(name: str, schedule: str, speed: float) -> Done:
 SCALES: dict[str, Scale] = {
     "llama-405b": Scale(
         title="Llama 3 of 405B parameters on 512 H100 of 89.4 GiB",
-        accelerators=512, memory_bytes=96 * 10**9, device_type="h100", link="nvlink", between="infiniband",
+        accelerators=512, memory_bytes=96 * 10**9, device_type="h100-500w", link="nvlink", between="infiniband",
         batch_size=256, tp=(1, 2, 4, 8), optimizer="adam", precision="bfloat16", seconds=1000.0,
         done=(
             _titan("torchtitan, 1F1B", "1f1b", 100.0),

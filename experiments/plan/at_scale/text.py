@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpipe_bench.experiments.plan.at_scale.steps import is_inside
+from gpipe_bench.experiments.plan.rules import INSIDE_SHARE, MOST_WIDTH
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.report.grid import Grid
 
@@ -46,6 +48,31 @@ def block(record: Record) -> str:
         ],
         right=frozenset({1, 3, 5}),
     ).text()
+
+
+def published(record: Record) -> str:
+    """Published steps beside the range that is predicted of each."""
+    rows = record.details["steps"]
+    inside = [is_inside(row) for row in rows]
+    widest = max(row["high_s"] / row["low_s"] for row in rows)
+    enough = "yes" if sum(inside) >= INSIDE_SHARE * len(rows) and widest <= MOST_WIDTH else "NO"
+    return Grid(
+        title="Published steps of the largest models, on paper (modelled)",
+        columns=["", "measured (s)", "predicted (s) [range]", "inside"],
+        lines=[
+            [
+                row["name"], f"{row['measured_s']:.2f}",
+                f"{row['step_s']:.2f} [{row['low_s']:.2f}, {row['high_s']:.2f}]", "yes" if each else "NO",
+            ]
+            for row, each in zip(rows, inside, strict=True)
+        ],
+        notes=[
+            f"{sum(inside)} of {len(rows)} inside, the widest range a factor of {widest:.2f}; asked: "
+            f"{INSIDE_SHARE:.0%} of them, and at most {MOST_WIDTH:g}: {enough}",
+            *(f"{row['name']}: {row['source']}; not in the prediction: {row['differs']}" for row in rows),
+        ],
+        right=frozenset({1}),
+    ).text()  # fmt: skip
 
 
 def grid_of(row: dict[str, Any]) -> str:

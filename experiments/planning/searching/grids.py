@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpipe_bench.experiments.planning.costs.costs import Costs, ShardCosts
-from gpipe_bench.experiments.planning.links import Places
+from gpipe_bench.experiments.planning.links import Topology
 from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from gpipe_bench.pipeline.plan.cutting.times import LayerTimes
-from gpipe_bench.pipeline.plan.links import Link
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,7 +53,7 @@ def times_on(
     grid: Grid,
     costs: Costs,
     microbatch_size: int,
-    near: Places,
+    near: Topology,
     *,
     split: bool,
     shards: ShardCosts | None = None,
@@ -62,13 +61,22 @@ def times_on(
     """The times of the layers on a grid; `split` where the schedule has I and W in the place of B. What
     `shards` of parameters were timed to add takes the place of fsdp's collectives.
     """
-    if grid.tp > 1:
-        costs = tensor_parallel(costs, microbatch_size, grid.tp, near.tp)
     size = costs.at(microbatch_size)
+    if grid.tp > 1:
+        sums_s = [2 * all_reduce_s(each, grid.tp, near.ring("tp")) for each in (*size.activation_bytes, 0.0)]
+        costs = divided(costs, microbatch_size, grid.tp)
+        size = costs.at(microbatch_size)
+        size = replace(
+            size,
+            layers_s={
+                kind: seconds if kind.startswith("W") else _added(seconds, sums_s)
+                for kind, seconds in size.layers_s.items()
+            },
+        )
     ahead, backs = "G" if "G" in size.layers_s else "F", ("B", "I") if split else ("B",)
     takes_s = {kind: list(size.layers_s.get(kind, size.layers_s[ahead])) for kind in (ahead, "R", *backs)}
     held = [sum(layer) for layer in costs.parameter_bytes] or [0] * costs.num_layers
-    gathers_s = [all_gather_s(each, grid.fsdp, near.fsdp) for each in held]
+    gathers_s = [all_gather_s(each, grid.fsdp, near.ring("fsdp")) for each in held]
     if shards is not None:
         gathers_s = [0.0] * len(held)
         for kind, seconds in takes_s.items():
@@ -80,11 +88,13 @@ def times_on(
         takes_s = {kind: list(map(max, seconds, gathers_s)) for kind, seconds in takes_s.items()}
     reduce_s = [0.0] * len(held)
     if grid.fsdp > 1:
-        reduce_s = [reduce_scatter_s(each, grid.fsdp, near.fsdp) for each in held]
+        reduce_s = [reduce_scatter_s(each, grid.fsdp, near.ring("fsdp")) for each in held]
     if shards is not None:
         reduce_s = list(shards.once_s)
     if grid.dp > 1:
-        reduce_s = _added(reduce_s, [all_reduce_s(each / grid.fsdp, grid.dp, near.dp) for each in held])
+        reduce_s = _added(
+            reduce_s, [all_reduce_s(each / grid.fsdp, grid.dp, near.ring("dp")) for each in held]
+        )
     update_s = [each / grid.fsdp for each in costs.update_s] or [0.0] * len(held)
     if shards is not None:
         update_s = list(shards.update_s)
@@ -105,17 +115,15 @@ def times_on(
     )
 
 
-def tensor_parallel(costs: Costs, microbatch_size: int, tp: int, link: Link) -> Costs:
-    """The costs of one size as each of `tp` accelerators has them that compute every layer together."""
+def divided(costs: Costs, microbatch_size: int, tp: int) -> Costs:
+    """The costs of one size as each of `tp` accelerators has them that compute every layer together, without
+    the sums.
+    """
     size = costs.at(microbatch_size)
-    sums_s = [2 * all_reduce_s(each, tp, link) for each in (*size.activation_bytes, 0.0)]
-    layers_s = {}
-    for kind, seconds in size.layers_s.items():
-        shared = [each / tp for each in seconds]
-        layers_s[kind] = shared if kind.startswith("W") else _added(shared, sums_s)
+    layers_s = {kind: [each / tp for each in seconds] for kind, seconds in size.layers_s.items()}
     return replace(
         costs,
-        sizes={microbatch_size: replace(size, layers_s=layers_s)},
+        sizes={microbatch_size: replace(size, layers_s=layers_s, whole_s={}, shards_s={})},
         update_s=[each / tp for each in costs.update_s],
         parameter_bytes=[[each // tp for each in layer] for layer in costs.parameter_bytes],
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from gpipe_bench.experiments.planning.costs.costs import Costs
-from gpipe_bench.experiments.planning.links import Places, places
+from gpipe_bench.experiments.planning.links import Topology
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.searching.bounds import Equals, Graphs, equals_of, graphs_of
@@ -18,6 +18,7 @@ from gpipe_bench.experiments.planning.searching.room import Room, Rules, Walked
 from gpipe_bench.experiments.planning.searching.space import Way
 from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
 from gpipe_bench.pipeline.plan.cutting.times import LayerTimes
+from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
 
@@ -43,8 +44,7 @@ class Parts:
     request: Request
     ties: tuple[Tie, ...] = ()
     _footprints: dict[tuple[int, bool], Footprints] = field(default_factory=dict, repr=False)
-    _placements: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict, repr=False)
-    _places: dict[tuple[object, ...], Places] = field(default_factory=dict, repr=False)
+    _boundaries: dict[tuple[object, ...], tuple[Link, ...]] = field(default_factory=dict, repr=False)
     _times: dict[tuple[object, ...], LayerTimes] = field(default_factory=dict, repr=False)
     _schedules: Lately[Schedule] = field(default_factory=lambda: Lately[Schedule](), repr=False)
     _quick: Lately[QuickSteps] = field(default_factory=lambda: Lately[QuickSteps](), repr=False)
@@ -61,32 +61,27 @@ class Parts:
             ),
         )
 
-    def places(self, way: Way) -> Places:
+    def topology(self, way: Way) -> Topology:
         """What lies between its processes."""
-        grid, per_worker = way.grid, way.stages_per_worker
-        placement = [worker for _ in range(per_worker) for worker in range(grid.pp)]
-        if per_worker > 1:
-            given = (way.schedule, grid.pp, per_worker)
-            if given not in self._placements:
-                small = named(way.schedule, grid.pp, 1, stages_per_worker=per_worker)
-                self._placements[given] = small.placement
-            placement = list(self._placements[given]) or placement
-        key = (grid, *placement)
-        if key not in self._places:
-            near = places(
-                self.request, pp=grid.pp, dp=grid.dp, fsdp=grid.fsdp, tp=grid.tp, placement=placement
-            )
-            sums = self.costs.sums_beside(self.request.link)
-            self._places[key] = replace(near, dp=sums, fsdp=sums) if sums else near
-        return self._places[key]
+        grid, sums = way.grid, self.costs.sums_beside(self.request.link)
+        return Topology(self.request, grid.pp, grid.dp, grid.fsdp, grid.tp, sums)
+
+    def boundaries(self, way: Way) -> tuple[Link, ...]:
+        """What lies between its stages."""
+        key = (way.schedule, way.grid, way.stages_per_worker)
+        if key not in self._boundaries:
+            small = named(way.schedule, way.grid.pp, 1, stages_per_worker=way.stages_per_worker)
+            homes = [small.worker(stage) for stage in range(small.num_stages)]
+            self._boundaries[key] = self.topology(way).boundaries(homes)
+        return self._boundaries[key]
 
     def times(self, way: Way) -> LayerTimes:
         """What spans of layers take there."""
         key = (way.grid, way.microbatch_size, way.splits)
         if key not in self._times:
             self._times[key] = times_on(
-                way.grid, self.costs, way.microbatch_size, self.places(way), split=way.splits,
-                shards=self.costs.shards(
+                way.grid, self.costs, way.microbatch_size, self.topology(way), split=way.splits,
+                shards=None if way.grid.tp > 1 else self.costs.shards(
                     way.microbatch_size, way.grid.fsdp, way.grid.fsdp_level, self.request.link
                 ),
             )  # fmt: skip

@@ -171,11 +171,10 @@ class Search:
         return None
 
     def _cut(self, way: Way, room: Room, cap: int, effort: int) -> Cut | None:
-        near = self.parts.places(way)
         return best_cut(
             self.parts.schedule(way),
             self.parts.times(way),
-            links=near.boundaries,
+            links=self.parts.boundaries(way),
             fits=lambda worker, stages, remat: room.fits(worker, stages, remat, cap),
             remats=self.space.remats,
             effort=effort,

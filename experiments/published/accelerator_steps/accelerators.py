@@ -20,6 +20,9 @@ class Accelerator:
         bytes_per_s: of its memory
         matrix_unit: side of a systolic array, whose products are padded to it; 0 where there is none
         fuses: operations that work element by element are compiled into their neighbours and move nothing
+        attention: the kernels of scaled dot-product attention, as `pipeline.memory.attention` has them
+        bfloat16: whether it has units for products of bfloat16
+        reached: share of the peak that single large products reach, the best of many shapes
         source: where the numbers come from
     """
 
@@ -29,6 +32,9 @@ class Accelerator:
     bytes_per_s: float
     matrix_unit: int = 0
     fuses: bool = False
+    attention: str = "math"
+    bfloat16: bool = True
+    reached: float = 0.776
     source: str = ""
 
     def rate(self, activation_format: str) -> float:
@@ -61,6 +67,8 @@ TPU_V3 = Accelerator(
 )
 P100_16 = Accelerator(
     name="P100 for PCIe, 16 GB",
+    attention="efficient",
+    bfloat16=False,
     flops_per_s=9.3e12,
     half_flops_per_s=18.7e12,
     bytes_per_s=732e9,
@@ -68,6 +76,8 @@ P100_16 = Accelerator(
 )
 P100_12 = Accelerator(
     name="P100 for PCIe, 12 GB",
+    attention="efficient",
+    bfloat16=False,
     flops_per_s=9.3e12,
     half_flops_per_s=18.7e12,
     bytes_per_s=549e9,
@@ -80,6 +90,12 @@ P40 = Accelerator(
     bytes_per_s=346e9,
     source="NVIDIA's Tesla P40 data sheet: 12 TFLOP/s in float32, 346 GB/s, 24 GB",
 )
+
+UPDATE_BYTES = {"rmsprop": 28, "momentum": 20, "sgd": 12, "adam": 28}
+"""Bytes that an optimizer moves for each float32 parameter where one kernel reads the value, the gradient and
+its own state once and writes value and state once, as TensorFlow's `training_ops` and torch's `fused=True`
+do. Kernels that take one operation after the other, such as torch's default, move two to three times as
+much."""
 
 TPUS = {each.name: each for each in (TPU_V2, TPU_V3)}
 

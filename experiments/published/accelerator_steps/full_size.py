@@ -10,7 +10,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import HOST_BYTES_PER_S, Accelerator
+from gpipe_bench.experiments.published.accelerator_steps.accelerators import (
+    HOST_BYTES_PER_S,
+    UPDATE_BYTES,
+    Accelerator,
+)
 from gpipe_bench.experiments.published.accelerator_steps.layout import Steps
 from gpipe_bench.experiments.published.accelerator_steps.memory import Memory
 from gpipe_bench.experiments.published.accelerator_steps.operations import work_of
@@ -18,9 +22,6 @@ from gpipe_bench.experiments.published.accelerator_steps.work import Work
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 
 Array = NDArray[np.float64]
-
-UPDATE_BYTES = {"rmsprop": 28, "momentum": 20, "sgd": 12}
-"""Bytes that an optimizer reads and writes for each float32 parameter: value, gradient and its own state."""
 
 RULES = {"least variance": "variance", "cumulative share": "cumulative"}
 """Rules of results/unknowns.toml by their names in pipeline/plan/partition.py."""

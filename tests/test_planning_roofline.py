@@ -1,0 +1,219 @@
+"""Operations of layers by closed forms, and the seconds that a roofline makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_bench.experiments.planning.accelerators import ACCELERATORS
+from gpipe_bench.experiments.planning.costs import roofline
+from gpipe_bench.experiments.planning.costs.costs import SizeCosts
+from gpipe_bench.experiments.planning.costs.roofline import Noted, Operation, by_roofline, noted
+from gpipe_bench.experiments.planning.models import Model, model_of
+from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.models import MODELS
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.plan.links import LINKS
+
+ROWS, WIDTH = 64, 32
+
+
+def of(layer: nn.Module, *shape: int, precision: str = "float32", attention: str = "flash") -> Noted:
+    return noted(layer, Boundary.of(torch.empty(*shape, requires_grad=True)), precision, attention)
+
+
+def flops(operations: list[Operation]) -> float:
+    return sum(each.flops for each in operations)
+
+
+def moved(operations: list[Operation]) -> float:
+    return sum(each.moved for each in operations)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(64, 32), (32, 32)])  # tokens may be as many as channels
+def test_a_linear_layer_moves_its_operands_once(rows: int, width: int) -> None:
+    found = of(nn.Linear(width, width, bias=False), rows, width)
+    data, weights = 4 * rows * width, 4 * width * width
+    assert flops(found.forward) == 2 * rows * width * width
+    assert moved(found.forward) == 2 * data + weights
+    assert flops(found.inputs) == flops(found.forward)
+    assert moved(found.inputs) == 2 * data + weights
+    assert flops(found.backward) == 2 * flops(found.forward)
+    assert moved(found.backward) == 2 * (2 * data + weights)
+
+
+def test_in_bfloat16_operands_are_cast_before() -> None:
+    found = of(nn.Linear(WIDTH, WIDTH, bias=False), ROWS, WIDTH, precision="bfloat16")
+    data, weights = ROWS * WIDTH, WIDTH * WIDTH
+    assert moved(found.forward) == 6 * (data + weights) + 2 * (2 * data + weights)
+    product = next(each for each in found.forward if each.flops)
+    assert product.is_half
+    assert moved([product]) == 2 * (2 * data + weights)
+
+
+class Batched(nn.Module):
+    """A product that torch looks at through `_unsafe_view`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.device.type == "cpu"  # asks, and moves nothing
+        return x @ self.weight
+
+
+def test_views_and_questions_move_nothing() -> None:
+    found = of(Batched(), 2, ROWS, WIDTH)
+    assert [each.moved for each in found.forward] == [4 * (2 * 2 * ROWS * WIDTH + WIDTH * WIDTH)]
+
+
+def test_an_operation_in_place_reads_and_writes() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + x).mul_(2.0)
+
+    found = of(Twice(), ROWS, WIDTH)
+    assert [each.moved for each in found.forward] == [2 * 4 * ROWS * WIDTH] * 2
+
+
+LENGTH, HEADS, CHANNELS = 320, 2, 16
+
+
+def block(dropout: float) -> nn.Module:
+    width = HEADS * CHANNELS
+    model = MODELS["gpt2"](
+        num_layers=1, d_model=width, num_heads=HEADS, vocab_size=8, seq_len=LENGTH, dropout=dropout
+    )
+    return model[1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "attention", "dropout"),
+    [
+        ("float32", "flash", 0.0), ("float32", "flash", 0.1), ("bfloat16", "flash", 0.0),
+        ("bfloat16", "flash", 0.1), ("float32", "efficient", 0.1), ("float32", "cpu", 0.0),
+    ],
+)  # fmt: skip
+def test_fused_attention_multiplies_for_half_of_all_pairs(
+    precision: str, attention: str, dropout: float
+) -> None:
+    found = of(block(dropout), 1, LENGTH, HEADS * CHANNELS, precision=precision, attention=attention)
+    width = HEADS * CHANNELS
+    linear = 12 * width**2 * 2 * LENGTH
+    pairs = 2 * 2 * LENGTH**2 * width / 2
+    assert flops(found.forward) == linear + pairs
+    assert flops(found.backward) == 2 * linear + 2.5 * pairs
+    assert flops(found.inputs) == linear + 2.5 * pairs
+    fused = [each for each in found.forward if each.flops == pairs]
+    assert len(fused) == 1
+    size = 2 if precision == "bfloat16" else 4
+    assert 0 <= fused[0].moved - (4 * size * LENGTH * width + 4 * HEADS * LENGTH) <= 64  # and the seeds
+
+
+def test_without_a_kernel_all_pairs_are_multiplied() -> None:
+    found = of(block(0.0), 1, LENGTH, HEADS * CHANNELS, attention="math")
+    width = HEADS * CHANNELS
+    assert flops(found.forward) == 12 * width**2 * 2 * LENGTH + 2 * 2 * LENGTH**2 * width
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_a_gpu_keeps_no_weights_of_attention_whatever_it_drops(precision: torch.dtype | None) -> None:
+    def kept(dropout: float, attention: str) -> list[int]:
+        inputs = Boundary.of(torch.empty(2, LENGTH, HEADS * CHANNELS, requires_grad=True))
+        first = Profiler(precision, attention=attention).layer(block(dropout), inputs).first
+        return [first.sizes[serial] for serial in first.kept]
+
+    pairs, elements = 2 * HEADS * LENGTH**2, 2 * LENGTH * HEADS * CHANNELS
+    size = 4 if precision is None else 2
+    assert max(kept(0.1, "cpu")) >= pairs * size
+    assert max(kept(0.1, "flash")) == 4 * elements * size < pairs * size  # the feed-forward's
+    masks = sum(kept(0.1, "flash")) - sum(kept(0.0, "flash"))
+    assert masks == 2 * elements  # a byte each of what attention and the feed-forward return
+
+
+class Grouped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = x[:, :4], x[:, 4:]
+        return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.parametrize(("precision", "kernels"), [("bfloat16", 1), ("float32", 2)])
+def test_grouped_keys_are_fused_in_16_bits_alone(precision: str, kernels: int) -> None:
+    found = of(Grouped(), 2, 6, LENGTH, CHANNELS, precision=precision)
+    assert sum(each.flops > 0 for each in found.forward) == kernels
+
+
+def test_seconds_are_those_of_the_slowest_part() -> None:
+    device = replace(
+        ACCELERATORS["a100"], flops_per_s=1e12, half_flops_per_s=2e12, bytes_per_s=1e12, reached=0.5
+    )
+    share = roofline.MIDDLE
+    product = Operation(1e9, False, {0: 4e6}, {1: 4e6})
+    assert roofline.seconds([product], device) == pytest.approx(1e-3 / 0.5 / share)
+    assert roofline.seconds([product._replace(is_half=True)], device) == pytest.approx(5e-4 / 0.5 / share)
+    copy = Operation(0.0, False, {0: 4e9}, {1: 4e9})
+    assert roofline.seconds([copy], device) == pytest.approx(8e-3 / roofline.BANDWIDTH / share)
+    assert roofline.seconds([Operation(0.0, False, {}, {})] * 3, device) == pytest.approx(
+        3 * roofline.KERNEL_S / share
+    )
+
+
+def costs_of(**more: Any) -> SizeCosts:
+    """Of `planning_models.square`, whose layers are too large for a kernel's start to count."""
+    request = Request(
+        accelerators=1, memory_bytes=2**40, batch_size=4096, link=LINKS["nvlink3"], device_type="a100", **more
+    )
+    return by_roofline(model_of("planning_models:square", 4096), request, [4096]).at(4096)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_layers_take_what_the_sheet_says_by_their_operations(precision: str) -> None:
+    device = ACCELERATORS["a100"]
+    seconds = costs_of(precision=precision).layers_s
+    elements, bandwidth = 4096**2, 0.8 * 0.92 * device.bytes_per_s
+    product_s = 2 * 4096**3 / (0.8 * 0.869 * device.rate(precision))
+    cast_s = 0.0 if precision == "float32" else 6 * elements / bandwidth  # of weights, then of gradients
+    assert [seconds[kind][1] for kind in "FIWB"] == pytest.approx(
+        [product_s + cast_s, product_s, product_s + cast_s, 2 * product_s + cast_s]
+    )
+    assert seconds["I"][0] == 0  # nothing wants the gradient of the input
+    size = 4 if precision == "float32" else 2
+    assert seconds["F"][2] == pytest.approx(2 * size * elements / bandwidth)
+
+
+def test_what_is_compiled_takes_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile_of = Model.profile_of  # of compiled layers it would import a compiler
+    monkeypatch.setattr(Model, "profile_of", lambda model, *given, compiled: profile_of(model, *given))
+    plain, compiled = (costs_of(precision="bfloat16", compiled=each).layers_s for each in (False, True))
+    assert compiled["F"][3] < 0.9 * plain["F"][3]  # the loss is with it
+    assert compiled["F"][:3] == plain["F"][:3]
+
+
+def test_an_optimizer_moves_its_state_once() -> None:
+    request = Request(
+        accelerators=1, memory_bytes=2**40, batch_size=1, link=LINKS["nvlink3"], device_type="a100",
+        optimizer="rmsprop",
+    )  # fmt: skip
+    found = by_roofline(model_of("planning_models:plain", 1), request, [1])
+    parameters = 16 * 17
+    bandwidth = 0.8 * 0.92 * ACCELERATORS["a100"].bytes_per_s
+    assert found.update_s[0] == pytest.approx(28 * parameters / bandwidth)
+    assert (found.low, found.high) == (0.8, 1.25)
+
+
+def test_between_two_products_a_compiler_makes_one_kernel() -> None:
+    product = Operation(1.0, False, {0: 10.0}, {1: 10.0})
+    first = Operation(0.0, False, {1: 10.0, 2: 1.0}, {3: 10.0})
+    second = Operation(0.0, False, {3: 10.0}, {4: 10.0})
+    last = Operation(1.0, False, {4: 10.0}, {5: 10.0})
+    found = list(roofline.fused([product, first, second, last]))
+    assert found == [product, Operation(0.0, False, {1: 10.0, 2: 1.0}, {4: 10.0}), last]
+    # What a product reads behind the kernel is written, though the kernel reads it, too.
+    also = last._replace(reads={3: 10.0, 4: 10.0})
+    assert list(roofline.fused([product, first, second, also]))[1].writes == {3: 10.0, 4: 10.0}

@@ -13,8 +13,8 @@ import torch
 from torch import distributed as dist
 
 from gpipe_bench.experiments import first_run
-from gpipe_bench.experiments.consistency import run as consistency
-from gpipe_bench.experiments.consistency.tasks.recipe import subject_of
+from gpipe_bench.experiments.consistency import training as consistency
+from gpipe_bench.experiments.consistency.recipes import subject_of
 from gpipe_bench.experiments.consistency.training import Setting
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.pipeline.ranks import host, launch
@@ -162,6 +162,6 @@ def test_consistent_training_over_processes_takes_the_cpu_where_there_is_one_gpu
     ranks = Ranks(monkeypatch, [Part({"a": 1}), Part({"b": 2})])
     options = RunOptions(profile="smoke", device="cuda", scratch=tmp_path)
     setting = Setting("pipeline", 2, 2, 0, "cuda", 0)
-    trained = consistency._trained(subject_of("images", options), setting, 2, options)
+    trained = consistency.trained(subject_of("images", options), setting, 2, options)
     assert trained.weights == {"a": 1, "b": 2}
     assert ranks.kinds == ["cpu" if gpus == 1 else "cuda"]

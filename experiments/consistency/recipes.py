@@ -15,10 +15,10 @@ image) is reported by the case that meets it.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpipe_bench.experiments.consistency.tasks.idx import holds_idx, idx_files
 from gpipe_bench.harness.experiment import RunOptions
 
 
@@ -167,28 +167,22 @@ class Subject:
 
 def subject_of(model: str, options: RunOptions) -> Subject:
     """The recipe of the profile on the user's data or the default."""
-    if model == "images":
-        image_recipe = DAWNBENCH if options.profile == "full" else DIGITS
-        if options.profile == "smoke":
-            image_recipe = replace(DIGITS, num_filters=8, image_size=9, num_epochs=1)
-        if options.data is not None:
-            if options.profile != "full":
-                image_recipe = replace(image_recipe, augment=True, required_accuracy=0.0, floor_accuracy=0.0)
-            if holds_idx(Path(options.data)):
-                image_recipe = replace(image_recipe, augment=False)  # there are digits among such sets
+    full, smoke = options.profile == "full", options.profile == "smoke"
+    if model == "text":
+        recipe = BILLION_WORDS if full else replace(TOPICS, num_steps=8) if smoke else TOPICS
         return Subject(
-            model,
-            image_recipe,
-            data=options.data,
-            split_seed=options.seed,
-            limit=None if options.profile == "full" else SMALL_SAMPLE,
+            model, recipe, text=options.text, parallel_text=options.parallel_text, split_seed=options.seed
         )
-    recipe = BILLION_WORDS if options.profile == "full" else TOPICS
-    if options.profile == "smoke":
-        recipe = replace(TOPICS, num_steps=8)
-    return Subject(
-        model, recipe, text=options.text, parallel_text=options.parallel_text, split_seed=options.seed
-    )
+    images = DAWNBENCH if full else DIGITS
+    if smoke:
+        images = replace(DIGITS, num_filters=8, image_size=9, num_epochs=1)
+    if options.data is not None:
+        if not full:
+            images = replace(images, augment=True, required_accuracy=0.0, floor_accuracy=0.0)
+        if holds_idx(Path(options.data)):
+            images = replace(images, augment=False)  # there are digits among such sets
+    limit = None if full else SMALL_SAMPLE
+    return Subject(model, images, data=options.data, split_seed=options.seed, limit=limit)
 
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -197,31 +191,37 @@ PARTS = (("train", "val"), ("train", "test"))
 """Folders of training and held-out images, as ImageNet and others are laid out."""
 
 
+_IDX = re.compile(r"(?P<part>train|t10k|test)-(?P<what>images|labels)[-.]idx(?P<axes>[13])-ubyte(\.gz)?$")
+IDX_AXES = {"images": 3, "labels": 1}
+
+
 def image_layout(path: str) -> str:
     """`"cifar10"`, `"idx"`, `"train/val"`, `"train/test"` or `"classes"` (one folder per class, still to be
     split).
 
     Raises ValueError for a path that is none of these, or with fewer than two classes.
     """
-    root = _folder(path)
+    root = Path(path)
+    if not root.exists():
+        raise ValueError(f"--data {path}: there is no such folder; give one with a folder per class")
+    if not root.is_dir():
+        raise ValueError(f"--data {path}: this is a file; give a folder that holds a folder per class")
     if holds_idx(root):
         idx_files(root)
         return "idx"
     if (root / CIFAR10).is_dir():
-        missing = [name for name in ("data_batch_1", "test_batch", "batches.meta")
-                   if not (root / CIFAR10 / name).is_file()]  # fmt: skip
+        parts = ("data_batch_1", "test_batch", "batches.meta")
+        missing = [name for name in parts if not (root / CIFAR10 / name).is_file()]
         if missing:
             raise ValueError(
                 f"--data {path}: {CIFAR10} lacks {', '.join(missing)}; unpack the whole CIFAR-10 "
-                f"archive there"
+                "archive there"
             )
         return "cifar10"
     for train, held_out in PARTS:
         if (root / train).is_dir() and (root / held_out).is_dir():
-            classes = _classes(root / train, path)
-            others = _classes(root / held_out, path)
-            if classes != others:
-                different = sorted(set(classes) ^ set(others))
+            different = sorted(set(_classes(root / train, path)) ^ set(_classes(root / held_out, path)))
+            if different:
                 raise ValueError(
                     f"--data {path}: {train} and {held_out} have different classes ({different[0]} is in one "
                     "of them only); both need the same folders"
@@ -229,15 +229,6 @@ def image_layout(path: str) -> str:
             return f"{train}/{held_out}"
     _classes(root, path)
     return "classes"
-
-
-def _folder(path: str) -> Path:
-    root = Path(path)
-    if not root.exists():
-        raise ValueError(f"--data {path}: there is no such folder; give one with a folder per class")
-    if not root.is_dir():
-        raise ValueError(f"--data {path}: this is a file; give a folder that holds a folder per class")
-    return root
 
 
 def _classes(folder: Path, path: str) -> list[str]:
@@ -250,15 +241,40 @@ def _classes(folder: Path, path: str) -> list[str]:
             "per class"
         )
     for name in classes:
-        if not _has_image(folder / name):
+        files = (file for _, _, files in os.walk(folder / name) for file in files)
+        if not any(file.lower().endswith(IMAGE_SUFFIXES) for file in files):
             raise ValueError(
                 f"--data {path}: {folder / name} holds no image; allowed are {', '.join(IMAGE_SUFFIXES)}"
             )
     return classes
 
 
-def _has_image(folder: Path) -> bool:
-    return any(name.lower().endswith(IMAGE_SUFFIXES) for _, _, names in os.walk(folder) for name in names)
+def holds_idx(folder: Path) -> bool:
+    """Whether files of the folder are named like idx files, the format of MNIST and its kin."""
+    return folder.is_dir() and any(_IDX.search(path.name) for path in folder.iterdir())
+
+
+def idx_files(folder: Path) -> dict[tuple[str, str], Path]:
+    """The four files of a folder by ("train" or "t10k", "images" or "labels").
+
+    Raises ValueError where one of them is missing or stands there twice.
+    """
+    found: dict[tuple[str, str], list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        match = _IDX.search(path.name)
+        if match and int(match["axes"]) == IDX_AXES[match["what"]]:
+            part = "train" if match["part"] == "train" else "t10k"
+            found.setdefault((part, match["what"]), []).append(path)
+    for part in ("train", "t10k"):
+        for what, axes in IDX_AXES.items():
+            paths = found.get((part, what), [])
+            if len(paths) != 1:
+                names = ", ".join(path.name for path in paths) or "none"
+                raise ValueError(
+                    f"--data {folder}: of the files {part}-{what}-idx{axes}-ubyte, packed or not, it must "
+                    f"hold one; it holds {names}"
+                )
+    return {key: paths[0] for key, paths in found.items()}
 
 
 def read_text(path: str, option: str = "--text") -> str:

@@ -301,7 +301,8 @@ class Pipeline(Assembled):
     @property
     def shared_message_bytes(self) -> int:
         """Bytes of the buffers that messages from other processes come into, where these lie in memory that
-        both processes map; they stay until the pipeline is closed. 0 where messages come into tensors.
+        both processes map: at most twice what was in use at one time, each in whole pages. 0 where messages
+        come into tensors.
         """
         return 0 if self._ranks is None else self._ranks.shared_bytes
 

@@ -135,6 +135,20 @@ def a_short_batch_is_refused_by_a_schedule_of_ones_own() -> None:
         assert_own_gradients(pipeline, plain.gradients, **EXACT)
 
 
+def memory_for_messages_of_many_sizes() -> None:
+    """At most twice what those of the largest size take, in steps and in forwards alone."""
+    ranks = Ranks()
+    sizes, found = [256 * n for n in range(1, 25)], []
+    for used in ([sizes[-1]] * 2, sizes):
+        with ranks.pipeline(seeded(mlp)) as pipeline:
+            for size in used:
+                batch, target = mlp_batch(size)
+                pipeline.step(*ranks.own(batch, target), mse_loss)
+                pipeline(batch if ranks.is_first else None)
+            found.append(pipeline.shared_message_bytes)
+    assert 0 < found[1] <= 2 * found[0], found
+
+
 def evaluation() -> None:
     ranks = Ranks()
     pipeline = ranks.pipeline(seeded(everything)).eval()
@@ -407,6 +421,7 @@ CASES = (
     short_batches,
     short_batches_with_portals,
     a_short_batch_is_refused_by_a_schedule_of_ones_own,
+    memory_for_messages_of_many_sizes,
     evaluation,
     an_input_that_shares_memory_is_overwritten,
     bitwise_amoebanet,

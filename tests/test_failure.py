@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -27,23 +27,40 @@ class Board:
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self.broken: StoreError | None = None
+        self.num_asked = self.num_said = 0
         self.on_get: Callable[[], None] = lambda: None
 
     def set(self, key: str, value: str, limit_s: float = 1.0) -> None:
         self._check()
         self._values[key] = value.encode()
+        self._saying(key)
+
+    def append(self, key: str, value: str) -> None:
+        self._check()
+        with self._lock:
+            self._values[key] = self._values.get(key, b"") + value.encode()
+        self._saying(key)
 
     def get(self, key: str, limit_s: float = 1.0) -> bytes | None:
         self._check()
         self.on_get()
         return self._values.get(key)
 
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self.get(key) for key in keys]
+
     def set_first(self, key: str, value: str) -> bytes:
         self._check()
         with self._lock:
             return self._values.setdefault(key, value.encode())
 
+    def _saying(self, key: str) -> None:
+        with self._lock:
+            self.num_said += key.startswith("waiting")
+
     def _check(self) -> None:
+        with self._lock:
+            self.num_asked += 1
         if self.broken is not None:
             raise self.broken
 
@@ -94,19 +111,23 @@ def test_who_waited_in_vain_hears_of_the_failure_that_a_rank_writes_meanwhile() 
     assert str(Blackboard(board, 2, range(3)).explain(waits_for(0))) == str(told)
 
 
-def test_ranks_that_others_may_keep_waiting_hear_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replica 1 has said for whom it waits in its own pipeline before replica 0 concludes that it is gone."""
-    board, looks = Board(), []
-
-    def speak_late() -> None:
-        looks.append(0)
-        if len(looks) == 20:
-            board.on_get = lambda: None
-            Blackboard(board, 1, range(2)).report(ActionError(None, "told", 1))
-
-    board.on_get = speak_late
+@pytest.mark.parametrize("alive", [False, True])
+def test_of_many_ranks_the_right_one_is_blamed_after_a_few_questions(
+    monkeypatch: pytest.MonkeyPatch, alive: bool
+) -> None:
+    """Rank 300 of 512 has stopped, and all others wait in vain for a neighbour. One process answers them."""
+    size, stopped, board, all_said = 512, 300, Board(), threading.Event()
     monkeypatch.setattr(failure, "EXPLANATION_S", 600.0)
-    assert Blackboard(board, 0, range(2), alone=False).explain(waits_for(1)).cause == "told"
+    board.on_get = lambda: all_said.set() if board.num_said == size - 1 else None
+
+    def conclude(rank: int) -> ActionError:
+        ours = Blackboard(board, rank, range(size), alive=alive, sleep=lambda _: all_said.wait())
+        return ours.explain(waits_for(rank + 1 if rank < stopped else rank - 1))
+
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(conclude, [rank for rank in range(size) if rank != stopped]))
+    assert {error.rank for error in found} == {stopped}
+    assert board.num_asked < 16 * size
 
 
 def of_grid(board: Board, rank: int, size: int = 4) -> Blackboard:

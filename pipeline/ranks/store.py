@@ -103,6 +103,14 @@ class Store:
         """The value of a key, None if it has none."""
         return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None, limit_s)
 
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The value of each key, in one question."""
+        return self._ask(lambda: [self._store.get(key) if self._store.check([key]) else None for key in keys])
+
+    def append(self, key: str, value: str) -> None:
+        """Adds to the value of a key."""
+        self._ask(lambda: self._store.append(key, value))
+
     def set_first(self, key: str, value: str) -> bytes:
         """Sets a key that has no value yet; the value that it has afterwards."""
         return self._ask(lambda: self._store.compare_set(key, "", value))  # type: ignore[no-any-return]

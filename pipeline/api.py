@@ -88,7 +88,7 @@ class Pipeline(Assembled):
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
         share_memory: whether ranks on one host exchange CPU tensors through memory that both map. Never where
             a mesh divides parameters: the actions of a stage then wait for other processes themselves.
-        transport: another in-process transport, such as `InProcess(copy=True)`.
+        transport: another in-process transport, such as `InProcess(copy=True)`; not with `group` or `mesh`.
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
             chooses that. What cannot be compiled runs as it is, and a warning says why.
 

@@ -24,6 +24,7 @@ from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe
 from gpipe_bench.pipeline.plan.schedules import calibration
 from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
+from gpipe_bench.pipeline.transport import InProcess
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 AMOEBANET = {
@@ -347,6 +348,8 @@ def arguments_that_do_not_fit() -> None:
     ranks = Ranks()
     with raises(ValueError, "4 ranks for 3 stages"):
         Pipeline(seeded(mlp), num_stages=3, num_microbatches=2, group=dist.group.WORLD)
+    with raises(ValueError, "transport= is how stages of one process"):
+        ranks.pipeline(seeded(mlp), transport=InProcess())
     with raises(ValueError, "rank 2 builds another pipeline than rank 0"):
         ranks.pipeline(seeded(mlp), seed=int(ranks.rank == 2))
     with raises(ValueError, "SyncBatchNorm normalizes over replicas"):  # which only the last rank would hold

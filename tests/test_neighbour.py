@@ -4,9 +4,11 @@ tests).
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import threading
@@ -116,9 +118,20 @@ def test_more_records_than_a_socket_holds(ends: tuple[Neighbour, Neighbour]) -> 
         assert float(received) == number
 
 
-def test_both_write_more_than_a_socket_holds(ends: tuple[Neighbour, Neighbour]) -> None:
+@pytest.fixture
+def descriptors_from_1024() -> Iterator[None]:
+    """As a process with many open files has them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_both_write_more_than_a_socket_holds(descriptors_from_1024: None) -> None:
     """Neither reads before it has written: each takes in what the other writes while it waits for room."""
     many = 2000
+    links = [socket.socket(fileno=fcntl.fcntl(link, fcntl.F_DUPFD, 1024)) for link in socket.socketpair()]
+    ends = [Neighbour(link, TIMEOUT_S) for link in links]
     posted: dict[str, list[Tensor]] = {}
 
     def exchange(name: str, end: Neighbour) -> None:

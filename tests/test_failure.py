@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks import store as store_module
 from gpipe_bench.pipeline.ranks.failures import failure
-from gpipe_bench.pipeline.ranks.failures.collective import let_down
+from gpipe_bench.pipeline.ranks.failures.collective import let_down, missing
 from gpipe_bench.pipeline.ranks.failures.failure import Blackboard
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 
@@ -193,13 +197,35 @@ def test_the_rank_that_holds_the_store_stays_until_the_others_know() -> None:
         "Application timeout caused pair closure",
     ],
 )
-def test_what_torchs_collectives_say_is_no_failure_of_the_action(text: str) -> None:
-    found = let_down(RuntimeError(text))
-    assert found is not None
+def test_what_collectives_say(text: str) -> None:
+    found = missing(RuntimeError(text))
     assert found.peer is None
     assert found.timed_out == ("closed by peer" not in text)
-    assert let_down(RuntimeError("the fuse has blown")) is None
-    assert let_down(ValueError(text)) is None
+
+
+def test_an_error_of_a_collective_is_no_failure_of_the_action() -> None:
+    """And what says the same is one if it comes from anywhere else, such as a network of the user's own."""
+    keys, limit = dist.HashStore(), timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(lambda rank: dist.ProcessGroupGloo(keys, rank, 2, limit), range(2)))
+    dist.Backend.register_backend("one end", lambda *_: ends[0], devices="cpu")
+    dist.init_process_group("one end", store=dist.HashStore(), rank=0, world_size=1)
+    del ends[1]  # the process at the other end
+    mine = torch.ones(1)
+    of_collectives: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(mine),
+        lambda: functional.all_reduce(mine, "sum", dist.group.WORLD) + 1,
+    ]
+    try:
+        for collective in of_collectives:
+            with pytest.raises(RuntimeError) as caught:
+                collective()
+            assert let_down(caught.value) is not None
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(RuntimeError) as again:
+        raise RuntimeError(str(caught.value))
+    assert let_down(again.value) is None
 
 
 @pytest.mark.parametrize(("silent", "what"), [(True, "did not answer"), (False, "disappeared")])

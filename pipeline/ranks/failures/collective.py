@@ -3,8 +3,8 @@
 Collectives that are not ours (those of `fully_shard`, of tensor-parallel layers) run in the middle of an
 action and raise what their network says, of which nobody can tell from outside for whom they waited. It must
 not pass for a failure of the action. What counts is where it was raised, not what it says: a layer that reads
-from a network of its own may say the same. (Where a layer waits itself for what it began with `async_op=True`,
-the error is raised in the layer and is the layer's.)
+from a network of its own may say the same. (Where a layer itself waits for what it began with
+`async_op=True`, the error is raised in the layer and is the layer's.)
 """
 
 from __future__ import annotations

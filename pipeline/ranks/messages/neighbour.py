@@ -297,7 +297,7 @@ def _map(descriptor: int, size: int) -> Tensor:
     """The bytes of a file that processes share; unlike with `mmap`, no descriptor stays open."""
     storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", shared=True, nbytes=size)
     with torch.inference_mode(mode=False):  # what is evaluated first may be trained on later
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 
 
 def move_along(neighbours: Collection[Neighbour], until: int) -> None:

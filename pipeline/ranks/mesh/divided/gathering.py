@@ -54,8 +54,9 @@ class Holders:
 
     def sum_copies(self, mine: Tensor) -> None:
         """Makes `mine` the sum over its copies."""
-        assert self._copies is not None
-        self.wait(self.replicas.bounded(lambda: self._copies.allreduce([mine])))
+        copies = self._copies
+        assert copies is not None
+        self.wait(self.replicas.bounded(lambda: copies.allreduce([mine])))
 
     def wait(self, work: Any) -> None:
         """Until it is done, or, on an accelerator, before what is enqueued next; errors as in `Replicas`."""

@@ -88,7 +88,7 @@ class Pipeline(Assembled):
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
         share_memory: whether ranks on one host exchange CPU tensors through memory that both map. Never where
             a mesh divides parameters: the actions of a stage then wait for other processes themselves.
-        transport: another in-process transport, such as `InProcess(copy=True)`.
+        transport: another in-process transport, such as `InProcess(copy=True)`; not with `group` or `mesh`.
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
             chooses that. What cannot be compiled runs as it is, and a warning says why.
 
@@ -301,7 +301,8 @@ class Pipeline(Assembled):
     @property
     def shared_message_bytes(self) -> int:
         """Bytes of the buffers that messages from other processes come into, where these lie in memory that
-        both processes map; they stay until the pipeline is closed. 0 where messages come into tensors.
+        both processes map: at most twice what was in use at one time, each in whole pages. 0 where messages
+        come into tensors.
         """
         return 0 if self._ranks is None else self._ranks.shared_bytes
 

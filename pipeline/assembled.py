@@ -76,6 +76,11 @@ class Assembled(nn.Module):
         compile: bool | str = False,
     ) -> None:
         super().__init__()
+        if transport is not None and (group is not None or mesh is not None):
+            raise ValueError(
+                "transport= is how stages of one process reach each other, and with group= or mesh= they are "
+                "in several; leave it out, or say share_memory=False for gloo's messages on one host"
+            )
         self.grid: Grid | None = None
         job: Job | None = None
         if mesh is not None:

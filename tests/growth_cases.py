@@ -32,8 +32,6 @@ SCHEDULES = (("gpipe", "always"), ("1f1b", "never"), ("zb-h1", "always"), ("inte
 MOST_AGREEMENTS = 8
 # What may come and go: what is known of these kinds, and resident memory as the allocator likes.
 SLACK = {"objects": 600, "tensors": 40, "resident bytes": 2**23}
-# Whether memory that processes share is held to its bound, and what it is made of too.
-SHARED_IS_BOUNDED = False
 
 
 def held() -> dict[str, int]:
@@ -102,7 +100,6 @@ def growth(one: Callable[[int], None], number: int) -> list[str]:
         f"{name} grew from {before[name]} to {after[name]}"
         for name in before
         if after[name] - before[name] > allowed.get(name, 0)
-        and (SHARED_IS_BOUNDED or name not in ("shared bytes", "descriptors", "objects", "tensors"))
     ]
 
 

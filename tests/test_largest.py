@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from gpipe_bench.experiments.paper_models import COLUMNS, GIB, Column
 from gpipe_bench.experiments.table1 import largest as search
 from gpipe_bench.experiments.table1.largest import (
     Placement,
@@ -16,7 +17,6 @@ from gpipe_bench.experiments.table1.largest import (
     place_anyhow,
     place_best,
 )
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, GIB, Column
 from gpipe_bench.pipeline.memory.cut import StagePeaks
 from gpipe_bench.pipeline.plan.partition import Partition
 

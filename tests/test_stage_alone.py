@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_bench.experiments.table1 import paper_models, stage_alone
+from gpipe_bench.experiments import paper_models
+from gpipe_bench.experiments.table1 import stage_alone
 from gpipe_bench.experiments.table1.largest import Placement, Setting
-from gpipe_bench.experiments.table1.model_costs import ModelProfile
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.cut import StagePeaks
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 
 HALVES = {

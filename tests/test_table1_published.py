@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from gpipe_bench.experiments.paper_models import COLUMNS, HALVES, Column, column
 from gpipe_bench.experiments.table1.cells import cells
 from gpipe_bench.experiments.table1.experiment import EXPERIMENT
 from gpipe_bench.experiments.table1.hypotheses import hypotheses
 from gpipe_bench.experiments.table1.largest import Setting, place_anyhow
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES, Column, column
 from gpipe_bench.experiments.table1.published.activation_memory import counted, needed, stages_of
 from gpipe_bench.experiments.table1.published.capacity import (
     capacity_combinations,

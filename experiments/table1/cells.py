@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES
+from gpipe_bench.experiments.paper_models import COLUMNS, HALVES
 from gpipe_bench.experiments.table1.published.choices import (
     activation_choices,
     capacity_choices,

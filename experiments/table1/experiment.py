@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpipe_bench.experiments.paper_models import COLUMNS, HALVES, column
 from gpipe_bench.experiments.table1.cells import cells
 from gpipe_bench.experiments.table1.figures import figures
 from gpipe_bench.experiments.table1.hypotheses import hypotheses
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES, column
 from gpipe_bench.experiments.table1.text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity
@@ -106,7 +106,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
             with no_collections():  # profiles and footprints by the thousand, and no garbage among them
                 if case.key["part"] == "largest":
                     return _run_largest(case.key)
-                return _run_paper(case.key, direct=options.profile == "smoke")
+                return _run_paper(case.key, is_smoke=options.profile == "smoke")
         case "hypotheses" | "capacity" as part:
             from gpipe_bench.experiments.table1.published import run as published
 
@@ -116,17 +116,15 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return _run_device(case.key, options)
 
 
-def _run_paper(key: dict[str, Any], *, direct: bool) -> Outcome:
+def _run_paper(key: dict[str, Any], *, is_smoke: bool) -> Outcome:
     """The paper's own configuration, at the micro-batches the texts give and at the best number of them."""
     from gpipe_bench.experiments.table1.largest import Setting, place_anyhow, place_best
 
     half, size = HALVES[key["half"]], column(key["half"], key["column"])
-    setting = Setting(
-        key["half"], size.num_stages, size.is_naive, key["precision"], key["attention"], direct=direct
-    )
+    setting = Setting(key["half"], size.num_stages, size.is_naive, key["precision"], key["attention"])
     given = 1 if size.is_naive else half.num_microbatches
     placed = place_anyhow(setting, size.num_layers, size.num_filters, given)
-    best = placed if direct else place_best(setting, size.num_layers, size.num_filters)
+    best = placed if is_smoke else place_best(setting, size.num_layers, size.num_filters)
     return Outcome(
         (
             _modelled("parameters", placed.num_parameters, "parameters"),

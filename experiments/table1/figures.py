@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpipe_bench.experiments.paper_models import COLUMNS, GIB, HALVES
 from gpipe_bench.experiments.report.drawing import paper_style, without_frame
 from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, GIB, HALVES
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.judging.units import convert
 from gpipe_bench.harness.records.record import Record, find

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from gpipe_bench.experiments.table1.paper_models import HALVES
+from gpipe_bench.experiments.paper_models import HALVES
 from gpipe_bench.experiments.table1.published.choices import Choices, activation_choices, hypothesis_record
 from gpipe_bench.harness.judging.hypotheses import Hypothesis, Key
 from gpipe_bench.harness.judging.paper import load_paper

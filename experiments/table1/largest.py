@@ -12,22 +12,15 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from gpipe_bench.experiments.table1.model_costs import ModelProfile, amoebanet_profile, transformer_profile
-from gpipe_bench.experiments.table1.paper_models import GIB, HALVES, PAPER_NUM_LAYERS
-from gpipe_bench.experiments.table1.published.traced import (
-    Reading,
-    Size,
-    amoebanet_at,
-    is_traceable,
-    transformer_at,
-)
+from gpipe_bench.experiments.paper_models import GIB, HALVES, PAPER_NUM_LAYERS
+from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
 from gpipe_bench.pipeline.memory.cut import StagePeaks
+from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Schedule, gpipe, naive
 
 FILTERS_STEP = 16
-_WITHOUT_PROJECTION = 128  # at D = 128 the stem needs no projection, which leaves the family
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,6 @@ class Setting:
     precision: str
     attention: str = "fused"
     cap_gib: float = 0.0  # 0: the paper's
-    direct: bool = False  # profile every layer at its size instead of scaling from samples
     compiled: bool = False  # layers as `torch.compile` would run them
     optimizer: str = "rmsprop"  # the paper's
 
@@ -64,20 +56,10 @@ class Setting:
 
     def profile(self, num_layers: int, num_filters: int, num_microbatches: int) -> ModelProfile:
         size = self.batch_size // num_microbatches
-        if self.compiled:
-            return self._compiled_profile(num_layers, num_filters, size)
+        reading = Reading(compiled=self.compiled, number_format=self.precision)
         if self.half == "transformer":
-            return transformer_profile(num_layers, size, self.precision, self.attention)
-        outside = num_filters % FILTERS_STEP != 0 or num_filters == _WITHOUT_PROJECTION
-        return amoebanet_profile(num_layers, num_filters, size, self.precision, direct=outside or self.direct)
-
-    def _compiled_profile(self, num_layers: int, num_filters: int, size: int) -> ModelProfile:
-        reading = Reading(compiled=True, number_format=self.precision, autocast=True)
-        if self.half == "transformer":
-            return transformer_at(reading, num_layers, size, self.attention)
-        if is_traceable(num_layers, num_filters):
-            return amoebanet_at(reading, Size(num_layers, num_filters, size))
-        return amoebanet_profile(num_layers, num_filters, size, self.precision, direct=True, compiled=True)
+            return transformer(reading, num_layers, size, self.attention)
+        return amoebanet(reading, num_layers, num_filters, size)
 
     def peaks(self, profile: ModelProfile, num_microbatches: int) -> StagePeaks:
         return StagePeaks(

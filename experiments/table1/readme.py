@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpipe_bench.experiments.paper_models import COLUMNS, HALVES
 from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION, cells
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES
 from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.records.record import Record, find

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from gpipe_bench.experiments.paper_models import GIB, HALVES, Column, column
+from gpipe_bench.experiments.paper_profiles import meta_model
 from gpipe_bench.experiments.table1.largest import Placement, Setting, place_anyhow
-from gpipe_bench.experiments.table1.model_costs import meta_model
-from gpipe_bench.experiments.table1.paper_models import GIB, HALVES, Column, column
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.harness.running.execution import memory_error

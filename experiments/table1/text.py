@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, GIB, HALVES, Column
+from gpipe_bench.experiments.paper_models import COLUMNS, GIB, HALVES, Column
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.records.record import Record, find

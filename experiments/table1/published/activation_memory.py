@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from gpipe_bench.experiments.table1.model_costs import ModelProfile
-from gpipe_bench.experiments.table1.paper_models import HALVES, Column
+from gpipe_bench.experiments.paper_models import HALVES, Column
 from gpipe_bench.experiments.table1.published.cuts import cuts_of
 from gpipe_bench.experiments.table1.published.models import PLAIN, model_of
 from gpipe_bench.experiments.table1.published.settings import (
@@ -25,6 +24,7 @@ from gpipe_bench.experiments.table1.published.settings import (
     num_microbatches,
 )
 from gpipe_bench.harness.judging.unknowns import Value
+from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stages.demands import demands
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.stages.peaks import fullest_moment

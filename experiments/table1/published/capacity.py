@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
-from gpipe_bench.experiments.table1.paper_models import Column
+from gpipe_bench.experiments.paper_models import Column
 from gpipe_bench.experiments.table1.published.activation_memory import ADDED, Stage, needed, stages_of
 from gpipe_bench.experiments.table1.published.models import PLAIN, model_of
 from gpipe_bench.experiments.table1.published.settings import CAP, SHARED, Combination, unknown

@@ -16,11 +16,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.experiments.table1.model_costs import meta_model
-from gpipe_bench.experiments.table1.paper_models import HALVES, Column
+from gpipe_bench.experiments.paper_models import HALVES, Column
+from gpipe_bench.experiments.paper_profiles import meta_model, stacked
 from gpipe_bench.experiments.table1.published.models import PLAIN, model_of
 from gpipe_bench.experiments.table1.published.settings import Combination
-from gpipe_bench.experiments.table1.published.traced import stacked
 from gpipe_bench.models import example_batch
 from gpipe_bench.pipeline.memory.profile import fake_copy
 from gpipe_bench.pipeline.plan.partition import Partition, partition

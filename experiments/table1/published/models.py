@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from gpipe_bench.experiments.table1.model_costs import ModelProfile
-from gpipe_bench.experiments.table1.published.settings import Combination
-from gpipe_bench.experiments.table1.published.traced import (
+from gpipe_bench.experiments.paper_profiles import (
     Reading,
-    Size,
-    amoebanet_at,
-    transformer_at,
+    amoebanet,
+    transformer,
 )
+from gpipe_bench.experiments.table1.published.settings import Combination
+from gpipe_bench.pipeline.memory.profile import ModelProfile
 
 PLAIN: Combination = {
     "activation_format": "float32", "kept_by": "every operation", "tensor_layout": "dense",
@@ -24,13 +23,13 @@ def model_of(
     reading = Reading(
         compiled=settings["kept_by"] == "a fusing compiler",
         number_format=str(settings["activation_format"]),
+        autocast=False,
         with_shapes=True,
     )
     pads = settings["tensor_layout"] != "dense"
     if half == "transformer":
-        return transformer_at(reading, num_layers, microbatch_size, pads=pads)
-    size = Size(
-        num_layers, num_filters, microbatch_size,
-        num_classes=int(settings["num_classes"]), auxiliary_head=bool(settings["auxiliary_head"]),
+        return transformer(reading, num_layers, microbatch_size, pads=pads)
+    return amoebanet(
+        reading, num_layers, num_filters, microbatch_size, int(settings["num_classes"]),
+        auxiliary_head=bool(settings["auxiliary_head"]), pads=pads,
     )  # fmt: skip
-    return amoebanet_at(reading, size, pads=pads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpipe_bench.experiments.table1.paper_models import COLUMNS
+from gpipe_bench.experiments.paper_models import COLUMNS
 from gpipe_bench.experiments.table1.published.activation_memory import activation_memory, parameter_counts
 from gpipe_bench.experiments.table1.published.capacity import capacity, capacity_combinations, choices
 from gpipe_bench.experiments.table1.published.settings import OWN_OF_MODEL, allowed, combinations

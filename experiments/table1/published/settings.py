@@ -12,7 +12,7 @@ from functools import cache
 from itertools import product
 from statistics import median
 
-from gpipe_bench.experiments.table1.paper_models import HALVES, Column
+from gpipe_bench.experiments.paper_models import HALVES, Column
 from gpipe_bench.harness.judging.spread import Part, Spread
 from gpipe_bench.harness.judging.unknowns import Unknown, Value, load_unknowns
 

@@ -18,9 +18,8 @@ from typing import Any
 
 from gpipe_bench.experiments.paper_models import COLUMNS, HALVES, column
 from gpipe_bench.experiments.table1.cells import cells
-from gpipe_bench.experiments.table1.figures import figures
-from gpipe_bench.experiments.table1.hypotheses import hypotheses
-from gpipe_bench.experiments.table1.text import tables
+from gpipe_bench.experiments.table1.settings import hypotheses
+from gpipe_bench.experiments.table1.shown import figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.harness.shown import PaperTable
@@ -46,7 +45,7 @@ does."""
 PRELOAD = (
     "torch._dynamo",
     "gpipe_bench.experiments.table1.largest",
-    "gpipe_bench.experiments.table1.verify_memory",
+    "gpipe_bench.experiments.table1.real_steps",
 )
 """Fake tensors and optimizers import the first one sooner or later."""
 
@@ -108,9 +107,9 @@ def run(case: Case, options: RunOptions) -> Outcome:
                     return _run_largest(case.key)
                 return _run_paper(case.key, is_smoke=options.profile == "smoke")
         case "hypotheses" | "capacity" as part:
-            from gpipe_bench.experiments.table1.published import run as published
+            from gpipe_bench.experiments.table1 import as_published
 
-            return published.RUNS[part](str(case.key["half"]))
+            return as_published.RUNS[part](str(case.key["half"]))
         case "verify":
             return _run_verify(case.key)
     return _run_device(case.key, options)
@@ -171,7 +170,7 @@ def _run_largest(key: dict[str, Any]) -> Outcome:
 
 def _run_verify(key: dict[str, Any]) -> Outcome:
     """Real training steps of a scaled-down model on this machine, counted storage by storage."""
-    from gpipe_bench.experiments.table1.verify_memory import verify
+    from gpipe_bench.experiments.table1.real_steps import verify
 
     found = verify(key["model"], key["num_stages"], key["remat"], key["num_microbatches"])
     fullest = max(range(key["num_stages"]), key=lambda stage: found.tracked[stage])
@@ -199,7 +198,7 @@ def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
     """Every distinct stage of a column alone on a real GPU, under the paper's cap."""
     if options.device != "cuda":
         return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
-    from gpipe_bench.experiments.table1.stage_alone import run_column
+    from gpipe_bench.experiments.table1.real_steps import run_column
 
     return run_column(key["half"], key["column"])
 

@@ -164,14 +164,16 @@ def largest(setting: Setting) -> Placement:
     if setting.half == "transformer":
         # The embedding and the softmax are layers too.
         smallest = max(setting.num_stages - 2, 1)
-        num_layers = _last(lambda count: fits(setting, count, 0, most), smallest)
+        num_layers = last_that(lambda count: fits(setting, count, 0, most), smallest, smallest)
         if num_layers is not None:
             best = (setting.profile(num_layers, 0, most).num_parameters, num_layers, 0)
     else:
         for depth in PAPER_NUM_LAYERS:
-            steps = _last(
+            start = _first_above(setting, depth, most, best[0] if best else 0)
+            steps = last_that(
                 lambda step, depth=depth: fits(setting, depth, step * FILTERS_STEP, most),  # type: ignore[misc]
-                _first_above(setting, depth, most, best[0] if best else 0),
+                start,
+                start,
             )
             if steps is not None:
                 filters = steps * FILTERS_STEP
@@ -210,19 +212,29 @@ def _first_above(setting: Setting, depth: int, num_microbatches: int, parameters
         filters = step * FILTERS_STEP
         return setting.profile(depth, filters, num_microbatches).num_parameters <= parameters
 
-    last = _last(beaten, 1)
+    last = last_that(beaten, 1, 1)
     return 1 if last is None else last + 1
 
 
-def _last(fits: Callable[[int], bool], start: int) -> int | None:
-    """The largest number from ``start`` on that fits, if fitting is lost only once."""
-    if not fits(start):
-        return None
+def last_that(holds: Callable[[int], bool], start: int, guess: int) -> int | None:
+    """The largest number from ``start`` on for which something holds, if that is lost only once.
+
+    Looks from ``guess`` on in growing steps, so that a good guess costs few looks. None if it does not hold
+    at ``start``.
+    """
+    low = max(guess, start)
     reach = 1
-    while fits(start + reach):
-        reach *= 2
-    low, high = start + reach // 2, start + reach
+    if holds(low):
+        while holds(low + reach):
+            low, reach = low + reach, 2 * reach
+        high = low + reach
+    else:
+        high = low
+        while high > start and not holds(low := max(high - reach, start)):
+            high, reach = low, 2 * reach
+        if high == start:
+            return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low

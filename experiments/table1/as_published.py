@@ -37,9 +37,7 @@ from gpipe_bench.experiments.table1.settings import (
     OWN_OF_MODEL,
     SHARED,
     Combination,
-    Numbers,
     allowed,
-    cap_bytes,
     combinations,
     num_microbatches,
     unknown,
@@ -75,9 +73,11 @@ class Stage:
     fixed: int
 
 
-def activation_memory(half: str, column: Column) -> Numbers:
-    """The sum over the accelerators, in bytes, for every combination of the half's unknown settings."""
-    _, cap = cap_bytes(half)
+def activation_memory(half: str, column: Column) -> tuple[list[int | None], list[bool]]:
+    """For every combination of the half's unknown settings, the sum over the accelerators in bytes, None
+    where there can be none; and whether the column's model then fits into the largest memory there may be.
+    """
+    cap = float(unknown(half)[CAP].ends[1])
     walked: dict[tuple[Value, ...], tuple[Stage, ...] | None] = {}
     values: list[int | None] = []
     fits: list[bool] = []
@@ -92,7 +92,7 @@ def activation_memory(half: str, column: Column) -> Numbers:
             continue
         values.append(sum(counted(stage, settings) for stage in stages))
         fits.append(max(needed(stage, settings) for stage in stages) <= cap)
-    return Numbers(tuple(values), tuple(fits))
+    return values, fits
 
 
 def parameter_counts(half: str, column: Column) -> tuple[int, ...]:
@@ -359,13 +359,6 @@ def capacity_combinations(half: str) -> tuple[Combination, ...]:
     )
 
 
-def capacity(half: str, column: Column) -> tuple[Largest | None, ...]:
-    """The largest model of a column under each of `capacity_combinations`; None where not even the smallest
-    one fits.
-    """
-    return tuple(largest(half, column, settings) for settings in capacity_combinations(half))
-
-
 def largest(half: str, column: Column, settings: Combination) -> Largest | None:
     """The largest model of a column under some settings."""
     settings = {**settings, **FIXED[half]}
@@ -424,8 +417,8 @@ def hypotheses(half: str) -> Outcome:
         {
             "settings": {name: list(values) for name, values in allowed(half).items()},
             "columns": {
-                name: {"bytes": list(each.values), "fits": "".join("01"[fits] for fits in each.fits)}
-                for name, each in found.items()
+                name: {"bytes": values, "fits": "".join("01"[each] for each in fits)}
+                for name, (values, fits) in found.items()
             },
             "parameters": {
                 "settings": {name: list(allowed(half)[name]) for name in OWN_OF_MODEL[half]},
@@ -438,7 +431,10 @@ def hypotheses(half: str) -> Outcome:
 def capacities(half: str) -> Outcome:
     """The largest models at the paper's micro-batches and by its partitions, under what is unknown."""
     values = choices(half)
-    found = {each.name: capacity(half, each) for each in COLUMNS[half]}
+    found = {
+        each.name: [largest(half, each, settings) for settings in capacity_combinations(half)]
+        for each in COLUMNS[half]
+    }
     return Outcome(
         (_combinations(len(capacity_combinations(half))),),
         {

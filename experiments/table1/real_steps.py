@@ -12,10 +12,11 @@ CPU the same code counts storages instead (used by tests).
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -111,21 +112,11 @@ class Peak(NamedTuple):
     workspace_bytes: int
 
 
-class Counter(Protocol):
-    """Counts the bytes of a stage from `reset` on."""
-
-    def counting(self, held: list[torch.Tensor]) -> AbstractContextManager[object]:
-        """What the step runs in; `held` lives already."""
-
-    def reset(self) -> None:
-        """The peak is counted from here on."""
-
-    def peak(self) -> Peak:
-        """The most since `reset`."""
-
-
 class Storages:
-    """On a CPU: the storages of tensors, from their birth to their death."""
+    """On a CPU: the storages of tensors, from their birth to their death.
+
+    `counting` is what the step runs in, `peak` the most since `reset`.
+    """
 
     def __init__(self) -> None:
         self._memory = LiveMemory()
@@ -181,7 +172,7 @@ def warm_up(device: torch.device) -> None:
 
 def measure(
     part: Part, model: nn.Sequential, half: str, schedule: Schedule, options: dict[str, Any], batch_size: int,
-    device: torch.device, counter: Counter | None = None,
+    device: torch.device, counter: Storages | Allocator | None = None,
 ) -> Peak:  # fmt: skip
     """A steady training step of one stage with RMSProp, one parameter updated at a time."""
     if counter is None:
@@ -194,7 +185,7 @@ def measure(
     transport = MadeUp(first.inputs, final.outputs, final.unused, device)
     program = engine.prepare(schedule, {part.index: stage})
     clock = Clock([step.action for step in program], [torch.device("cpu")] * schedule.num_stages)
-    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    parameters = _parameters(layers)
     optimizer = torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.9, foreach=False)
     compute_loss, count = loss_fn(HALVES[half].model, **options), schedule.num_microbatches
     feed = split(inputs, count) if stage.is_first else ()
@@ -390,10 +381,9 @@ def _train(
     return tuple(memory.peak_bytes[stage.index] + _num_bytes(data.get(stage.index, ())) for stage in stages)
 
 
-def _parameters(layers: tuple[nn.Module, ...]) -> list[nn.Parameter]:
+def _parameters(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
     return [parameter for layer in layers for parameter in layer.parameters()]
 
 
 def _num_bytes(value: Any) -> int:
-    tensors = (value,) if isinstance(value, torch.Tensor) else value
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(value))

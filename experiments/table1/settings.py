@@ -37,19 +37,6 @@ CAP = "memory_cap_bytes"
 Combination = Mapping[str, Value]
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """One number for each combination, None for those that cannot be; and which of them fit.
-
-    Args:
-        values: in the order of `combinations`
-        fits: whether the column's model then fits into its accelerators
-    """
-
-    values: tuple[int | None, ...]
-    fits: tuple[bool, ...]
-
-
 @cache
 def unknown(half: str) -> Mapping[str, Unknown]:
     """The unknown settings of one half; the file is read once."""
@@ -60,12 +47,6 @@ def unknown(half: str) -> Mapping[str, Unknown]:
 def allowed(half: str) -> dict[str, tuple[Value, ...]]:
     """The allowed values of each setting, by name, the shared settings first."""
     return {name: unknown(half)[name].allowed for name in (*SHARED, *OWN[half])}
-
-
-def cap_bytes(half: str) -> tuple[float, float]:
-    """The smallest and the largest memory that an accelerator may have had."""
-    low, high = unknown(half)[CAP].ends
-    return float(low), float(high)
 
 
 @cache

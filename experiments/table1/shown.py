@@ -97,43 +97,23 @@ def _memory_table(records: Sequence[Record], half: str, attention: str) -> str:
 
 def _largest_table(records: Sequence[Record], half: str, attention: str) -> str:
     """The largest models, their ratio to the paper's and to ours without a pipeline."""
-    columns = [
-        column
-        for column in COLUMNS[half]
-        if find(records, part="largest", half=half, column=column.name, attention=attention)
-    ]
+
+    def named(part: str, column: str, **more: str) -> Record | None:
+        return find(records, part=part, half=half, column=column, attention=attention, **more)
+
+    columns = [column for column in COLUMNS[half] if named("largest", column.name)]
     if not columns:
         return ""
     lines = [["paper", *(_size(column.num_layers, column.num_filters) for column in columns)]]
     for precision in dict.fromkeys(
         str(r.case["precision"]) for r in records if r.case.get("part") == "largest"
     ):
-        found = [
-            find(
-                records,
-                part="largest",
-                half=half,
-                column=column.name,
-                attention=attention,
-                precision=precision,
-            )
-            for column in columns
-        ]
+        found = [named("largest", column.name, precision=precision) for column in columns]
         if not any(found):
             continue
         counts = [_value(record, "parameters") for record in found]
-        naive = _value(
-            find(
-                records, part="largest", half=half, column="naive-1", attention=attention, precision=precision
-            ),
-            "parameters",
-        )
-        paper = [
-            _value(
-                find(records, part="paper", half=half, column=column.name, attention=attention), "parameters"
-            )
-            for column in columns
-        ]
+        naive = _value(named("largest", "naive-1", precision=precision), "parameters")
+        paper = [_value(named("paper", column.name), "parameters") for column in columns]
         lines += [
             [precision, *map(_largest_size, found)],
             ["  parameters", *("-" if count is None else show(count, "parameters") for count in counts)],

@@ -222,12 +222,12 @@ def last_that(holds: Callable[[int], bool], start: int, guess: int) -> int | Non
     Looks from ``guess`` on in growing steps, so that a good guess costs few looks. None if it does not hold
     at ``start``.
     """
-    low = max(guess, start)
+    low = first = max(guess, start)
     reach = 1
-    if holds(low):
-        while holds(low + reach):
-            low, reach = low + reach, 2 * reach
-        high = low + reach
+    if holds(first):
+        while holds(first + reach):
+            low, reach = first + reach, 2 * reach
+        high = first + reach
     else:
         high = low
         while high > start and not holds(low := max(high - reach, start)):

@@ -26,8 +26,8 @@ from gpipe_bench.experiments.gpu.plan import plan
 from gpipe_bench.experiments.gpu.results import ARCHIVE, Results, Taken
 from gpipe_bench.experiments.gpu.run import DONE, LACKING, NO_GPU, STEP_FAILED, Machine, main
 from gpipe_bench.experiments.gpu.steps import STEPS, find
+from gpipe_bench.experiments.paper_models import HALVES
 from gpipe_bench.experiments.registry import load
-from gpipe_bench.experiments.table1.paper_models import HALVES
 from gpipe_bench.harness.experiment import RunOptions, select
 
 ROOT = Path(__file__).parents[1]

@@ -9,16 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.table1 import model_costs
-from gpipe_bench.experiments.table1.model_costs import (
-    SAMPLED_SIZES,
-    AmoebaNetFamily,
-    amoebanet_profile,
-    meta_model,
-    transformer_profile,
-)
-from gpipe_bench.experiments.table1.paper_models import HALVES
-from gpipe_bench.models import example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.sizes.scaling import Point, fit
@@ -62,38 +52,6 @@ def plain(profile: LayerProfile) -> dict[str, object]:
 def test_a_scaled_profile_is_the_direct_one(point: Point) -> None:
     scaled = fit({sample: at(sample) for sample in SAMPLES}, PLANE)
     assert plain(scaled.at(point)) == plain(at(point))
-
-
-def test_cells_of_amoebanet_scale_to_sizes_far_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eighteen distinct layers at two samples, and two more of the one that treats one example apart."""
-    profiled: list[str] = []
-
-    class Counting(Profiler):
-        def _run(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
-            profiled.append(type(layer).__name__)
-            return super()._run(layer, inputs, unused)
-
-    monkeypatch.setattr(model_costs, "Profiler", Counting)
-    scaled = AmoebaNetFamily("float32").at(18, 208, 3)
-    assert len(profiled) <= 38
-    monkeypatch.undo()
-    direct = amoebanet_profile(18, 208, 3, direct=True)
-    assert list(map(plain, scaled.layers)) == list(map(plain, direct.layers))
-    assert plain(scaled.loss) == plain(direct.loss)
-
-
-@pytest.mark.parametrize("attention", ["explicit", "fused"])
-def test_layers_of_the_transformer_scale_to_other_micro_batches(attention: str) -> None:
-    options, size = HALVES["transformer"].options, 5
-    assert size not in (1, *SAMPLED_SIZES)
-    model = meta_model("transformer", num_layers=1, attention=attention)
-    inputs, target = example_batch("transformer-lm", size, device="meta", **options)
-    layers, loss = Profiler().model(
-        model, loss_fn("transformer-lm", **options), Boundary.of(inputs), Boundary.of(target)
-    )
-    found = transformer_profile(1, size, attention=attention)
-    assert list(map(plain, found.layers)) == list(map(plain, layers))
-    assert plain(found.loss) == plain(loss)
 
 
 def test_two_samples_that_lie_apart_are_enough() -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from gpipe_bench.experiments.table1.model_costs import ModelProfile, amoebanet_profile, transformer_profile
+from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
+from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.partition import Partition, partition
@@ -59,8 +60,8 @@ class Peak:
 def profile(model: str, microbatch_size: int) -> ModelProfile:
     subject = SUBJECTS[model]
     if model == "transformer-lm":
-        return transformer_profile(subject.num_layers, microbatch_size)
-    return amoebanet_profile(subject.num_layers, subject.num_filters, microbatch_size, direct=True)
+        return transformer(Reading(), subject.num_layers, microbatch_size, "fused")
+    return amoebanet(Reading(), subject.num_layers, subject.num_filters, microbatch_size)
 
 
 def cut(model: str, num_stages: int, num_microbatches: int) -> Partition:

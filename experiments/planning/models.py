@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.table1.model_costs import PRECISIONS, ModelProfile, resized
-from gpipe_bench.experiments.table1.paper_models import HALVES, Half
+from gpipe_bench.experiments.paper_models import HALVES, Half
 from gpipe_bench.models import MODELS, SHAPES, count_parameters, example_batch, loss_fn
-from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
+from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile, Profiler
 from gpipe_bench.pipeline.model.layers_of import layers_of
 
 BATCH_SIZE = 32

@@ -85,7 +85,7 @@ TESTED_REASONS = (
     ),
     Mutant(
         name="parts of unlike company",
-        file="experiments/table1/published/settings.py",
+        file="experiments/table1/settings.py",
         old="if len(values) == most]",
         new="if values]",
         why="what a setting does alone would contain what others do beside it",
@@ -93,7 +93,7 @@ TESTED_REASONS = (
     ),
     Mutant(
         name="the search stops one early",
-        file="experiments/table1/published/capacity.py",
+        file="experiments/table1/largest.py",
         old="    while high - low > 1:\n",
         new="    while high - low > 2:\n",
         why="the largest model that fits would be one step too small",

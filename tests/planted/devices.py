@@ -68,7 +68,7 @@ ON_DEVICES = (
     ),
     Mutant(
         name="an absolute peak",
-        file="experiments/table1/stage_alone.py",
+        file="experiments/table1/real_steps.py",
         old="devices.peak_bytes(self._device) - self._baseline,",
         new="devices.peak_bytes(self._device),",
         why="a stage's peak would have the libraries' workspaces and earlier tensors in it",
@@ -76,7 +76,7 @@ ON_DEVICES = (
     ),
     Mutant(
         name="targets everywhere",
-        file="experiments/table1/stage_alone.py",
+        file="experiments/table1/real_steps.py",
         old="    del inputs, target  #",
         new="    del inputs  #",
         why="a stage would be charged with targets that only the last one holds",

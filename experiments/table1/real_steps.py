@@ -1,33 +1,40 @@
-"""One stage of a pipeline for real, alone on one device: Table 1's columns measured on a single GPU.
+"""Real training steps against the memory model: scaled-down models whole, Table 1's stages alone.
 
-K accelerators are not needed to see what one of them must hold. The stage gets made-up boundary tensors of
-the right shape where its neighbours would send theirs, and drops what it would send; everything else is a
-training step of the engine. Every distinct stage of a column runs under the paper's cap, so a measured "fits"
-for the 128-stage Transformer takes one GPU. On a CPU the same code counts storages instead (used by tests).
+The whole models are scaled down so that a laptop trains them in a blink; everything else is what Table 1
+models: the engine, RMSProp with momentum, every stage owning its boundary tensors as on a device of its own.
+
+K accelerators are not needed to see what one of them must hold. A stage alone gets made-up boundary tensors
+of the right shape where its neighbours would send theirs, and drops what it would send. Every distinct stage
+of a column runs under the paper's cap, so a measured "fits" for the 128-stage Transformer takes one GPU. On a
+CPU the same code counts storages instead (used by tests).
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from gpipe_bench.experiments.paper_models import GIB, HALVES, Column, column
+from gpipe_bench.experiments.paper_profiles import meta_model
 from gpipe_bench.experiments.table1.largest import Placement, Setting, place_anyhow
-from gpipe_bench.experiments.table1.model_costs import meta_model
-from gpipe_bench.experiments.table1.paper_models import GIB, HALVES, Column, column
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.harness.running.execution import memory_error
-from gpipe_bench.models import example_batch, loss_fn
-from gpipe_bench.pipeline import devices, engine
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline import Pipeline, devices, engine
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.memory.story import LayerProfile
-from gpipe_bench.pipeline.memory.tracker import LiveMemory
+from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.microbatch import Message, split
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
@@ -105,21 +112,11 @@ class Peak(NamedTuple):
     workspace_bytes: int
 
 
-class Counter(Protocol):
-    """Counts the bytes of a stage from `reset` on."""
-
-    def counting(self, held: list[torch.Tensor]) -> AbstractContextManager[object]:
-        """What the step runs in; `held` lives already."""
-
-    def reset(self) -> None:
-        """The peak is counted from here on."""
-
-    def peak(self) -> Peak:
-        """The most since `reset`."""
-
-
 class Storages:
-    """On a CPU: the storages of tensors, from their birth to their death."""
+    """On a CPU: the storages of tensors, from their birth to their death.
+
+    `counting` is what the step runs in, `peak` the most since `reset`.
+    """
 
     def __init__(self) -> None:
         self._memory = LiveMemory()
@@ -175,7 +172,7 @@ def warm_up(device: torch.device) -> None:
 
 def measure(
     part: Part, model: nn.Sequential, half: str, schedule: Schedule, options: dict[str, Any], batch_size: int,
-    device: torch.device, counter: Counter | None = None,
+    device: torch.device, counter: Storages | Allocator | None = None,
 ) -> Peak:  # fmt: skip
     """A steady training step of one stage with RMSProp, one parameter updated at a time."""
     if counter is None:
@@ -188,7 +185,7 @@ def measure(
     transport = MadeUp(first.inputs, final.outputs, final.unused, device)
     program = engine.prepare(schedule, {part.index: stage})
     clock = Clock([step.action for step in program], [torch.device("cpu")] * schedule.num_stages)
-    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    parameters = _parameters(layers)
     optimizer = torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.9, foreach=False)
     compute_loss, count = loss_fn(HALVES[half].model, **options), schedule.num_microbatches
     feed = split(inputs, count) if stage.is_first else ()
@@ -294,3 +291,99 @@ def run_column(half: str, name: str) -> Outcome:
             "num_microbatches": placement.num_microbatches, "device": devices.name(device),
         },
     )  # fmt: skip
+
+
+BATCH_SIZE = 8  # divisible by every number of micro-batches below
+SCALED_DOWN: dict[str, dict[str, Any]] = {
+    "amoebanet-d": {
+        "num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True,
+    },
+    "transformer-lm": {
+        "num_layers": 6, "vocab_size": 512, "d_model": 64, "ffn_dim": 256, "num_heads": 4, "seq_len": 64,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Peak bytes of each stage: counted in a real step, and modelled."""
+
+    tracked: tuple[int, ...]
+    modelled: tuple[StageMemory, ...]
+
+    @property
+    def largest_error(self) -> float:
+        """Largest relative difference over the stages."""
+        return max(
+            abs(model.peak - peak) / peak for model, peak in zip(self.modelled, self.tracked, strict=True)
+        )
+
+
+def verify(name: str, num_stages: int, remat: str, num_microbatches: int, seed: int = 0) -> Verification:
+    """Train a scaled-down model for two steps and compare the second one's peaks with the model's."""
+    options = SCALED_DOWN[name]
+    torch.manual_seed(seed)
+    model, compute_loss = MODELS[name](**options), loss_fn(name, **options)
+    memory = LiveMemory()
+    pipeline = Pipeline(
+        model,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        schedule="gpipe",
+        remat=remat,
+        transport=InProcess(copy=True, observe_transfer=memory.owned_by),
+    )
+    tracked = _train(pipeline, name, options, compute_loss, memory)
+    microbatch = example_batch(name, BATCH_SIZE // num_microbatches, device="meta", **options)
+    profiler = _profiler()
+    layers, loss = profiler.model(model, compute_loss, *map(Boundary.of, microbatch))
+    modelled = pipeline_memory(layers, loss, pipeline.partition, pipeline.schedule, "rmsprop")
+    return Verification(tracked, modelled)
+
+
+@cache
+def _profiler() -> Profiler:
+    """Shared by all cases: they differ in the cut and in the micro-batches, not in the layers."""
+    return Profiler()
+
+
+def _train(
+    pipeline: Pipeline, name: str, options: dict[str, Any], compute_loss: Any, memory: LiveMemory
+) -> tuple[int, ...]:
+    """Peak bytes owned by each stage in its second step: the optimizer's state exists from then on.
+
+    The first one is not followed operation by operation, which takes longer than the step itself. What it
+    left behind is counted all the same: whatever tensor a stage still refers to, for what reason ever.
+    """
+    stages = pipeline.stages
+    optimizers = [
+        torch.optim.RMSprop(_parameters(stage.layers), lr=1e-3, momentum=0.9, foreach=False)
+        for stage in stages
+    ]
+    inputs, target = example_batch(name, BATCH_SIZE, **options)
+
+    def step() -> None:
+        pipeline.step(inputs, target, compute_loss, observe=lambda action: memory.owned_by(action.stage))
+        for stage, optimizer in zip(stages, optimizers, strict=True):
+            with memory.owned_by(stage.index):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    step()
+    with memory:
+        for stage, optimizer in zip(stages, optimizers, strict=True):
+            with memory.owned_by(stage.index):
+                memory.watch(tensors_behind(stage, optimizer))
+        memory.reset_peaks()
+        step()
+    # The mini-batch is the first stage's, its targets the last one's; both are the user's.
+    data = {0: inputs, len(stages) - 1: target} if len(stages) > 1 else {0: (inputs, target)}
+    return tuple(memory.peak_bytes[stage.index] + _num_bytes(data.get(stage.index, ())) for stage in stages)
+
+
+def _parameters(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for layer in layers for parameter in layer.parameters()]
+
+
+def _num_bytes(value: Any) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(value))

@@ -91,14 +91,6 @@ ON_DEVICES = (
         tests=("tests/test_timing.py::test_all_processes_give_up_together",),
     ),
     Mutant(
-        name="a rehearsal is a result",
-        file="experiments/gpu/run.py",
-        old="if taken.rehearsed == rehearsed}",
-        new="if not rehearsed or taken.rehearsed}",
-        why="steps would pass for done on a GPU that were rehearsed on a CPU",
-        tests=("tests/test_gpu_steps.py::test_a_rehearsal_is_not_taken_for_the_real_thing",),
-    ),
-    Mutant(
         name="one more size than torch keeps",
         file="pipeline/stage/running/compiled.py",
         old="        except torch._dynamo.exc.FailOnRecompileLimitHit:\n",

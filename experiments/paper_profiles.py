@@ -81,16 +81,19 @@ def meta_model(half: str, **options: Any) -> nn.Sequential:
         return MODELS[HALVES[half].model](**{**HALVES[half].options, **options})
 
 
-@cache
 def profiled(reading: Reading, half: str, microbatch_size: int, **options: Any) -> ModelProfile:
-    """Every distinct layer of a model at its own size, nothing taken from another."""
-    name, given = HALVES[half].model, {**HALVES[half].options, **options}
-    inputs, target = example_batch(name, microbatch_size, device="meta", **given)
+    """Every distinct layer of a half's model at its own size, nothing taken from another."""
+    return profiled_model(reading, HALVES[half].model, microbatch_size, **{**HALVES[half].options, **options})
+
+
+@cache
+def profiled_model(reading: Reading, name: str, microbatch_size: int, **options: Any) -> ModelProfile:
+    """The same of any model of the zoo with these options."""
+    with torch.device("meta"):
+        model = MODELS[name](**options)
+    inputs, target = example_batch(name, microbatch_size, device="meta", **options)
     return reading.profiler().model(
-        meta_model(half, **options),
-        loss_fn(name, **given),
-        reading.boundary(Boundary.of(inputs)),
-        Boundary.of(target),
+        model, loss_fn(name, **options), reading.boundary(Boundary.of(inputs)), Boundary.of(target)
     )
 
 

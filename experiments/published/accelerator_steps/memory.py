@@ -1,7 +1,7 @@
 """Whether a step of a published model fits into an accelerator's memory, by the project's own memory model.
 
 Layers are profiled on fake tensors with one prime number of examples, by which every size tells how it grows
-(pipeline.memory.sizes.labels). A single example, and formats of 16 bits other than bfloat16, are taken as
+(pipeline.memory.labels). A single example, and formats of 16 bits other than bfloat16, are taken as
 what that gives, though kernels may take other paths there.
 """
 
@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from gpipe_bench.experiments.paper_profiles import EXAMPLES, Reading, profiled_model
-from gpipe_bench.pipeline.memory.sizes.labels import Label, Relabel
+from gpipe_bench.pipeline.memory.labels import Label, Relabel
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
 from gpipe_bench.pipeline.memory.story import LayerProfile

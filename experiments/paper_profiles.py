@@ -2,7 +2,7 @@
 
 Tracing a layer takes a tenth of a second, as a compiler does a second; a search wants a family at every
 size, a table of hypotheses under every number format, number of micro-batches and layout too. So each kind
-of layer is profiled once, at lengths that primes tell apart (pipeline.memory.sizes.labels), and AmoebaNet's
+of layer is profiled once, at lengths that primes tell apart (pipeline.memory.labels), and AmoebaNet's
 third stack is its second one with twice the channels on maps of half the side. What is put together is
 checked: each layer takes exactly what the one before it returns. Differentiated operation by operation the
 result is that of profiling every layer at its size, to the byte; compiled, the cut may fall otherwise among
@@ -23,8 +23,8 @@ from torch import nn
 from gpipe_bench.experiments.paper_models import HALVES
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.labels import Label, Relabel, tiled
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
-from gpipe_bench.pipeline.memory.sizes.labels import Label, Relabel, tiled
 from gpipe_bench.pipeline.memory.story import LayerProfile, Story
 
 EXAMPLES = 43
@@ -81,16 +81,19 @@ def meta_model(half: str, **options: Any) -> nn.Sequential:
         return MODELS[HALVES[half].model](**{**HALVES[half].options, **options})
 
 
-@cache
 def profiled(reading: Reading, half: str, microbatch_size: int, **options: Any) -> ModelProfile:
-    """Every distinct layer of a model at its own size, nothing taken from another."""
-    name, given = HALVES[half].model, {**HALVES[half].options, **options}
-    inputs, target = example_batch(name, microbatch_size, device="meta", **given)
+    """Every distinct layer of a half's model at its own size, nothing taken from another."""
+    return profiled_model(reading, HALVES[half].model, microbatch_size, **{**HALVES[half].options, **options})
+
+
+@cache
+def profiled_model(reading: Reading, name: str, microbatch_size: int, **options: Any) -> ModelProfile:
+    """The same of any model of the zoo with these options."""
+    with torch.device("meta"):
+        model = MODELS[name](**options)
+    inputs, target = example_batch(name, microbatch_size, device="meta", **options)
     return reading.profiler().model(
-        meta_model(half, **options),
-        loss_fn(name, **given),
-        reading.boundary(Boundary.of(inputs)),
-        Boundary.of(target),
+        model, loss_fn(name, **options), reading.boundary(Boundary.of(inputs)), Boundary.of(target)
     )
 
 

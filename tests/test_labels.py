@@ -11,8 +11,8 @@ from torch import nn
 
 from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, profiled, transformer
 from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.labels import Label, Relabel, padded, tiled
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
-from gpipe_bench.pipeline.memory.sizes.labels import Label, Relabel, padded, tiled
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.story import LayerProfile
 

@@ -6,9 +6,8 @@ the width and with the micro-batch, and the profile of any other size follows, t
 
     width 16 x 61, micro-batch 17:    a storage of 4 x 61 x 17 x 1024 bytes is linear in both
 
-It needs one profile where fitting (pipeline.memory.sizes.scaling) needs two, which matters where a
-profile is expensive, and it works on shapes, so the padding of a tiled memory can be added afterwards. It
-holds as far as a layer runs the same operations at every size; a micro-batch of one example often does not.
+It works on shapes, so the padding of a tiled memory can be added afterwards. It holds as far as a layer runs
+the same operations at every size; a micro-batch of one example often does not.
 """
 
 from __future__ import annotations

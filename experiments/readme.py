@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.build import build
-from gpipe_bench.experiments.table1.readme import table as table1
+from gpipe_bench.experiments.table1.cells import table as table1
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.judging.entry import QUESTIONS
 from gpipe_bench.harness.judging.verdict import JUDGED, Verdict

@@ -88,7 +88,7 @@ class Pipeline(Assembled):
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
         share_memory: whether ranks on one host exchange CPU tensors through memory that both map. Never where
             a mesh divides parameters: the actions of a stage then wait for other processes themselves.
-        transport: another in-process transport, such as `InProcess(copy=True)`.
+        transport: another in-process transport, such as `InProcess(copy=True)`; not with `group` or `mesh`.
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
             chooses that. What cannot be compiled runs as it is, and a warning says why.
 
@@ -159,7 +159,9 @@ class Pipeline(Assembled):
                 no tensor goes to every micro-batch as it is. With a process group the first rank's counts.
                 On a grid it is this replica's share of the batch; shares may be uneven.
             target: likewise, or None; the last rank's counts.
-            loss_fn: `loss_fn(output, target)` returns the mean over the examples of a micro-batch.
+            loss_fn: `loss_fn(output, target)` returns the mean over the examples of a micro-batch. The
+                parameters of one that is a module get gradients where the last stage is, on a grid those of
+                all replicas, but are not the pipeline's: give them to an optimizer there.
             shared: keyword arguments for the layers, the same for all micro-batches: each layer is given
                 those that its `forward` has a parameter for (all, if it has `**kwargs`). Tensors in it are
                 not split, must not require a gradient and not be changed by a layer. The first rank's
@@ -299,7 +301,8 @@ class Pipeline(Assembled):
     @property
     def shared_message_bytes(self) -> int:
         """Bytes of the buffers that messages from other processes come into, where these lie in memory that
-        both processes map; they stay until the pipeline is closed. 0 where messages come into tensors.
+        both processes map: at most twice what was in use at one time, each in whole pages. 0 where messages
+        come into tensors.
         """
         return 0 if self._ranks is None else self._ranks.shared_bytes
 

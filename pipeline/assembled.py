@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
+from weakref import ref
 
 from torch import distributed as dist
 from torch import nn
@@ -75,6 +76,11 @@ class Assembled(nn.Module):
         compile: bool | str = False,
     ) -> None:
         super().__init__()
+        if transport is not None and (group is not None or mesh is not None):
+            raise ValueError(
+                "transport= is how stages of one process reach each other, and with group= or mesh= they are "
+                "in several; leave it out, or say share_memory=False for gloo's messages on one host"
+            )
         self.grid: Grid | None = None
         job: Job | None = None
         if mesh is not None:
@@ -118,6 +124,13 @@ class Assembled(nn.Module):
             self._joint = joint_of(self.grid, job, self._devices[local[0]], *self._reduction)
         self._replicas = None if self._joint is None else self._joint.replicas
         self._layers = layout.layers(move=devices is not None)  # those of this process, by name
+        own = {parameter for layer in self._layers.values() for parameter in layer.parameters()}
+        self._elsewhere = {
+            id(parameter): (ref(parameter), f"{name}.{path}")
+            for name, layer in layout.named
+            for path, parameter in layer.named_parameters()
+            if parameter not in own
+        }
         self.seed = seed
         self.group = group
         self._backend = backend_of(compile)
@@ -208,6 +221,7 @@ class Assembled(nn.Module):
                 stage.follow(self._schedule)
         self._steps = Steps(
             self._schedule, self._stages, self._devices, self._transport, self._tied, self._joint,
+            self._elsewhere,
             is_own=self._is_own,
         )  # fmt: skip
 

@@ -10,32 +10,33 @@ finds its own.
 
 The ranks agree through connections of the pipeline's own and not through the collectives of that package,
 which wait for as long as the user's process group says and cannot tell which rank is missing.
+
+The index `.metadata` alone says what the checkpoint is: it names files that no other save has written. A save
+writes new files beside the old ones, and the one moment in which its index takes the place of the old one
+replaces the checkpoint.
 """
 
 from __future__ import annotations
 
-import warnings
+import copy
+import itertools
+import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from gpipe_bench.pipeline.api import Pipeline
-from gpipe_bench.pipeline.checkpoint_file import Planner, Reader
+from gpipe_bench.pipeline.checkpoint_file import Planner, Reader, alone, digests, sync
 from gpipe_bench.pipeline.errors import summary
 
-# Optimizer entries by name: positions in a parameter group depend on the split.
-_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 T = TypeVar("T")
 
 
@@ -43,71 +44,96 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
     """Writes weights, buffers, optimizer state and step count to the folder `path`. All ranks must call, on a
     grid those of the whole mesh.
 
-    `RuntimeError`, on every rank, if one of them cannot write or the pipeline has failed; `ActionError` if a
-    rank does not come within the pipeline's `timeout_s`. The checkpoint is complete when its file `.metadata`
-    is there.
+    `RuntimeError`, on every rank, if one of them cannot write, another job saves there or the pipeline has
+    failed; `ActionError` if a rank does not come within the pipeline's `timeout_s`. Whenever it ends or is
+    killed, `path` holds the checkpoint of before or the new one; the next save removes what was left behind.
     """
-    writer, planner = FileSystemWriter(Path(path)), DefaultSavePlanner()
-    places = pipeline.gather_all(pipeline.place)  # raises before anything is written if nothing is sound
+    path, planner = Path(path), DefaultSavePlanner()
+    writer = FileSystemWriter(path)
+    # Raises before anything is written if nothing is sound.
+    places, (name, *_) = zip(*pipeline.gather_all((pipeline.place, writer.save_id)), strict=True)
     rank = places.index(pipeline.place)
 
     def plan() -> Any:
+        if rank == 0:
+            stack.enter_context(alone(path))
         planner.set_up_planner(_state(pipeline, optimizer), writer.storage_meta(), is_coordinator=rank == 0)
-        writer.set_up_storage_writer(rank == 0)
+        for key, place in planner.mappings.items():
+            if place[0] == "optimizer" and any(isinstance(part, int) for part in place):
+                raise ValueError(f"the optimizer keeps tensors in a list, {key}; dictionaries can be saved")
+        # The rank is a part of all names of files.
+        writer.set_up_storage_writer(rank == 0, rank=f"{rank}_{name}", use_collectives=False)
         return writer.prepare_local_plan(planner.create_local_plan())
 
     def write() -> Any:
         work = writer.write_data(planner.finish_plan(mine), planner)
         work.wait()
+        for place, found in digests(path, [result.storage_data for result in work.value()]):
+            place.digest = found  # an attribute more, which torch's own readers leave alone
         return work.value()
 
     def finish() -> None:
         if rank == 0:
+            for file in {result.storage_data.relative_path for some in results for result in some}:
+                if not (path / file).exists():
+                    raise FileNotFoundError(f"{file} is not seen here; all hosts must see the same folder")
             writer.finish(metadata, results)
+            sync(path)
+            os.replace(path / f"__{rank}_{name}.metadata", path / ".metadata")
+            sync(path)
+            sync(path.parent)
+            stack.close()
 
     what = f"the checkpoint {path} can't be written"
-    # Every rank makes the plan of all, which is the same everywhere.
-    plans, metadata = planner.create_global_plan(_on_all(pipeline, plan, what))
-    mine = writer.prepare_global_plan(plans)[rank]
-    results = _on_all(pipeline, write, what)
-    _on_all(pipeline, finish, what)
+    with ExitStack() as stack:
+        # Every rank makes the plan of all, which is the same everywhere.
+        plans, metadata = planner.create_global_plan(_on_all(pipeline, plan, what))
+        mine = writer.prepare_global_plan(plans)[rank]
+        results = _on_all(pipeline, write, what)
+        _on_all(pipeline, finish, what)
 
 
 def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
     """Reads what `save` wrote, for whatever split and grid; training then goes on as if it had never stopped:
     bit for bit, unless the grid sums gradients in another order or divides layers otherwise.
 
-    `ValueError`, on every rank, if the checkpoint is damaged or was written with another seed; `ActionError`
-    if a rank does not come within the pipeline's `timeout_s`. No code from the files is run, whatever they
+    `ValueError`, on every rank, if the checkpoint is damaged, has another model or optimizer or was written
+    with another seed; `ActionError` if a rank does not come within the pipeline's `timeout_s`. Both leave
+    everything as it was, for all is read beside what is there. No code from the files is run, whatever they
     hold. All ranks must call.
     """
-    state = _state(pipeline, optimizer)
-    seed = int(state["seed"])
+    here: dict[str, Any]
+    there: dict[str, Any]
+    optimizer_state: dict[str, Any]
+    reader: Reader
 
-    def read() -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                reader = Reader(Path(path))
-                reader.read_metadata()  # torch 2.11 hides why an index can't be read
-                state_dict_loader.load(state, storage_reader=reader, planner=Planner(), no_dist=True)
-        except CheckpointException as error:  # a BaseException, which callers that catch errors would miss
-            ((cause, _),) = error.failures.values()
-            raise cause from error
+    def read() -> tuple[str, set[str]]:
+        nonlocal here, there, optimizer_state, reader
+        here, reader = _state(pipeline, optimizer), Reader(Path(path))
+        there = _places(here, reader.index, _names(pipeline))
+        planner = Planner()
+        planner.set_up_planner(there, reader.index)
+        reader.set_up_storage_reader(reader.index, is_coordinator=False)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+        if there["seed"] != here["seed"]:
+            raise ValueError(
+                f"it was written with seed {int(there['seed'])}, the pipeline has {pipeline.seed}; build it "
+                "with the same seed"
+            )
+        optimizer_state = _by_position(there["optimizer"], pipeline, optimizer)
+        return reader.identity, set(here["model"])
 
-    _on_all(pipeline, read, f"the checkpoint {path} can't be loaded", ValueError)
-    if int(state["seed"]) != seed:
-        raise ValueError(
-            f"the checkpoint was written with seed {int(state['seed'])}, the pipeline has {seed}; build it "
-            "with the same seed"
-        )
+    what = f"the checkpoint {path} can't be loaded"
+    identities, models = zip(*_on_all(pipeline, read, what, ValueError), strict=True)
+    if len(set(identities)) > 1:
+        raise ValueError(f"{what}: it was replaced while the ranks read it; load again")
+    saved = {path[1] for path in reader.index.planner_data.values() if path[0] == "model"}
+    if unknown := saved.difference(*models):
+        raise ValueError(f"{what}: it has {min(unknown)}, which the model does not have")
     first = pipeline.tied_names
-    pipeline.load_state_dict({name: state["model"][first.get(name, name)] for name in pipeline.state_dict()})
-    here = {first[name]: name for name, _ in pipeline.named_parameters() if name in first}
-    set_optimizer_state_dict(
-        pipeline, optimizer, optim_state_dict=_renamed(state["optimizer"], here), options=_BY_NAME
-    )
-    pipeline.num_steps = int(state["num_steps"])
+    pipeline.load_state_dict({name: there["model"][first.get(name, name)] for name in pipeline.state_dict()})
+    optimizer.load_state_dict(optimizer_state)
+    pipeline.num_steps = int(there["num_steps"])
 
 
 def _on_all(
@@ -126,26 +152,101 @@ def _on_all(
     return [result for _, result, _ in found]  # type: ignore[misc]
 
 
-def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """An optimizer's flattened state with other names for some parameters."""
-    found = {}
-    for key, value in state.items():
-        kind, _, rest = key.partition(".")
-        for old, new in names.items():
-            if rest.startswith(f"{old}."):
-                key = f"{kind}.{new}{rest.removeprefix(old)}"
-                break
-        found[key] = value
-    return found
+def _names(pipeline: Pipeline) -> dict[Tensor, str]:
+    """How parameters are called in a checkpoint: one with several names, in one process or several, by the
+    first.
+    """
+    first = pipeline.tied_names
+    return {parameter: first.get(name, name) for name, parameter in pipeline.named_parameters()}
 
 
 def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    first = pipeline.tied_names  # a weight with several names, in one process or several, is one entry
-    # Creates the optimizer's state if there is none yet, which loading needs as a place to load into.
-    state = get_optimizer_state_dict(pipeline, optimizer, options=_BY_NAME)
+    """All that a run depends on. Of the optimizer it is what there is, which before the first step is no
+    state, and by name, for positions and groups depend on the split.
+    """
+    first, names = pipeline.tied_names, _names(pipeline)
+    state, options = {}, {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the pipeline does "
+                    "not have; give it those of `pipeline.parameters()`"
+                )
+            state[names[parameter]] = optimizer.state.get(parameter, {})
+            options[names[parameter]] = {
+                key: value for key, value in group.items() if key not in ("params", "param_names")
+            }
     return {
         "model": {first.get(name, name): value for name, value in pipeline.state_dict().items()},
-        "optimizer": _renamed(state, first),
+        "optimizer": {"state": state, "param_groups": options},
         "num_steps": torch.tensor(pipeline.num_steps),
         "seed": torch.tensor(pipeline.seed),
     }
+
+
+def _places(here: Mapping[str, Any], index: Metadata, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """A state like `here` to read into, sharing nothing with it. What there is of the optimizer's parameters
+    is for the checkpoint to say.
+    """
+    parameters = {name: parameter for parameter, name in names.items()}
+    model = {
+        name: _place(value.shape, value.dtype, value) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in here["model"].items()
+    }
+    optimizer: dict[str, Any] = {
+        kind: {name: {} for name in some} for kind, some in here["optimizer"].items()
+    }
+    for key, (part, *path) in index.planner_data.items():
+        if part != "optimizer":
+            continue
+        if len(path) == 1:  # as torch flattens it, and as it was written once
+            kind, rest = path[0].split(".", 1)
+            path = [kind, *rest.rsplit(".", 1)]
+        kind, name, *outer, last = path
+        if name in optimizer[kind]:
+            place = optimizer[kind][name]
+            for inner in outer:
+                place = place.setdefault(inner, {})
+            place[last] = None  # any value can take this place
+            found = index.state_dict_metadata[key]
+            if isinstance(found, TensorStorageMetadata):
+                place[last] = _place(found.size, found.properties.dtype, parameters[name])
+    numbers = {name: torch.zeros_like(here[name]) for name in ("num_steps", "seed")}
+    return {"model": model, "optimizer": optimizer, **numbers}
+
+
+def _place(size: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Memory for what belongs to `like` and is divided as that is; what is not goes through the host's, of
+    which there is more.
+    """
+    if isinstance(like, DTensor) and size == like.shape:
+        return torch.empty_like(like, dtype=dtype)
+    if isinstance(like, DTensor) and size:
+        return like.new_empty(size, dtype=dtype)
+    return torch.empty(size, dtype=dtype)
+
+
+def _by_position(
+    saved: Mapping[str, Any], pipeline: Pipeline, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """A checkpoint's part of the optimizer as its `load_state_dict` takes it."""
+    names, positions = _names(pipeline), itertools.count()
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        own = {next(positions): names[parameter] for parameter in group["params"]}
+        state |= {position: saved["state"][name] for position, name in own.items() if saved["state"][name]}
+        options: dict[str, Any] = {}
+        for name in own.values():
+            before, options = options, saved["param_groups"][name]
+            if missing := optimizer.defaults.keys() - options.keys():
+                raise ValueError(
+                    f"it has no `{min(missing)}` for {name}, so it is of another kind of optimizer"
+                )
+            if before and before != options:
+                raise ValueError(
+                    f"{name} is in one group of the optimizer with parameters that have other options there"
+                )
+        groups.append({**group, **options, "params": list(own)})
+    return {"state": state, "param_groups": groups}

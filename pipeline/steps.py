@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,9 @@ class Steps:
     """Takes mini-batches through `stages`, those of this process by their indices.
 
     `stage_devices` is the device of each stage of the pipeline; `tied` are the weights that several layers
-    use; `joint` is what is done with other replicas; `is_own` as in `rows_for`.
+    use; `joint` is what is done with other replicas; `is_own` as in `rows_for`. `elsewhere` are the
+    parameters of the layers of other processes, by their id, as far as this process still has them, with
+    their names.
     """
 
     def __init__(
@@ -54,12 +57,13 @@ class Steps:
         transport: Transport,
         tied: TiedWeights | Leaves | None = None,
         joint: Joint | None = None,
+        elsewhere: Mapping[int, tuple[ref[nn.Parameter], str]] | None = None,
         *,
         is_own: bool = False,
     ) -> None:
         self._schedule, self._stages, self._joint = schedule, stages, joint
         self._is_own, self._devices = is_own, tuple(stage_devices)
-        self._transport, self._tied = transport, tied
+        self._transport, self._tied, self._elsewhere = transport, tied, elsewhere or {}
         self._has_last = schedule.num_stages - 1 in stages
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
@@ -139,7 +143,7 @@ class Steps:
             lengths = sizes(plan.examples, plan.num_microbatches)
             shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
             if training and self._joint is not None:
-                shares = self._joint.begin(lengths, sync=sync, has_loss=self._has_last)
+                shares = self._joint.begin(lengths, loss_fn, sync=sync, has_loss=self._has_last)
             versions = shared_arguments.versions(plan.shared)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
@@ -157,6 +161,8 @@ class Steps:
                     shared=shared_arguments.put_together(plan.shared, stage.device),
                     scaler=scaler if stage.is_last else None,
                 )
+                if training and self._elsewhere:
+                    self._refuse_elsewhere(stage)
                 if scaler is not None:  # it learns its device, and all ranks begin with the same scale
                     scaler.scale(torch.zeros((), device=stage.device))
             if self._on_accelerators:
@@ -194,6 +200,17 @@ class Steps:
         finally:
             torch.set_autocast_cache_enabled(cache_casts)
         return loss
+
+    def _refuse_elsewhere(self, stage: Stage) -> None:
+        """`ValueError` where a layer or the loss has got a weight that another process trains."""
+        for parameter in stage.parameters:
+            found, name = self._elsewhere.get(id(parameter), (None, ""))
+            if found is not None and found() is parameter:
+                raise ValueError(
+                    f"stage {stage.index}, or loss_fn, uses {name}, which a stage of another process trains, "
+                    "and was not tied to it when the pipeline was built; tie weights before the pipeline is "
+                    "built, and give loss_fn parameters of its own"
+                )
 
     def _signature(self, model: nn.Module, batch: Tree, plan: Plan) -> Hashable:
         """What the shapes, dtypes and gradients of all messages may depend on."""

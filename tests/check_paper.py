@@ -2,7 +2,7 @@
 
     python tests/check_paper.py FOLDER > results/paper-check.txt
 
-FOLDER has the texts: both versions of the paper and, if at hand, the pages whose claims are in the file.
+FOLDER has the texts of both versions of the paper.
 They are not part of this repository; the output is, and a test holds it to the present files. The check
 shares no code with the loader: it reads the rows as they stand and looks for each printed form at the place
 that the row cites, in the very cell where that is a table. Exit status 1 if a number is not found.

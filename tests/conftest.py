@@ -20,6 +20,7 @@ from case_runner import Outcomes, once, outcomes_of, selected
 from gpipe_bench.harness.records.store import Store
 
 torch.set_num_threads(1)
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for bits that repeat; read at its first use
 # An example's time is the machine's. Where nobody looks on, each run has the same examples.
 hypothesis.settings.register_profile("tests", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("tests")
@@ -84,9 +85,11 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m alone` imports only the files that have such tests: importing all takes as long as running some."""
-    if config.option.markexpr == "alone" and collection_path.match("test_*.py"):
-        return "mark.alone" not in collection_path.read_text(encoding="utf-8") or None
+    """`-m alone` and `-m gpu` import only the files that have such tests: importing all takes as long as
+    running some.
+    """
+    if (mark := config.option.markexpr) in ("alone", "gpu") and collection_path.match("test_*.py"):
+        return f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") or None
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from ranks import EXACT, Ranks, assert_own_gradients, halves, raises, shared_folder
@@ -21,7 +22,9 @@ from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe
+from gpipe_bench.pipeline.plan.schedules import calibration
 from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
+from gpipe_bench.pipeline.transport import InProcess
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 AMOEBANET = {
@@ -67,8 +70,11 @@ def mini_batches_of_changing_shapes(ranks: Ranks | None = None) -> None:
             assert output is None or torch.equal(output, wanted)
 
 
+@mock.patch.multiple(calibration, WARM_UP_STEPS=0, TIMED_STEPS=1)
 def short_batches() -> None:
-    """Fewer examples than micro-batches, between others, under schedules with several stages and halves."""
+    """Fewer examples than micro-batches, between others, under schedules with several stages and halves; that
+    of "auto" changes in between.
+    """
     ranks = Ranks()
     for schedule, num_stages, remat in (
         ("zb-h1", 4, "always"), ("zb-v", 8, "except_last"), ("interleaved", 8, "never"),
@@ -87,6 +93,7 @@ def short_batches() -> None:
             events = pipeline.gather_timeline().events
             assert {event.action.microbatch for event in events} == set(range(min(4, size)))
             pipeline.zero_grad()
+            pipeline(batch[:2])
 
 
 def short_batches_with_portals() -> None:
@@ -127,6 +134,20 @@ def a_short_batch_is_refused_by_a_schedule_of_ones_own() -> None:
         plain = plain_step(model, batch, target, mse_loss, 4, step=step)
         torch.testing.assert_close(pipeline.step(*ranks.own(batch, target), mse_loss), plain.loss, **EXACT)
         assert_own_gradients(pipeline, plain.gradients, **EXACT)
+
+
+def memory_for_messages_of_many_sizes() -> None:
+    """At most twice what those of the largest size take, in steps and in forwards alone."""
+    ranks = Ranks()
+    sizes, found = [256 * n for n in range(1, 25)], []
+    for used in ([sizes[-1]] * 2, sizes):
+        with ranks.pipeline(seeded(mlp)) as pipeline:
+            for size in used:
+                batch, target = mlp_batch(size)
+                pipeline.step(*ranks.own(batch, target), mse_loss)
+                pipeline(batch if ranks.is_first else None)
+            found.append(pipeline.shared_message_bytes)
+    assert 0 < found[1] <= 2 * found[0], found
 
 
 def evaluation() -> None:
@@ -327,6 +348,8 @@ def arguments_that_do_not_fit() -> None:
     ranks = Ranks()
     with raises(ValueError, "4 ranks for 3 stages"):
         Pipeline(seeded(mlp), num_stages=3, num_microbatches=2, group=dist.group.WORLD)
+    with raises(ValueError, "transport= is how stages of one process"):
+        ranks.pipeline(seeded(mlp), transport=InProcess())
     with raises(ValueError, "rank 2 builds another pipeline than rank 0"):
         ranks.pipeline(seeded(mlp), seed=int(ranks.rank == 2))
     with raises(ValueError, "SyncBatchNorm normalizes over replicas"):  # which only the last rank would hold
@@ -401,6 +424,7 @@ CASES = (
     short_batches,
     short_batches_with_portals,
     a_short_batch_is_refused_by_a_schedule_of_ones_own,
+    memory_for_messages_of_many_sizes,
     evaluation,
     an_input_that_shares_memory_is_overwritten,
     bitwise_amoebanet,

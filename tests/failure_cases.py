@@ -16,10 +16,12 @@ from tiny_models import mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.utils.data import DataLoader, Dataset
 
 from gpipe_bench.pipeline import checkpoint
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.ranks import host
 from gpipe_bench.pipeline.ranks.failures.failure import Lookout
 from gpipe_bench.pipeline.ranks.messages.connection import Connection
 
@@ -90,6 +92,46 @@ def failure_of_the_first_rank() -> None:
 def out_of_memory() -> None:
     for action in ("0F3", "1R1", "2B2"):
         fails_everywhere(action, torch.OutOfMemoryError("2 GiB"), "OutOfMemoryError: 2 GiB")
+
+
+def mapped() -> int:
+    """How many memories of messages this process maps."""
+    return Path("/proc/self/maps").read_text().count("memfd:pipeline")
+
+
+class Held(Dataset):
+    """What the worker that is asked has of its rank's: its sockets, messages' memory, and all cores."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[set[int], int, set[int]]:
+        return set(host._open_sockets().values()), mapped(), os.sched_getaffinity(0)
+
+
+def failure_beside_workers_of_a_loader() -> None:
+    """They were forked while the pipeline ran, and hold nothing open that its ranks close."""
+    broken = ZeroDivisionError("broken")
+    for share_memory in (True, False):
+        ranks = Ranks(share_memory=share_memory)
+        before, earlier = set(host._open_sockets().values()), mapped()  # failed steps may still hold theirs
+        layers = [Fuse("2B0", broken) for _ in range(4)]
+        pipeline = ranks.pipeline(layers, 4, timeout_s=PATIENCE_S)
+        sockets = set(host._open_sockets().values()) - before
+        pipeline.eval()(mlp_batch(8)[0] if ranks.is_first else None)
+        layers[ranks.rank].forwards = 0
+        workers = iter(
+            DataLoader(Held(), None, num_workers=1, prefetch_factor=1, multiprocessing_context="fork")
+        )
+        held, still, cores = next(workers)
+        assert sockets
+        assert not held & sockets
+        assert not share_memory or still <= earlier < mapped()
+        assert cores == os.sched_getaffinity(os.getppid())
+        with raises(ActionError, "action 2B0 on rank 2 failed: ZeroDivisionError: broken"):
+            for _ in range(2):
+                pipeline.train().step(*ranks.own(*mlp_batch(8)), mse_loss)
+        next(workers)
 
 
 def failure_before_the_first_action() -> None:
@@ -239,6 +281,7 @@ CASES = (
     failure_in_backward,
     failure_of_the_first_rank,
     out_of_memory,
+    failure_beside_workers_of_a_loader,
     failure_before_the_first_action,
     a_rank_that_does_not_answer,
     a_failure_that_only_the_blackboard_tells,

@@ -5,8 +5,10 @@ that and more than it then computes; for the tests and for the smoke profiles.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import multiprocessing.context
+import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -19,6 +21,15 @@ from gpipe_bench.experiments.engines import isolated
 from gpipe_bench.pipeline.ranks import launch
 
 ROOT = Path(__file__).resolve().parent.parent
+HANGING_S = 600.0  # several times as long as the cases of any file take all together
+
+
+def end_if_it_hangs(after_s: float = HANGING_S) -> None:
+    """After so long this process says where it hangs, with the stacks of all its threads, and so do those
+    that wait for it; a little later they end, and with them the test, sooner than `faulthandler_timeout`.
+    """
+    faulthandler.dump_traceback_later(after_s)
+    signal.setitimer(signal.ITIMER_REAL, after_s + 30)  # the first to end takes the others with it
 
 
 def fork_server(method: str = "forkserver") -> multiprocessing.context.BaseContext:

@@ -4,6 +4,7 @@ as a test.
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -109,7 +110,7 @@ def every_process_writes_some_and_nothing_is_written_twice() -> None:
 
 
 def a_rank_of_a_grid_that_cannot_write() -> None:
-    """Every rank of both pipelines says which one and why, and goes on."""
+    """Nor read: every rank of both pipelines says which one and why, changes nothing, and goes on."""
     folder, pipeline = shared_folder(), on(2, 2)
     optimizer = rmsprop(pipeline)
     full = OSError(28, "No space left on device")
@@ -122,6 +123,17 @@ def a_rank_of_a_grid_that_cannot_write() -> None:
     assert not (folder / ".metadata").exists()
     checkpoint.save(folder, pipeline, optimizer)
     checkpoint.load(folder, pipeline, optimizer)
+    advance(pipeline, optimizer, range(2))
+    before = copy.deepcopy((pipeline.state_dict(), optimizer.state_dict()))
+    patch = mock.patch.object(FileSystemReader, "read_data", side_effect=OSError(5, "Input/output error"))
+    with (
+        patch if dist.get_rank() == 2 else nullcontext(),
+        raises(ValueError, "can't be loaded, says rank 2 (dp=1 pp=0): OSError: [Errno 5] Input/output error"),
+    ):
+        checkpoint.load(folder, pipeline, optimizer)
+    torch.testing.assert_close((pipeline.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
+    assert pipeline.num_steps == 2
+    advance(pipeline, optimizer, range(2, 3))
     with raises(ValueError, "can't be loaded, says rank 0 (dp=0 pp=0): "):
         checkpoint.load(Path("/nowhere"), pipeline, optimizer)
     pipeline.close()
@@ -214,7 +226,10 @@ def a_run_with_divided_parameters_goes_on_to_the_bit() -> None:
         checkpoint.save(folder, whole, optimizer)
         again = divided(sizes, zero, seed=1)
         others = adam(again)
+        for parameter in again.parameters():
+            parameter.grad = torch.ones_like(parameter)
         checkpoint.load(folder, again, others)
+        others.zero_grad()
         for pipeline, of_it in ((whole, optimizer), (again, others)):
             train_on_words(pipeline, of_it)
         for (name, a), b in zip(whole.named_parameters(), again.parameters(), strict=True):

@@ -1,11 +1,12 @@
 """Random layers for what was made apart from each other: pytrees whose constants change, arguments that
-layers share, weights with several places, and layers that change their input in place.
+layers share, weights with several places, layers that change their input in place, that drop and that choose
+their way by the data; and what a user may do to such layers between two steps.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +48,11 @@ class InPlace(nn.Module):
 
     def __init__(self, clamps: bool) -> None:
         super().__init__()
-        self.clamps = clamps
+        self.clamps, self.active = clamps, True
 
     def forward(self, value: Tree) -> Tree:
+        if not self.active:
+            return value
         first, *others = value if isinstance(value, tuple) else (value,)
         return joined((first.relu_() if self.clamps else first.mul_(0.9).add_(0.01), *others))
 
@@ -65,9 +68,35 @@ class Normed(Dense):
         return self.norm(super().change(x) + flat(x, self.width))
 
 
+class Choosing(Dense):
+    """Goes one of two ways, by the data."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.other = Dense(width)
+
+    def change(self, x: Tensor) -> Tensor:
+        return self.other.change(x) if float(x.detach().sum()) > 0 else super().change(x)
+
+
+class Dropping(Dense):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.drop = nn.Dropout(0.3)
+
+    def change(self, x: Tensor) -> Tensor:
+        return self.drop(super().change(x))
+
+
+def of_torch(generator: random.Random, width: int) -> nn.Module:
+    """A layer of torch's alone, which may begin to draw."""
+    drop = nn.Dropout(generator.choice([0.0, 0.3]))
+    return generator.choice([drop, nn.Sequential(nn.Linear(width, width), drop)])
+
+
 KINDS = (
-    Dense, Dense, Dense, Normed, Shift, Skip, Twice, Turn, Join, Counted, Packed, Packed, Asking, Asking,
-    Same, Same,
+    Dense, Dense, Choosing, Dropping, Normed, Shift, Skip, Twice, Turn, Join, Counted, Packed, Packed, Asking,
+    Asking, Same, Same,
 )  # fmt: skip
 
 
@@ -83,7 +112,10 @@ def joined_layers(generator: random.Random, num_layers: int, width: int) -> list
                 continue
             count += 1
         others = [layer for layer in layers if isinstance(layer, Dense)]
-        if kind is Same:
+        of_one_tensor = count == 1 and not any(isinstance(layer, Packed) for layer in layers)
+        if of_one_tensor and generator.random() < 0.2:
+            layers.append(of_torch(generator, width))
+        elif kind is Same:
             layers.append(Same(width, generator.choice(others)) if others else Dense(width))
         else:
             layers.append(kind(width))
@@ -108,8 +140,72 @@ def shared_of(generator: random.Random, width: int) -> dict[str, Any] | None:
     return found or None
 
 
-def run(layers: list[nn.Module], value: Tree, shared: Mapping[str, Any] | None) -> Tree:
-    """The layers one after the other."""
-    for layer in layers:
-        value = layer(value, **(shared or {})) if isinstance(layer, Asking) else layer(value)
-    return value
+Change = Callable[[Sequence[nn.Module]], None]
+
+
+def change_of(generator: random.Random, layers: Sequence[nn.Module]) -> tuple[Change, bool]:
+    """Something that is done to the layers, or to equal ones, between two steps; and whether a pipeline over
+    processes has to be told, by `refresh`.
+    """
+    index = generator.randrange(len(layers) - 1)  # the last one is trained in any case
+    switch, number = generator.random() < 0.5, generator.choice([0.0, 0.1, 0.6])
+
+    def probability(found: Sequence[nn.Module]) -> None:
+        for module in found[index].modules():
+            if isinstance(module, nn.Dropout):
+                module.p = number
+
+    def trained(found: Sequence[nn.Module]) -> None:
+        found[index].requires_grad_(switch)
+
+    def mode(found: Sequence[nn.Module]) -> None:
+        found[index].train(switch)
+
+    def in_place(found: Sequence[nn.Module]) -> None:
+        for each in found:
+            if isinstance(each, InPlace):
+                each.active = switch
+
+    def values(found: Sequence[nn.Module]) -> None:
+        with torch.no_grad():
+            for parameter in found[index].parameters():
+                parameter.mul_(0.9)
+
+    def hook(found: Sequence[nn.Module]) -> None:
+        for module in _linear(found[index]):
+            handle = module.__dict__.pop("hooked", None)
+            if handle is None:
+                module.__dict__["hooked"] = module.register_forward_hook(_noise if switch else _less)
+            else:
+                handle.remove()
+
+    def hook_of_a_gradient(found: Sequence[nn.Module]) -> None:
+        for parameter in found[index].parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(_halved)
+
+    def replaced(found: Sequence[nn.Module]) -> None:
+        for module in _linear(found[index]):
+            module.bias = nn.Parameter(module.bias.detach() + 0.1, module.bias.requires_grad)
+
+    ways: list[tuple[Change, bool]] = [
+        (mode, False), (values, False), (in_place, True), (trained, True), (hook, False),
+        (hook_of_a_gradient, False), (replaced, False), (probability, False), (probability, False),
+    ]  # fmt: skip
+    return generator.choice(ways)
+
+
+def _linear(layer: nn.Module) -> list[nn.Linear]:
+    return [module for module in layer.modules() if isinstance(module, nn.Linear)][:1]
+
+
+def _less(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output * 0.8
+
+
+def _noise(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output + torch.rand_like(output) if module.training else output
+
+
+def _halved(gradient: Tensor) -> Tensor:
+    return gradient * 0.5

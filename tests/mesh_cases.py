@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -195,6 +196,110 @@ def parameters_without_a_gradient() -> None:
         pipeline.close()
 
 
+class Adapted(nn.Module):
+    """Gets a parameter when it is built already."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y * self.factor if hasattr(self, "factor") else y
+
+
+class TrainedLoss(nn.Module):
+    def __init__(self, weight: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((6,), 1.5, dtype=torch.float64)) if weight is None else weight
+        self.shift = nn.Parameter(torch.full((6,), 0.1, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(output * self.weight, target) + self.shift.sum()
+
+
+def parameters_that_come_later() -> None:
+    """In a layer, in the place of another one, and with the loss: all begin alike and are summed."""
+    parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
+    replica = mesh_of(2, 2).get_local_rank("dp")
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(Adapted(6), nn.Linear(6, 6), Adapted(6), nn.Linear(6, 6))
+
+    def change(layers: nn.Sequential, step: int, value: float) -> None:
+        if step == 1:  # behind another one
+            for layer in (layers[0], layers[2]):
+                layer.factor = nn.Parameter(torch.full((6,), value, dtype=torch.float64))
+        if step == 2:
+            layers[1].bias = nn.Parameter(layers[1].bias.detach() + value)
+
+    for reduction, schedule in (("buckets", "1f1b"), ("tree", "gpipe"), ("buckets", "zb-h1")):
+        model, layers = seeded(build), seeded(build)
+        pipeline = on_grid(2, 2, layers, 3, schedule=schedule, reduction=reduction)
+        loss, ours = TrainedLoss(), TrainedLoss()
+        with torch.no_grad():
+            ours.shift += replica
+        for step in range(4):
+            change(model, step, 0.5)
+            change(layers, step, 0.5 + replica)  # what the first replica has counts
+            if step == 3:
+                for each in (model, pipeline):
+                    values = {name: value + 0.1 for name, value in each.state_dict().items()}
+                    each.load_state_dict(values, assign=True)
+            plain = joint_step(model, parts, loss if step else mse_loss, 3, step=step)
+            found = pipeline.step(*own_part(pipeline, parts), ours if step else mse_loss)
+            torch.testing.assert_close(found, plain.loss, **CLOSE)
+            assert_gradients(pipeline, plain, rtol=1e-12)
+            if step and pipeline.stages[0].is_last:
+                for a, b in zip(ours.parameters(), loss.parameters(), strict=True):
+                    torch.testing.assert_close(a.grad, b.grad, **CLOSE)
+            for each in (model, pipeline, loss, ours):
+                each.zero_grad()
+            pipeline(own_part(pipeline, parts)[0])
+        pipeline.close()
+
+
+def parameters_that_nobody_would_sum() -> None:
+    """Are refused, on every rank. Each mesh is the pipeline's own and ends with the step."""
+    parts = [mlp_batch(4, seed=r) for r in range(2)]
+
+    def refused(
+        text: str,
+        loss_of: Callable[[nn.Sequential], Callable[..., Tensor]] = lambda layers: mse_loss,
+        change: Callable[[nn.Sequential, int], object] = lambda layers, replica: None,
+        dimension: str = "dp",
+    ) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(dimension, "pp"))
+        layers = seeded(mlp)
+        pipeline = Pipeline(
+            layers, mesh=mesh, num_microbatches=2, num_stages=4, schedule="interleaved",
+            cost=[1] * len(layers), timeout_s=TIMEOUT_S,
+        )  # fmt: skip
+        change(layers, mesh.get_local_rank(dimension))
+        with raises((ValueError, RuntimeError), text):  # where it is found, and of the others
+            pipeline.step(*own_part(pipeline, parts), loss_of(layers))
+
+    def shorter(layers: nn.Sequential, replica: int) -> None:
+        for layer in layers:
+            layer[0].later = nn.Parameter(torch.zeros(1 + replica, dtype=torch.float64))
+
+    def tied(layers: nn.Sequential, replica: int) -> None:
+        layers[-1][0].bias = layers[2][0].bias
+
+    def later(layers: nn.Sequential, replica: int) -> None:
+        for layer in layers:
+            layer[0].later = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+    refused("that none of its layers has", lambda _: lambda output, target: mse_loss(output * factor, target))
+    refused("has come to another one too", lambda layers: TrainedLoss(layers[2][0].bias))
+    refused("has come to another one too", change=tied)
+    refused("another process", lambda layers: TrainedLoss(layers[0][0].bias))
+    refused("been given different parameters", change=shorter)
+    refused("not divided along 'fsdp'", change=later, dimension="fsdp")
+    refused("not divided along 'fsdp'", lambda layers: TrainedLoss(), dimension="fsdp")
+
+
 def a_weight_with_several_gradients_in_one_backward() -> None:
     def build() -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 6), TwiceCheckpointed(), nn.Linear(6, 6), TwiceCheckpointed())
@@ -325,10 +430,10 @@ def a_replica_that_fails() -> None:
     if rank == 3:
 
         def broken(*_: object) -> None:
-            raise ZeroDivisionError("broken")
+            raise RuntimeError("Connection reset by peer")  # of the user's own, which no rank is to blame for
 
         next(pipeline.children()).register_forward_pre_hook(broken)
-    with raises(RuntimeError, "dp=1 pp=1, action 1F0 on rank 3 failed: ZeroDivisionError: broken"):
+    with raises(RuntimeError, "dp=1 pp=1, action 1F0 on rank 3 failed: RuntimeError: Connection reset"):
         pipeline.step(*own_part(pipeline, parts), mse_loss)
     with raises(RuntimeError, "failed before"):
         pipeline.step(*own_part(pipeline, parts), mse_loss)
@@ -360,6 +465,7 @@ CASES = (
     gradients_of_earlier_steps_count_once,
     gradients_without_a_sum_are_of_this_replica,
     parameters_without_a_gradient,
+    parameters_that_come_later,
     a_weight_with_several_gradients_in_one_backward,
     averages_follow_all_replicas,
     replicas_begin_alike,
@@ -368,5 +474,6 @@ CASES = (
     clipping,
     one_decision_for_all_scalers,
     a_tied_weight_in_a_layer_that_runs_again_in_the_backward_is_refused,
+    parameters_that_nobody_would_sum,
     a_replica_that_fails,
 )

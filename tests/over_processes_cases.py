@@ -45,13 +45,13 @@ def _built(make: Callable[[int], nn.Module], width: int) -> Built:
 
 
 def small() -> Built:
-    """Messages of 8 KiB."""
-    return _built(Apart, 1024)
+    """Messages of 16 KiB."""
+    return _built(Apart, 2048)
 
 
 def small_kept() -> Built:
     """The same of outputs that a graph holds."""
-    return _built(Kept, 1024)
+    return _built(Kept, 2048)
 
 
 def large() -> Built:

@@ -16,9 +16,6 @@ from pathlib import Path
 SIGNATURES = {
     "v1": "GPipe first divides a mini-batch of size N into T micro-batches",
     "v5": "Massive Massively Multilingual Machine Translation",
-    "'GPipe: Easy Scaling with Micro-Batch Pipeline Parallelism'": "GPipe: Easy Scaling with Micro-Batch",
-    "'Pipeline Parallelism: distributed training via model partitioning'": "training via model partitioning",
-    "'Model Parallelism: GPipe'": "# Model Parallelism: GPipe",
 }
 """A sentence by which each text is known, whatever its file is called."""
 

@@ -27,7 +27,9 @@ def joined(values: tuple[Tensor, ...]) -> Tree:
 
 
 def flat(tensor: Tensor, width: int) -> Tensor:
-    return tensor.reshape(len(tensor), width)
+    """As rows of `width` numbers: of an example, or of each place of its sequence."""
+    shape = tensor.shape[:-1] if tensor.shape[-1] == width else tensor.shape[:1]
+    return tensor.reshape(*shape, width)
 
 
 class Layer(nn.Module):
@@ -81,7 +83,8 @@ class Shift(Layer):
         self.shift = nn.Parameter(torch.randn(width))
 
     def change(self, x: Tensor) -> Tensor:
-        return (flat(x, self.width) + self.shift[None]).view(len(x), self.width)
+        y = flat(x, self.width)
+        return (y + self.shift[None]).view(y.shape)
 
 
 class Through(torch.autograd.Function):
@@ -217,7 +220,8 @@ class Head(nn.Module):
         total = 0.0
         for i, tensor in enumerate(parts(value)):
             if tensor.is_floating_point():
-                total = total + self.linear(flat(tensor, self.width)) * (1 + i)
+                of_places = self.linear(flat(tensor, self.width)).flatten(1)
+                total = total + of_places.mean(1, keepdim=True) * (1 + i)
             else:
                 total = total + 0.1 * tensor.double()[:, None]
         return total

@@ -32,7 +32,13 @@ cross_entropy = nn.functional.cross_entropy
 
 
 def train(
-    name: str, options: dict[str, object], num_stages: int, schedule: str, remat: str
+    name: str,
+    options: dict[str, object],
+    num_stages: int,
+    schedule: str,
+    remat: str,
+    device: str = "cpu",
+    bfloat16: bool = False,
 ) -> dict[str, Tensor]:
     """The state of a model after NUM_STEPS RMSProp steps of uneven micro-batches."""
     torch.manual_seed(0)
@@ -45,13 +51,15 @@ def train(
         schedule=schedule,
         remat=remat,
         cost=[1] * len(model),
+        devices=device,
     )
     optimizer = torch.optim.RMSprop(pipeline.parameters(), lr=1e-3, momentum=0.9)
     loss_fn = models.loss_fn(name, **options)
     generator = torch.Generator().manual_seed(1)
     for _ in range(NUM_STEPS):
         batch, target = models.example_batch(name, 7, generator=generator, **options)
-        pipeline.step(batch, target, loss_fn)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=bfloat16):
+            pipeline.step(batch, target, loss_fn)
         optimizer.step()
         optimizer.zero_grad()
     return {key: value.clone() for key, value in pipeline.state_dict().items()}
@@ -78,6 +86,23 @@ def test_weights_do_not_depend_on_the_number_of_stages(
     """Nor, on the way, on re-materialization: the reference recomputes everything."""
     wanted = one_stage(name, schedule)
     assert_same_bits(train(name, options, num_stages, schedule, remat), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize(("name", "options"), [("amoebanet-d", AMOEBANET), ("transformer-lm", TRANSFORMER)])
+def test_nor_do_they_on_a_gpu(
+    name: str, options: dict[str, object], bfloat16: bool, request: pytest.FixtureRequest
+) -> None:
+    """Operations whose result depends on the order in which threads arrive have their deterministic forms,
+    where torch has one.
+    """
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for remat in ("always", "never"):
+        wanted = train(name, options, 1, "gpipe", remat, "cuda", bfloat16)
+        for num_stages in (2, 4):
+            assert_same_bits(train(name, options, num_stages, "gpipe", remat, "cuda", bfloat16), wanted)
 
 
 @pytest.mark.parametrize("cut", range(1, 12))

@@ -12,8 +12,6 @@ from pathlib import Path
 import forked
 from case_runner import Outcome, Outcomes, once
 
-from tests.preloaded import end_if_it_hangs
-
 
 def test_of_several_that_need_the_same_outcomes_one_launches(tmp_path: Path) -> None:
     both, made = threading.Barrier(2), []
@@ -35,7 +33,7 @@ def wait_for_nobody(said: Connection) -> None:
     os.dup2(said.fileno(), 2)
     threading.Thread(target=signal.pause).start()
     os.write(2, b"has an end\n" if signal.getitimer(signal.ITIMER_REAL)[0] > 0 else b"has no end\n")
-    end_if_it_hangs(0.01)  # instead of what it began with
+    forked.end_if_it_hangs(0.01)  # instead of what it began with
     signal.pause()
 
 

@@ -1,19 +1,29 @@
-"""Checkpoints are data: whatever a file holds, loading it runs nothing."""
+"""Checkpoints are data: whatever a file holds, loading it runs nothing. They are whole: a save ends or is
+killed with the version of before or the new one in its folder, a load loads all or changes nothing.
+"""
 
 from __future__ import annotations
 
+import copy
+import fcntl
 import io
 import os
 import pickle
+import shutil
+import signal
+import sys
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import free_port
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from gpipe_bench.pipeline import Pipeline, checkpoint
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process
+from gpipe_bench.pipeline.errors import ActionError
 
 
 class Evil:
@@ -26,14 +36,36 @@ class Evil:
         return os.system, (f"touch {self.marker}",)
 
 
-def make():
+def fresh(*more, kind=torch.optim.Adam, width=3, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    pipeline = Pipeline(model, num_stages=2, num_microbatches=2)
-    optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.1)
+    model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.Linear(width, 1), *more)
+    pipeline = Pipeline(model, num_stages=2, num_microbatches=2, cost=[1] * len(model), **options)
+    return pipeline, kind(pipeline.parameters(), lr=0.1)
+
+
+def make(*more, **options):
+    pipeline, optimizer = fresh(*more, **options)
     pipeline.step(torch.ones(4, 2), torch.ones(4, 1), nn.functional.mse_loss)
     optimizer.step()
     return pipeline, optimizer
+
+
+def everything(pipeline, optimizer):
+    """A copy of all that a load may change."""
+    gradients = [parameter.grad for parameter in pipeline.parameters()]
+    found = (pipeline.state_dict(), gradients, optimizer.state_dict(), pipeline.num_steps)
+    return copy.deepcopy(found)
+
+
+def same(a, b):
+    """Whether two of the above are equal to the bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a.view(torch.uint8) if a.ndim else a, b.view(torch.uint8) if b.ndim else b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
 
 
 @pytest.fixture
@@ -65,13 +97,14 @@ def test_a_value_that_holds_code_is_refused_unread(saved, tmp_path):
     marker = tmp_path / "ran"
     (data,) = saved.glob("*.distcp")
     content = data.read_bytes()
-    index = torch.distributed.checkpoint.FileSystemReader(saved).read_metadata()
+    index = FileSystemReader(saved).read_metadata()
     (place,) = (info for key, info in index.storage_data.items() if key.fqn.endswith("0.weight.lr"))
     evil = io.BytesIO()
     torch.save(Evil(marker), evil)
     data.write_bytes(content + evil.getvalue())
     object.__setattr__(place, "offset", len(content))
     object.__setattr__(place, "length", len(evil.getvalue()))
+    object.__delattr__(place, "digest")  # who writes such a file can compute it too
     (saved / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(ValueError, match=r"weight\.lr is no plain data"):
         checkpoint.load(saved, *make())
@@ -90,3 +123,308 @@ def test_what_was_saved_is_loaded_whole(saved):
     checkpoint.load(saved, pipeline, optimizer)
     assert all(torch.equal(value, wanted[name]) for name, value in pipeline.state_dict().items())
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_the_index_is_read_once_and_never_without_protection(saved, monkeypatch):
+    def load(*args, **kwargs):
+        raise AssertionError("unpickles whatever is there")
+
+    monkeypatch.setattr(pickle, "load", load)
+    checkpoint.load(saved, *make())
+
+
+def break_data(folder):
+    (data,) = folder.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[content.index(b"model.0.weight" if b"model.0.weight" in content else b"PK") + 200] ^= 1
+    data.write_bytes(content)
+
+
+def drop_data(folder):
+    for data in folder.glob("*.distcp"):
+        data.unlink()
+
+
+def cut_data(folder):
+    (data,) = folder.glob("*.distcp")
+    os.truncate(data, data.stat().st_size - 1)
+
+
+def exchange_data(folder):
+    """The data of another save, of which every value has the place of one of these."""
+    other = folder.with_name("other")
+    checkpoint.save(other, *make())
+    (data,), (of_it,) = folder.glob("*.distcp"), other.glob("*.distcp")
+    shutil.copy(of_it, data)
+
+
+REFUSALS = {
+    "another seed": (None, {"seed": 1}, "was written with seed 0, the pipeline has 1"),
+    "another shape": (None, {"width": 4}, "Size mismatch between saved"),
+    "another optimizer": (None, {"kind": torch.optim.SGD}, "no `dampening` for 0.weight"),
+    "a layer more": (None, {"more": nn.Linear(1, 1)}, "Missing key in checkpoint state_dict: model.3"),
+    "a layer less": ("longer", {}, "it has 3.bias, which the model does not have"),
+    "a value that changed": (break_data, {}, "is damaged or belongs to another checkpoint"),
+    "no data": (drop_data, {}, "No such file"),
+    "half a file": (cut_data, {}, "is damaged or belongs to another checkpoint"),
+    "data of another save": (exchange_data, {}, "is damaged or belongs to another checkpoint"),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("why", REFUSALS)
+def test_a_refused_load_changes_nothing(why, trained, tmp_path):
+    """Neither weights nor the optimizer, which has a state or has none, nor gradients."""
+    change, options, message = REFUSALS[why]
+    saved = tmp_path / "checkpoint"
+    run = make(*[nn.Linear(1, 1)] * (change == "longer"))
+    with torch.no_grad():
+        for parameter in run[0].parameters():
+            parameter += 1
+    checkpoint.save(saved, *run)
+    if callable(change):
+        change(saved)
+    options = dict(options)
+    more = [options.pop("more")] if "more" in options else []
+    pipeline, optimizer = (make if trained else fresh)(*more, **options)
+    with torch.no_grad():
+        pipeline.get_parameter("0.bias")[0] = -0.0
+    before = everything(pipeline, optimizer)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(saved, pipeline, optimizer)
+    assert same(everything(pipeline, optimizer), before)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.NAdam])
+def test_a_load_with_gradients_loads_the_optimizer_too(tmp_path, kind):
+    def with_momentum(*args, **options):
+        return kind(*args, **options, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+
+    run = make(kind=with_momentum)
+    checkpoint.save(tmp_path, *run)
+    pipeline, optimizer = fresh(kind=with_momentum)
+    for parameter in pipeline.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    checkpoint.load(tmp_path, pipeline, optimizer)
+    assert same(optimizer.state_dict(), run[1].state_dict())
+    assert all(bool((parameter.grad == 1).all()) for parameter in pipeline.parameters())
+
+
+def test_saving_before_the_first_step_changes_nothing_and_loads_as_nothing(tmp_path):
+    """A parameter that has no gradient yet has no state; it gets none when another run has one for it."""
+    run = fresh()
+    before = everything(*run)
+    checkpoint.save(tmp_path, *run)
+    assert same(everything(*run), before)
+    trained = make()
+    checkpoint.load(tmp_path, *trained)
+    assert not trained[1].state
+    assert same(everything(*trained)[0], before[0])
+
+
+def test_options_of_a_group_must_be_those_of_all_its_parameters(tmp_path):
+    pipeline, _ = make()
+    first, *others = pipeline.parameters()
+    groups = [{"params": [first], "lr": 0.5}, {"params": others}, {"params": []}]
+    checkpoint.save(tmp_path, pipeline, torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(ValueError, match=r"0\.bias is in one group of the optimizer with"):
+        checkpoint.load(tmp_path, pipeline, torch.optim.SGD(pipeline.parameters(), lr=0.1))
+    again = torch.optim.SGD([{**group, "lr": 1.0} for group in groups], lr=1.0)
+    checkpoint.load(tmp_path, pipeline, again)
+    assert [group["lr"] for group in again.param_groups] == [0.5, 0.1, 1.0]
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(7))])
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \(7,\) that the pipeline does not"):
+        checkpoint.save(tmp_path, pipeline, stranger)
+    again.state[first] = {"before": [torch.ones(2)]}
+    with pytest.raises(RuntimeError, match=r"tensors in a list, optimizer\.state\.0\.weight\.before\.0"):
+        checkpoint.save(tmp_path, pipeline, again)
+
+
+def test_what_torch_wrote_for_earlier_versions_is_loaded(tmp_path):
+    """Names of an optimizer's entries were one word each, and data had no digests."""
+    from torch.distributed.checkpoint import save
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    pipeline, optimizer = run = make()
+    flat = get_optimizer_state_dict(
+        pipeline, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    numbers = {"num_steps": torch.tensor(1), "seed": torch.tensor(0)}
+    save({"model": pipeline.state_dict(), "optimizer": flat, **numbers}, checkpoint_id=tmp_path, no_dist=True)
+    again = fresh()
+    checkpoint.load(tmp_path, *again)
+    assert same(everything(*again)[2:], everything(*run)[2:])
+    checkpoint.save(tmp_path, *run)
+    assert len(list(tmp_path.iterdir())) == 2, "what earlier versions left is removed"
+
+
+# Killed, refused and at the same time
+
+
+def mark(pipeline, optimizer, number):
+    """A version of which every part says which it is."""
+    with torch.no_grad():
+        for value in pipeline.state_dict().values():
+            value.fill_(number)
+    for parameter in pipeline.parameters():
+        optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, number)}
+    pipeline.num_steps = number
+
+
+def sgd(*args, **options):
+    return torch.optim.SGD(*args, **options, momentum=0.9)
+
+
+def version(folder):
+    """Which version a checkpoint is; fails if it is a mixture. None if there is none."""
+    if not (folder / ".metadata").exists():
+        return None
+    pipeline, optimizer = fresh(kind=sgd)
+    checkpoint.load(folder, pipeline, optimizer)
+    states = [state["momentum_buffer"] for state in optimizer.state.values()]
+    assert len(states) == len(list(pipeline.parameters()))
+    values = {float(value) for part in (*pipeline.state_dict().values(), *states) for value in part.flatten()}
+    assert values == {pipeline.num_steps}
+    return pipeline.num_steps
+
+
+def only_version(folder):
+    """The same; nothing may be left of another: there is the index and what it names."""
+    named = {place.relative_path for place in FileSystemReader(folder).read_metadata().storage_data.values()}
+    assert {path.name for path in folder.iterdir()} == {".metadata", *named}
+    return version(folder)
+
+
+CHANGES = {"open", "mkdir", "flock", "write", "flush", "fsync", "rename", "replace", "unlink", "close"}
+
+
+def kill_before(point, name=None):
+    """Ends this process before its n-th call of the system that may change files, or the n-th of one kind; of
+    the many writes every 100th counts.
+    """
+    calls, writes = 0, 0
+
+    def watch(frame, event, function):
+        nonlocal calls, writes
+        if event != "c_call" or function.__name__ not in CHANGES:
+            return
+        if isinstance(getattr(function, "__self__", None), io.BufferedWriter):
+            writes += 1
+            if writes % 100 != 1:
+                return
+        elif function.__module__ not in ("posix", "fcntl", "io", "_io"):
+            return
+        calls += name in (None, function.__name__)
+        if calls == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(watch)
+
+
+def in_child(work, *arguments):
+    """Starts it in a process forked from this one."""
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        work(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def status_of(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["new folder", "over another version"])
+def test_a_save_killed_at_any_call_leaves_the_version_before_or_the_new_one(tmp_path, full):
+    """And the next one leaves nothing else. The first number past all calls ends the test."""
+    folder, pair = tmp_path / "a" / "checkpoint", fresh(kind=sgd)
+    before, found = None, set()
+    for point in range(1, 1000):
+        if not full:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif point % 10 == 1:
+            mark(*pair, before := point + 1000)
+            checkpoint.save(folder, *pair)  # over what killed ones left
+            assert only_version(folder) == before
+        mark(*pair, point)
+
+        def save(point=point):
+            kill_before(point)
+            checkpoint.save(folder, *pair)
+
+        status = status_of(in_child(save))
+        if status == 0:
+            assert only_version(folder) == point
+            break
+        assert status == -signal.SIGKILL
+        after = version(folder)
+        assert after in (before, point)
+        found.add("new" if after == point else "before")
+        before = after if full else None
+    assert found == {"new", "before"}
+
+
+def one_of_two(rank, folder, port, victim, call):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    pair = fresh(kind=sgd, group=dist.group.WORLD)
+    for number in (1, 2):
+        mark(*pair, number)
+        if (rank, number) == (victim, 2):
+            kill_before(1, call)
+        try:
+            checkpoint.save(folder, *pair)
+        except ActionError:
+            assert number == 2
+
+
+@pytest.mark.parametrize(
+    ("victim", "call", "left"),
+    [(0, "flock", 1), (0, "write", 1), (0, "replace", 1), (0, "unlink", 2), (1, "fsync", 1)],
+)
+def test_one_rank_of_two_is_killed_in_a_save(tmp_path, victim, call, left):
+    port = free_port()
+    children = [in_child(one_of_two, rank, tmp_path, port, victim, call) for rank in (0, 1)]
+    statuses = [status_of(child) for child in children]
+    assert statuses[victim] == -signal.SIGKILL
+    assert statuses[1 - victim] == 0
+    assert version(tmp_path) == left
+    pair = fresh(kind=sgd)
+    mark(*pair, 3)
+    checkpoint.save(tmp_path, *pair)
+    assert only_version(tmp_path) == 3
+
+
+def test_a_refused_save_leaves_the_version_before_and_nothing_else(tmp_path, monkeypatch):
+    """Also where the folder is behind a symbolic link, and while another job holds it."""
+    pair = fresh(kind=sgd)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    folder = tmp_path / "link"
+    mark(*pair, 1)
+    checkpoint.save(folder, *pair)
+    mark(*pair, 2)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    for owner, name in ((FileSystemWriter, "finish"), (os, "replace"), (os, "fsync")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(RuntimeError, match="No space left on device"):
+                checkpoint.save(folder, *pair)
+        assert only_version(folder) == 1
+    other = os.open(folder, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(RuntimeError, match="another job is saving there"):
+        checkpoint.save(folder, *pair)
+    os.close(other)
+    checkpoint.save(folder, *pair)
+    assert only_version(folder) == 2
+    assert folder.is_symlink()

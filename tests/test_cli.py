@@ -15,7 +15,7 @@ from command_line import NO_TORCH, ROOT, SEVERAL, Gate, call, finish, lines, run
 from fake_experiment import steps
 from records import quantity, record
 
-from gpipe_bench.experiments.commands import doctor
+from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.commands.run import sees_no_cuda
 from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, load, spelled_out
@@ -471,8 +471,8 @@ def test_the_doctor_survives_a_torch_that_does_not_and_a_folder_that_is_none(tmp
 
 
 def test_the_doctor_names_missing_packages_and_how_to_get_them(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(doctor, "_ask_torch", lambda: "is not asked here")
-    monkeypatch.setattr(doctor, "_requirements", lambda: ["msgspec", "no-such-package"])
+    monkeypatch.setattr(gpu, "ask_torch", lambda: "is not asked here")
+    monkeypatch.setattr(gpu, "declared", lambda: ["msgspec", "no-such-package"])
     assert main(["doctor", "--results", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "without no-such-package" in out

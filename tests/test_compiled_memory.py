@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.models import MODELS, example_batch
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline import Pipeline, pipeline_memory
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.plan.schedule import gpipe
 
 CELLS = {"num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True}
 TEXT = {
@@ -78,6 +80,50 @@ def test_a_real_compiled_step_keeps_the_same_bytes(
     real = kept_by_a_real_step(layers[index], inputs_of(profile), profile.inputs.is_tuple, autocast)
     assert kept(profile) == real
     assert kept(profile) != kept(eager), "a case in which compiling makes no difference shows nothing"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("remat", ["never", "always"])
+def test_on_a_gpu_a_compiled_step_has_the_plain_gradients_and_takes_the_modelled_memory(remat: str) -> None:
+    name, batch_size, num_microbatches = "transformer-lm", 8, 2
+    options = {
+        "num_layers": 4, "d_model": 1024, "ffn_dim": 4096, "num_heads": 16, "vocab_size": 8192,
+        "seq_len": 512, "attention": "explicit",
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = MODELS[name](**options).cuda()
+    compute_loss = loss_fn(name, **options)
+    batch, target = example_batch(name, batch_size, device="cuda", **options)
+
+    def gradients(compile: bool) -> tuple[Pipeline, list[Tensor]]:
+        pipeline = Pipeline(
+            model, num_stages=1, num_microbatches=num_microbatches, remat=remat, compile=compile
+        )
+        model.zero_grad()
+        pipeline.step(batch, target, compute_loss)
+        return pipeline, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    _, wanted = gradients(compile=False)
+    pipeline, found = gradients(compile=True)
+    largest = max(float(gradient.abs().max()) for gradient in wanted)  # some are zero but for rounding
+    for gradient, plain in zip(found, wanted, strict=True):
+        torch.testing.assert_close(gradient, plain, rtol=0, atol=1e-5 * largest)
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    pipeline.step(batch, target, compute_loss)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+
+    inputs, wanted_outputs = example_batch(name, batch_size // num_microbatches, device="meta", **options)
+    with torch.device("meta"):
+        shapes = MODELS[name](**options)
+    layers, loss = Profiler(compiled=True).model(
+        shapes, compute_loss, Boundary.of(inputs), Boundary.of(wanted_outputs)
+    )
+    (stage,) = pipeline_memory(layers, loss, (range(len(layers)),), gpipe(1, num_microbatches, remat))
+    assert peak == pytest.approx(stage.working_set, rel=0.05)
 
 
 class Gate(nn.Module):

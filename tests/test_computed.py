@@ -1,12 +1,12 @@
-"""What follows without a run: the stride control, quotients of printed numbers, claims of write-ups."""
+"""What follows without a run: the stride control, and quotients of printed numbers."""
 
 from __future__ import annotations
 
 import pytest
 
-from gpipe_bench.experiments.computed import quotients, stride, write_ups
-from gpipe_bench.experiments.computed.answer import Answer, over, spread_of, to_details, to_quantities
-from gpipe_bench.experiments.computed.experiment import EXPERIMENT, cells, tables
+from gpipe_bench.experiments.computed import quotients, stride
+from gpipe_bench.experiments.computed.answer import Answer, spread_of, to_details, to_quantities
+from gpipe_bench.experiments.computed.experiment import EXPERIMENT, cells
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.paper import load_paper
@@ -37,16 +37,9 @@ def by_place(answers: list[Answer]) -> dict[tuple[str, str], Answer]:
 
 def test_every_answer_has_a_row_of_the_papers_file() -> None:
     """By name: a row renamed in the file would otherwise end as a number that nobody printed."""
-    cheap = [
-        ("write-ups", write_ups.WRITE_UPS[name]()) for name in ("bubbles", "schedules", "memory", "speed")
-    ]
-    cheap += [("growth", quotients.growth()), ("transfer", quotients.error_rates())]
-    for table, answers in cheap:
+    for table, answers in (("growth", quotients.growth()), ("transfer", quotients.error_rates())):
         for answer in answers:
-            source = "write-up" if table == "write-ups" else "paper"
-            assert (source, table, answer.row, answer.column) in PUBLISHED
-    written = {cell.key[1:] for cell in PUBLISHED.values() if cell.source == "write-up"}
-    assert len(written) == 24
+            assert ("paper", table, answer.row, answer.column) in PUBLISHED
 
 
 # The stride control
@@ -114,93 +107,18 @@ def test_a_transformer_of_any_depth_is_counted_from_two() -> None:
     assert quotients.parameters_of("transformer", "pipeline-128") == pytest.approx(83.9e9, rel=1e-3)
 
 
-# Write-ups
-
-
-def test_bubbles_and_schedules_by_hand() -> None:
-    found = by_place(write_ups.bubbles())
-    for count in (4, 8, 32, 128):
-        assert found["bubble", f"K=4, M={count}"].value == pytest.approx(300 / (count + 3))
-    assert found["pipeline efficiency", "K=4, M=8"].value == pytest.approx(800 / 11)
-    assert found["busy share of a device without pipelining", "K=8"].value == pytest.approx(12.5)
-    rule = found["bubble at M >= 4K", "any K"].spread
-    assert rule is not None
-    assert (rule.low, rule.high) == (pytest.approx(100 / 9), pytest.approx(100 * 127 / 639))
-    example = "4 GPUs, 8 micro-batches"
-    ours = {
-        row: answer.value
-        for (row, column), answer in by_place(write_ups.schedules()).items()
-        if column == example
-    }
-    assert ours == {
-        "bubble of 1F1B over GPipe's": 1.0, "micro-batches in flight, 1F1B": 4,
-        "micro-batches in flight, GPipe": 8, "activation memory of 1F1B over GPipe's": 0.5,
-    }  # fmt: skip
-    assert set(words("write-ups", write_ups.bubbles() + write_ups.schedules()).values()) == {"reproduced"}
-
-
-def test_memory_and_speed_by_hand() -> None:
-    (memory,) = write_ups.growth_of_memory()
-    assert memory.spread == over("number of layers and of micro-batches", [1.0])
-    speed, negligible = write_ups.speed()
-    assert speed.spread is not None
-    assert (speed.spread.low, speed.spread.high) == (pytest.approx(2 * 35 / 39), pytest.approx(2 * 33 / 35))
-    found = words("write-ups", [memory, speed, negligible])
-    assert list(found.values()) == ["reproduced", "undecided", "above"]
-
-
-def test_a_recomputed_forward_is_a_third_of_the_step() -> None:
-    """A little more: no gradient goes to the images or the tokens."""
-    share = write_ups.recomputed_share("resnet101", {"image_size": 64})
-    assert 1 / 3 < share < 0.35
-
-
-def test_what_contradicts_the_paper_is_not_reproduced_and_says_so() -> None:
-    answers = write_ups.counts()
-    found = {c.row: c for c in compare(cells([record("write-ups", answers, "sizes")]), whole=())}
-    assert found["parameters of the largest Transformer"].verdict == "below"
-    assert any("83.9B took 128" in note for note in found["parameters of the largest Transformer"].footnotes)
-    assert found["parameters of the image model"].verdict == "below"
-    assert any("AmoebaNet-B" in note for note in found["parameters of the image model"].footnotes)
-    assert found["size over GPT-2 XL's"].verdict == "above"
-    assert found["parameters of the largest AmoebaNet"].verdict == "reproduced"
-
-
-def test_a_very_large_transformer_sends_less_through_a_pipeline() -> None:
-    (sent,) = write_ups.traffic()
-    assert sent.spread is not None
-    # 32 x 1024 x 2048 floats forward and back, over two times 7/8 of all gradients.
-    passed = 2 * 32 * 1024 * 2048
-    gradients = 2 * 7 / 8 * quotients.parameters_of("transformer", "pipeline-8")
-    assert sent.value == pytest.approx(passed / gradients, rel=1e-3)
-    assert sent.spread.high < 1
-
-
 # The experiment
 
 
-def test_every_number_answers_as_published_and_those_of_others_stand_apart() -> None:
-    records = [record("write-ups", write_ups.schedules(), "schedules"), record("growth", quotients.growth())]
-    entries = cells(records)
-    assert {entry.question for entry in entries} == {"as published"}
-    assert {entry.source for entry in entries} == {"paper", "write-up"}
-    assert not any(PUBLISHED["write-up", *e.place].counted for e in entries if e.source == "write-up")
-    text = tables(records, compare(entries, whole=()))
-    of_paper, of_others = text.split("What others write about GPipe")
-    assert "1 of 1 identity" in of_paper or "1 identity" in of_paper
-    assert of_others.count("reproduced [") == 4
-
-
 def test_a_run_keeps_numbers_with_their_ranges() -> None:
-    outcome = EXPERIMENT.run(
-        Case({"part": "as published", "table": "write-ups", "what": "bubbles"}), RunOptions(profile="smoke")
-    )
-    assert len(outcome.quantities) == 9
-    kept = record("write-ups", write_ups.bubbles())
-    assert spread_of(kept, "bubble at M >= 4K", "any K") == over(
-        "number of stages", [100 * (k - 1) / (5 * k - 1) for k in range(2, 129)]
-    )
-    assert spread_of(kept, "bubble", "K=4, M=4") is None
+    key = {"part": "as published", "table": "growth", "what": "growth"}
+    outcome = EXPERIMENT.run(Case(key), RunOptions(profile="smoke"))
+    (growth,) = quotients.growth()
+    assert [quantity.value for quantity in outcome.quantities] == [growth.value]
+    kept = record("growth", [growth])
+    assert spread_of(kept, growth.row, growth.column) == growth.spread
+    assert spread_of(kept, "another", growth.column) is None
+    assert {entry.question for entry in cells([kept])} == {"as published"}
 
 
 def test_a_smoke_run_leaves_out_what_takes_a_minute() -> None:

@@ -11,12 +11,19 @@ import pytest
 
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.consistency import experiment as consistency
-from gpipe_bench.experiments.consistency.cells import METRICS, Finding, baseline, cells, exact, statistical
 from gpipe_bench.experiments.consistency.experiment import EXPERIMENT
-from gpipe_bench.experiments.consistency.figures import figures
-from gpipe_bench.experiments.consistency.protocol import PATH, load_protocol
-from gpipe_bench.experiments.consistency.tables import tables
-from gpipe_bench.experiments.consistency.tasks.recipe import DAWNBENCH, DIGITS
+from gpipe_bench.experiments.consistency.judging import (
+    METRICS,
+    PATH,
+    Finding,
+    baseline,
+    cells,
+    exact,
+    load_protocol,
+    statistical,
+)
+from gpipe_bench.experiments.consistency.recipes import DAWNBENCH, DIGITS
+from gpipe_bench.experiments.consistency.tables import figures, tables
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.compare import Comparison, compare
@@ -187,7 +194,7 @@ def test_records_under_another_protocol_are_not_judged(
     other = load_protocol(tmp_path / PATH.name if (tmp_path / PATH.name).write_text(
         PATH.read_text().replace("\n# Ranges", "\n#  Ranges")
     ) else PATH)  # fmt: skip
-    for place in ("cells", "tables", "experiment"):
+    for place in ("judging", "tables", "experiment"):
         monkeypatch.setattr(f"gpipe_bench.experiments.consistency.{place}.load_protocol", lambda: other)
     finding = found(records)
     assert finding.word == "not comparable"

@@ -10,14 +10,17 @@ from pathlib import Path
 import numpy
 import pytest
 
-from gpipe_bench.experiments.consistency.equivalence import (
+from gpipe_bench.experiments.consistency.judging import (
+    PATH,
     Distance,
+    Plan,
+    drawn,
     farthest,
     interval,
     joint_power,
+    load_protocol,
     power,
 )
-from gpipe_bench.experiments.consistency.protocol import PATH, Plan, drawn, load_protocol
 
 PROTOCOL = load_protocol()
 REPETITIONS = 200_000
@@ -58,7 +61,7 @@ def test_the_seeds_follow_from_the_papers_number_alone() -> None:
             for number, seed in enumerate(seeds, start=1):
                 words = f"1811.06965 {model} {role} {number}"
                 assert seed == int(hashlib.sha256(words.encode()).hexdigest()[:8], 16) // 2
-    seeds = [seed for plan in PROTOCOL.plans.values() for seed in plan.seeds]
+    seeds = [seed for plan in PROTOCOL.plans.values() for role in plan.roles.values() for seed in role]
     assert len(seeds) == len(set(seeds)) == 10 + 10 + 4 * 6 + 8 + 8 + 4 * 4
 
 

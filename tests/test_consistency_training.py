@@ -26,16 +26,31 @@ from torch import Tensor, distributed, nn
 
 from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.consistency import experiment as consistency
-from gpipe_bench.experiments.consistency import run as consistency_run
 from gpipe_bench.experiments.consistency import training as consistency_training
 from gpipe_bench.experiments.consistency.asynchronous import train_asynchronously
-from gpipe_bench.experiments.consistency.disk import Trained, is_statistic, latest_checkpoint
-from gpipe_bench.experiments.consistency.tasks.images import Images, ImageTask, digits, own_images
-from gpipe_bench.experiments.consistency.tasks.language import TextTask, TranslationTask, blocks_of, topics
-from gpipe_bench.experiments.consistency.tasks.recipe import DAWNBENCH, DIGITS, TOPICS
-from gpipe_bench.experiments.consistency.tasks.task import chosen, even_parts
-from gpipe_bench.experiments.consistency.training import Setting, train
-from gpipe_bench.experiments.consistency.updates import RMSPropTF, WeightAverage
+from gpipe_bench.experiments.consistency.recipes import DAWNBENCH, DIGITS, TOPICS
+from gpipe_bench.experiments.consistency.tasks import (
+    Images,
+    ImageTask,
+    RMSPropTF,
+    TextTask,
+    TranslationTask,
+    blocks_of,
+    chosen,
+    digits,
+    even_parts,
+    own_images,
+    task_of,
+    topics,
+)
+from gpipe_bench.experiments.consistency.training import (
+    Setting,
+    Trained,
+    WeightAverage,
+    is_statistic,
+    latest_checkpoint,
+    train,
+)
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import Store
@@ -57,8 +72,8 @@ def image_task() -> ImageTask:
     """Four steps of the digits' first 200 images."""
     whole = digits(9, 0)
     train, held_out = whole.train[:200], whole.held_out[:50]
-    classes = [whole.load(index, None)[1] for index in held_out]
-    return ImageTask(IMAGES, Images(whole.load, train, held_out, classes, whole.num_classes))
+    targets = [whole.load(index, None)[1] for index in range(1797)]
+    return ImageTask(IMAGES, Images(whole.load, train, held_out, targets, whole.num_classes))
 
 
 def same_weights(ours: Trained, wanted: Trained, *, statistics: bool = True) -> bool:
@@ -135,8 +150,9 @@ def test_averages_follow_with_a_ramp_and_are_only_lent() -> None:
 @given(number=st.integers(1, 500), size=st.integers(1, 600))
 def test_parts_cover_everything_once_and_evenly(number: int, size: int) -> None:
     parts = even_parts(number, size)
-    assert [i for part in parts for i in part] == list(range(number))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert [i for part in parts for i in range(number)[part]] == list(range(number))
+    sizes = [len(range(number)[part]) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_an_epoch_takes_every_example_once_in_an_order_of_its_own() -> None:
@@ -481,7 +497,7 @@ def run_killed(event: str, arguments: list[str]) -> None:
     """The command line, until the event, with a tiny model and no figures."""
     os.setsid()
     torch.set_num_threads(1)
-    consistency_run.subject_of = lambda model, options: TINY_TEXT
+    consistency.subject_of = lambda model, options: TINY_TEXT
     consistency.EXPERIMENT = replace(consistency.EXPERIMENT, figures=None)
     real = consistency_training.train
     consistency_training.train = lambda *a, **k: real(*a, **k, watch=killed(event))
@@ -497,18 +513,18 @@ def test_only_the_sources_that_a_training_uses_begin_it_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it finds what it left depends on them, and on no others."""
-    others = ["harness/one.py", "experiments/planning/one.py", "experiments/consistency/figures.py"]
-    used = [each if each.endswith(".py") else f"{each}/one.py" for each in consistency_run.TRAINED_BY]
+    others = ["harness/one.py", "experiments/planning/one.py", "experiments/consistency/tables.py"]
+    used = [each if each.endswith(".py") else f"{each}/one.py" for each in consistency_training.TRAINED_BY]
     for name in (*others, *used):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("ONE = 1\n")
-    monkeypatch.setattr(consistency_run, "ROOT", tmp_path)
+    monkeypatch.setattr(consistency_training, "ROOT", tmp_path)
     monkeypatch.setattr(consistency_training, "train", lambda task, setting, folder: folder)
-    monkeypatch.setattr(consistency_run, "task_of", lambda subject: None)
+    monkeypatch.setattr(consistency_training, "task_of", lambda subject: None)
     options = RunOptions(scratch=tmp_path / "unfinished")
 
     def folder() -> Any:
-        return consistency_run._trained(TINY_TEXT, Setting("pipeline", 1, 2, 0), 1, options)
+        return consistency_training.trained(TINY_TEXT, Setting("pipeline", 1, 2, 0), 1, options)
 
     first = folder()
     for name in others:
@@ -519,7 +535,7 @@ def test_only_the_sources_that_a_training_uses_begin_it_anew(
         (tmp_path / name).write_text("ONE = 2\n")
         found.add(folder())
     assert len(found) == 1 + len(used)
-    assert all((Path(__file__).parents[1] / name).exists() for name in consistency_run.TRAINED_BY)
+    assert all((Path(__file__).parents[1] / name).exists() for name in consistency_training.TRAINED_BY)
 
 
 def test_a_killed_run_ends_with_the_same_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,7 +546,7 @@ def test_a_killed_run_ends_with_the_same_record(tmp_path: Path, monkeypatch: pyt
         assert not Store(tmp_path).load("consistency").records
     assert exit_status(run_killed, "never:0", command) == 0
     (record,) = Store(tmp_path).load("consistency").records
-    monkeypatch.setattr(consistency_run, "subject_of", lambda model, options: TINY_TEXT)
+    monkeypatch.setattr(consistency, "subject_of", lambda model, options: TINY_TEXT)
     options = RunOptions(profile="smoke", device="cpu", scratch=tmp_path / "undisturbed")
     case = next(c for c in consistency.cases(options) if c.key == record.case)
     undisturbed = consistency.run(case, options)
@@ -557,9 +573,7 @@ def one_rank(rank: int, folder: Path, port: int, event: str) -> None:
     try:
         distributed.init_process_group("gloo")
         group, watch = distributed.group.WORLD, killed(event if rank == 0 else "never:0")
-        trained = train(
-            consistency.task_of(TINY_TEXT), Setting("pipeline", 2, 4, 11), folder, group=group, watch=watch
-        )
+        trained = train(task_of(TINY_TEXT), Setting("pipeline", 2, 4, 11), folder, group=group, watch=watch)
         assert len(trained.curve) == 4
     except BaseException:
         traceback.print_exc()
@@ -579,7 +593,7 @@ def test_two_killed_processes_end_with_the_weights_of_one(tmp_path: Path) -> Non
     assert start("never:0") == 0
     two = [torch.load(tmp_path / "two" / f"final-{rank}.pt", weights_only=True) for rank in (0, 1)]
     setting = Setting("pipeline", 1, 4, 11)
-    one = train(consistency.task_of(TINY_TEXT), setting, tmp_path / "one")
+    one = train(task_of(TINY_TEXT), setting, tmp_path / "one")
     weights = {**two[0]["weights"], **two[1]["weights"]}
     assert weights.keys() == one.weights.keys()
     assert all(torch.equal(weights[name], one.weights[name]) for name in weights)

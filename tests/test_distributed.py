@@ -8,6 +8,8 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import alias_cases
 import distributed_cases
@@ -26,9 +28,11 @@ import worker_cases
 from case_runner import Outcomes, assert_passed, named
 from command_line import free_port
 from own_model_cases import NEED_TRANSFORMERS
+from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gpipe_bench.pipeline.ranks.launch import launch
+from gpipe_bench.pipeline.ranks.messages import connection
 
 pytestmark = pytest.mark.processes  # four at a time
 MODULES = (
@@ -53,6 +57,27 @@ def test_stages_on_gpus_of_their_own() -> None:
         pytest.skip("NCCL needs a GPU for each stage")
     for differences in launch(distributed_cases.on_gpus, min(torch.cuda.device_count(), 4)):
         assert max(differences) < 1e-10
+
+
+@pytest.mark.gpu
+def test_one_gpu_alone_takes_what_the_engine_asks_of_nccl() -> None:
+    """Its options, and an abort that returns. Two ranks on one GPU are refused, but one may exchange messages
+    with itself, short ones and such as take many blocks of the network's buffers, if they are grouped.
+    """
+    device = torch.device("cuda")
+    keys: Any = SimpleNamespace(under=lambda name: HashStore())
+    alone = connection.backend(keys, 0, 1, name="alone", accelerated=True, timeout_s=60.0)
+    assert alone.name() == "nccl"  # by which the engine tells how to cut a connection
+    for num_elements in (1, 1000, 2**20, 2**26):
+        sent = torch.arange(num_elements, dtype=torch.float32, device=device)
+        received = torch.zeros_like(sent)
+        alone._start_coalescing()
+        alone.recv([received], 0, 0)
+        alone.send([sent], 0, 0)
+        if (work := alone._end_coalescing()) is not None:
+            work.wait()
+        assert torch.equal(sent, received), num_elements
+    alone.abort()
 
 
 @pytest.mark.parametrize("victim", [0, 2])

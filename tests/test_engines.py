@@ -207,7 +207,7 @@ def test_torchgpipe_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValueError, match="8 examples with torch.chunk, which need not give M=3"):
         engine.step(*data(), mse)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"not installed: pip install gpipe-bench\[peers\]"):
+    with pytest.raises(ValueError, match=r"not installed: pip install -e .\[peers\]"):
         resolve("torchgpipe")(setup_of())
 
 

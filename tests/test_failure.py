@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks import store as store_module
 from gpipe_bench.pipeline.ranks.failures import failure
-from gpipe_bench.pipeline.ranks.failures.collective import let_down
+from gpipe_bench.pipeline.ranks.failures.collective import let_down, missing
 from gpipe_bench.pipeline.ranks.failures.failure import Blackboard
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 
@@ -27,23 +31,40 @@ class Board:
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self.broken: StoreError | None = None
+        self.num_asked = self.num_said = 0
         self.on_get: Callable[[], None] = lambda: None
 
     def set(self, key: str, value: str, limit_s: float = 1.0) -> None:
         self._check()
         self._values[key] = value.encode()
+        self._saying(key)
+
+    def append(self, key: str, value: str) -> None:
+        self._check()
+        with self._lock:
+            self._values[key] = self._values.get(key, b"") + value.encode()
+        self._saying(key)
 
     def get(self, key: str, limit_s: float = 1.0) -> bytes | None:
         self._check()
         self.on_get()
         return self._values.get(key)
 
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self.get(key) for key in keys]
+
     def set_first(self, key: str, value: str) -> bytes:
         self._check()
         with self._lock:
             return self._values.setdefault(key, value.encode())
 
+    def _saying(self, key: str) -> None:
+        with self._lock:
+            self.num_said += key.startswith("waiting")
+
     def _check(self) -> None:
+        with self._lock:
+            self.num_asked += 1
         if self.broken is not None:
             raise self.broken
 
@@ -94,19 +115,23 @@ def test_who_waited_in_vain_hears_of_the_failure_that_a_rank_writes_meanwhile() 
     assert str(Blackboard(board, 2, range(3)).explain(waits_for(0))) == str(told)
 
 
-def test_ranks_that_others_may_keep_waiting_hear_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replica 1 has said for whom it waits in its own pipeline before replica 0 concludes that it is gone."""
-    board, looks = Board(), []
-
-    def speak_late() -> None:
-        looks.append(0)
-        if len(looks) == 20:
-            board.on_get = lambda: None
-            Blackboard(board, 1, range(2)).report(ActionError(None, "told", 1))
-
-    board.on_get = speak_late
+@pytest.mark.parametrize("alive", [False, True])
+def test_of_many_ranks_the_right_one_is_blamed_after_a_few_questions(
+    monkeypatch: pytest.MonkeyPatch, alive: bool
+) -> None:
+    """Rank 300 of 512 has stopped, and all others wait in vain for a neighbour. One process answers them."""
+    size, stopped, board, all_said = 512, 300, Board(), threading.Event()
     monkeypatch.setattr(failure, "EXPLANATION_S", 600.0)
-    assert Blackboard(board, 0, range(2), alone=False).explain(waits_for(1)).cause == "told"
+    board.on_get = lambda: all_said.set() if board.num_said == size - 1 else None
+
+    def conclude(rank: int) -> ActionError:
+        ours = Blackboard(board, rank, range(size), alive=alive, sleep=lambda _: all_said.wait())
+        return ours.explain(waits_for(rank + 1 if rank < stopped else rank - 1))
+
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(conclude, [rank for rank in range(size) if rank != stopped]))
+    assert {error.rank for error in found} == {stopped}
+    assert board.num_asked < 16 * size
 
 
 def of_grid(board: Board, rank: int, size: int = 4) -> Blackboard:
@@ -172,13 +197,35 @@ def test_the_rank_that_holds_the_store_stays_until_the_others_know() -> None:
         "Application timeout caused pair closure",
     ],
 )
-def test_what_torchs_collectives_say_is_no_failure_of_the_action(text: str) -> None:
-    found = let_down(RuntimeError(text))
-    assert found is not None
+def test_what_collectives_say(text: str) -> None:
+    found = missing(RuntimeError(text))
     assert found.peer is None
     assert found.timed_out == ("closed by peer" not in text)
-    assert let_down(RuntimeError("the fuse has blown")) is None
-    assert let_down(ValueError(text)) is None
+
+
+def test_an_error_of_a_collective_is_no_failure_of_the_action() -> None:
+    """And what says the same is one if it comes from anywhere else, such as a network of the user's own."""
+    keys, limit = dist.HashStore(), timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(lambda rank: dist.ProcessGroupGloo(keys, rank, 2, limit), range(2)))
+    dist.Backend.register_backend("one end", lambda *_: ends[0], devices="cpu")
+    dist.init_process_group("one end", store=dist.HashStore(), rank=0, world_size=1)
+    del ends[1]  # the process at the other end
+    mine = torch.ones(1)
+    of_collectives: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(mine),
+        lambda: functional.all_reduce(mine, "sum", dist.group.WORLD) + 1,
+    ]
+    try:
+        for collective in of_collectives:
+            with pytest.raises(RuntimeError) as caught:
+                collective()
+            assert let_down(caught.value) is not None
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(RuntimeError) as again:
+        raise RuntimeError(str(caught.value))
+    assert let_down(again.value) is None
 
 
 @pytest.mark.parametrize(("silent", "what"), [(True, "did not answer"), (False, "disappeared")])

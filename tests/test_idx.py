@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from gpipe_bench.experiments.consistency.experiment import EXPERIMENT
-from gpipe_bench.experiments.consistency.protocol import load_protocol
-from gpipe_bench.experiments.consistency.tasks.idx import holds_idx, read_idx
-from gpipe_bench.experiments.consistency.tasks.images import ImageTask, own_images
-from gpipe_bench.experiments.consistency.tasks.recipe import DIGITS, image_layout, subject_of
+from gpipe_bench.experiments.consistency.judging import load_protocol
+from gpipe_bench.experiments.consistency.recipes import DIGITS, holds_idx, image_layout, subject_of
+from gpipe_bench.experiments.consistency.tasks import ImageTask, own_images, read_idx
 from gpipe_bench.experiments.consistency.training import Setting, train
 from gpipe_bench.harness.experiment import RunOptions
 

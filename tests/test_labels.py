@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.table1.published.traced import Reading, Size, amoebanet_at, transformer_at
+from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, profiled, transformer
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.sizes.labels import Label, Relabel, padded, tiled
+from gpipe_bench.pipeline.memory.labels import Label, Relabel, padded, tiled
+from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.story import LayerProfile
 
@@ -63,23 +64,31 @@ def test_a_tiled_profile_is_larger_and_parameters_are_not() -> None:
     assert footprint([tiled(whole)]).saved_bytes == footprint([whole]).saved_bytes
 
 
-def test_amoebanet_from_its_kinds_is_amoebanet_profiled_layer_by_layer() -> None:
-    from gpipe_bench.experiments.table1.model_costs import amoebanet_profile
-
-    for size in (Size(9, 48, 2),):
-        made = amoebanet_at(Reading(), size)
-        direct = amoebanet_profile(size.num_layers, size.num_filters, size.microbatch_size, direct=True)
-        assert [layer.num_parameters for layer in made.layers] == [
-            layer.num_parameters for layer in direct.layers
-        ]
-        assert [(a.inputs, a.outputs) for a in made.layers] == [(a.inputs, a.outputs) for a in direct.layers]
-        assert footprint(made.layers, made.loss) == footprint(direct.layers, direct.loss)
+def check_equal(made: ModelProfile, direct: ModelProfile) -> None:
+    assert [layer.num_parameters for layer in made.layers] == [
+        layer.num_parameters for layer in direct.layers
+    ]
+    assert [(a.inputs, a.outputs) for a in made.layers] == [(a.inputs, a.outputs) for a in direct.layers]
+    for mine, other in zip((*made.layers, made.loss), (*direct.layers, direct.loss), strict=True):
+        assert footprint([mine]) == footprint([other]), mine.name
+    assert footprint(made.layers, made.loss) == footprint(direct.layers, direct.loss)
 
 
-def test_the_transformer_at_another_micro_batch() -> None:
-    from gpipe_bench.experiments.table1.model_costs import transformer_profile
+def test_amoebanet_from_its_kinds_is_amoebanet_profiled_layer_by_layer(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Of any depth and width it takes 20 profiled layers."""
+    run, traced = Profiler._run, list[str]()
 
-    for examples in (1, 2):
-        made = transformer_at(Reading(), 2, examples)
-        direct = transformer_profile(2, examples, attention="explicit")
-        assert footprint(made.layers, made.loss) == footprint(direct.layers, direct.loss)
+    def counting(self: Profiler, layer: nn.Module, *ends: Any) -> LayerProfile:
+        traced.append(type(layer).__name__)
+        return run(self, layer, *ends)
+
+    monkeypatch.setattr(Profiler, "_run", counting)
+    made = [amoebanet(Reading(), *size) for size in ((9, 48, 2), (72, 1600, 7))]
+    assert len(traced) <= 20
+    check_equal(made[0], profiled(Reading(), "amoebanet", 2, num_layers=9, num_filters=48))
+
+
+@pytest.mark.parametrize(("examples", "attention"), [(1, "explicit"), (2, "explicit"), (5, "fused")])
+def test_the_transformer_at_another_micro_batch(examples: int, attention: str) -> None:
+    made = transformer(Reading(), 2, examples, attention)
+    check_equal(made, profiled(Reading(), "transformer", examples, num_layers=2, attention=attention))

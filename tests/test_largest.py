@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from gpipe_bench.experiments.paper_models import COLUMNS, GIB, Column
 from gpipe_bench.experiments.table1 import largest as search
 from gpipe_bench.experiments.table1.largest import (
     Placement,
@@ -16,7 +17,6 @@ from gpipe_bench.experiments.table1.largest import (
     place_anyhow,
     place_best,
 )
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, GIB, Column
 from gpipe_bench.pipeline.memory.cut import StagePeaks
 from gpipe_bench.pipeline.plan.partition import Partition
 
@@ -169,17 +169,3 @@ def test_the_search_starts_where_every_stage_has_a_layer() -> None:
     setting = Setting("transformer", 16, False, "float32", cap_gib=2.0)
     found = largest(setting)
     assert found.num_layers + 2 >= 16
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 17, 100, 1023])
-@pytest.mark.parametrize("start", [1, 3])
-def test_bisection_finds_the_last_that_fits(limit: int, start: int) -> None:
-    asked: list[int] = []
-
-    def fits(number: int) -> bool:
-        asked.append(number)
-        return number <= limit
-
-    expected = limit if limit >= start else None
-    assert search._last(fits, start) == expected
-    assert len(asked) <= 2 * limit.bit_length() + 2

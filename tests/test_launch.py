@@ -5,7 +5,10 @@ accelerators, since what is tested is decided before any of them is touched.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,13 @@ import torch
 from torch import distributed as dist
 
 from gpipe_bench.experiments import first_run
-from gpipe_bench.experiments.consistency import run as consistency
-from gpipe_bench.experiments.consistency.tasks.recipe import subject_of
+from gpipe_bench.experiments.consistency import training as consistency
+from gpipe_bench.experiments.consistency.recipes import subject_of
 from gpipe_bench.experiments.consistency.training import Setting
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.pipeline.ranks import host, launch
+
+FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -101,6 +106,7 @@ def test_a_process_in_front_of_a_gpu_keeps_all_cores(
     monkeypatch.setattr(
         host.os, "sched_setaffinity", lambda pid, cores: held.append(set(cores)), raising=False
     )
+    monkeypatch.setattr(host, "_cores", [set()])  # nothing to give back where this process forks
     monkeypatch.setattr(launch.devices, "select", selected.append)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: backends.append(backend))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
@@ -124,6 +130,34 @@ def test_a_real_process_is_held_to_one_core() -> None:
 
 def _cores() -> set[int]:
     return set(os.sched_getaffinity(0))
+
+
+def test_a_worker_ends_with_the_rank_that_has_forked_it() -> None:
+    """Though nobody tells it, when the rank is killed: it would keep open what the others wait for."""
+    reader, writer = FORK.Pipe(duplex=False)
+    rank = FORK.Process(target=_rank_with_a_worker, args=(writer,))
+    rank.start()
+    writer.close()
+    assert reader.recv() == "working"
+    rank.kill()
+    rank.join()
+    assert reader.poll(60)
+    with pytest.raises(EOFError):
+        reader.recv()
+
+
+def _rank_with_a_worker(writer: Connection) -> None:
+    with host.not_inherited():
+        pass
+    worker = FORK.Process(target=_work, args=(writer,), daemon=True)
+    worker.start()
+    writer.close()
+    worker.join()
+
+
+def _work(writer: Connection) -> None:
+    writer.send("working")
+    threading.Event().wait(90)  # rather than for ever, should the test fail
 
 
 class Ranks:
@@ -162,6 +196,6 @@ def test_consistent_training_over_processes_takes_the_cpu_where_there_is_one_gpu
     ranks = Ranks(monkeypatch, [Part({"a": 1}), Part({"b": 2})])
     options = RunOptions(profile="smoke", device="cuda", scratch=tmp_path)
     setting = Setting("pipeline", 2, 2, 0, "cuda", 0)
-    trained = consistency._trained(subject_of("images", options), setting, 2, options)
+    trained = consistency.trained(subject_of("images", options), setting, 2, options)
     assert trained.weights == {"a": 1, "b": 2}
     assert ranks.kinds == ["cpu" if gpus == 1 else "cuda"]

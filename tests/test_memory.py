@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from real_steps import Counted, Step, compare
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.table1.verify_memory import verify
+from gpipe_bench.experiments.table1.real_steps import verify
 from gpipe_bench.pipeline.memory.stages.demands import demands
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint
 from gpipe_bench.pipeline.memory.stages.moments import Moment

@@ -5,11 +5,16 @@ In these models messages are most of what a worker holds, so that a buffer too m
 
 from __future__ import annotations
 
+import mmap
+
 import over_processes_cases as cases
 import pytest
 
 from gpipe_bench.experiments.plan.running import peaks
 from gpipe_bench.pipeline.ranks.launch import launch
+
+PAGES = 2 * mmap.PAGESIZE + 64
+"""Of shared memory, for the header and the loss, which the model counts as the few bytes that they are."""
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +29,10 @@ def test_peaks_are_those_of_real_steps(name: str, counted: list[dict[str, list[i
     ways = cases.ways()
     for place, modelled in enumerate(peaks.predicted(cases.planned(name), ways)):
         real = [found[name][place] for found in counted]
-        assert modelled == pytest.approx(real, rel=0.01), peaks.title(ways[place])
+        assert modelled == pytest.approx(real, rel=0.01, abs=PAGES), peaks.title(ways[place])
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
 def test_through_gloo_messages_take_as_much(name: str, counted: list[dict[str, list[int]]]) -> None:
     for found in counted:
-        assert found[f"{name} over gloo"] == pytest.approx(found[name][:4], rel=0.01)
+        assert found[f"{name} over gloo"] == pytest.approx(found[name][:4], rel=0.01, abs=PAGES)

@@ -4,8 +4,11 @@ tests).
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import threading
@@ -115,9 +118,20 @@ def test_more_records_than_a_socket_holds(ends: tuple[Neighbour, Neighbour]) -> 
         assert float(received) == number
 
 
-def test_both_write_more_than_a_socket_holds(ends: tuple[Neighbour, Neighbour]) -> None:
+@pytest.fixture
+def descriptors_from_1024() -> Iterator[None]:
+    """As a process with many open files has them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_both_write_more_than_a_socket_holds(descriptors_from_1024: None) -> None:
     """Neither reads before it has written: each takes in what the other writes while it waits for room."""
     many = 2000
+    links = [socket.socket(fileno=fcntl.fcntl(link, fcntl.F_DUPFD, 1024)) for link in socket.socketpair()]
+    ends = [Neighbour(link, TIMEOUT_S) for link in links]
     posted: dict[str, list[Tensor]] = {}
 
     def exchange(name: str, end: Neighbour) -> None:
@@ -150,14 +164,16 @@ def test_buffers_are_aligned_apart_and_used_again(ends: tuple[Neighbour, Neighbo
     for (start, length), (following, _) in pairwise(places):
         assert start + length <= following
     assert all(start % 64 == 0 for start, _ in places)
-    b.give_back(buffers[3])
-    assert b.empty(65).data_ptr() == buffers[3].data_ptr()
-    assert b.empty(65).data_ptr() != buffers[3].data_ptr()
-    arrival = b.post(0, 0, buffers[5])
+    address = buffers[3].data_ptr()
+    b.give_back(buffers.pop(3))
+    again = b.empty(65)
+    assert again.data_ptr() == address
+    assert b.empty(65).data_ptr() != address
+    arrival = b.post(0, 0, buffers[-1])
     b.flush()
     a.send(0, 0, torch.full((5 << 20,), 7, dtype=torch.uint8))
     arrival.wait()
-    assert int(buffers[5].sum(dtype=torch.int64)) == 7 * (5 << 20)
+    assert int(buffers[-1].sum(dtype=torch.int64)) == 7 * (5 << 20)
 
 
 def test_shared_memory_is_given_out_again_when_nothing_lives_in_it(
@@ -169,11 +185,39 @@ def test_shared_memory_is_given_out_again_when_nothing_lives_in_it(
     end.give_back(memory)
     del memory
     other = end.empty(64)
-    assert other.data_ptr() != address
+    its_address = other.data_ptr()
+    assert its_address != address
     end.give_back(other)
-    assert end.empty(64).data_ptr() == other.data_ptr()
+    del other
+    again = end.empty(64)
+    assert again.data_ptr() == its_address
     del view
     assert end.empty(64).data_ptr() == address
+
+
+@pytest.mark.parametrize("sizes", [[1 << 16, 1 << 22, 5, 1 << 12], [(n + 1) << 16 for n in range(64)]])
+def test_shared_memory_is_at_most_twice_what_was_in_use_at_a_time(
+    ends: tuple[Neighbour, Neighbour], sizes: list[int]
+) -> None:
+    """However many lengths there are, in both processes."""
+    a, b = ends
+    most = 0
+    for round_ in range(3):
+        for size in (*sizes, *reversed(sizes)):
+            most = max(most, 2 * max(mmap.PAGESIZE, size))
+            buffers = [b.empty(size) for _ in range(2)]
+            for buffer in buffers:
+                arrival = b.post(0, 0, buffer)
+                b.flush()
+                a.send(0, 0, torch.full((size,), round_, dtype=torch.uint8)).wait()
+                arrival.wait()
+                assert int(buffer[-1]) == round_
+                b.give_back(buffer)
+            del buffer, buffers
+            a.progress()
+            assert b.buffer_bytes <= 2 * most
+            assert len(a._views) <= len(a._theirs) == len(b._mine)
+            assert sum(map(len, a._theirs.values())) == b.buffer_bytes
 
 
 def test_the_end_of_a_neighbour_is_an_error_not_a_wait(ends: tuple[Neighbour, Neighbour]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
 from pathlib import Path
@@ -11,10 +12,15 @@ from typing import Any
 
 import pytest
 
+from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import FORMAT, Costs, SizeCosts, kinds_of
 from gpipe_bench.experiments.planning.costs.measured import measured
 from gpipe_bench.experiments.planning.costs.probes import Probed, ProbeRun, Taken
 from gpipe_bench.experiments.planning.costs.wholes import WholeRaw, WholeRun, run_of
+from gpipe_bench.experiments.planning.links import Topology
+from gpipe_bench.experiments.planning.predict import predict
+from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.experiments.planning.searching.grids import Grid, times_on
 from gpipe_bench.pipeline.plan.collectives import all_reduce_s
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, gpipe
@@ -144,10 +150,75 @@ def test_a_sum_is_what_the_last_backward_takes_more_than_the_one_before() -> Non
         for action, start, end in zip(schedule.actions[0], [0.0, *ends], ends, strict=False)
     )
     bench: Any = SimpleNamespace(reference_s=1.0, speed=lambda before, reference_s: 2.0)
-    probe: Any = SimpleNamespace(size=2, schedule=schedule)
-    found = run_of(bench, WholeRaw(0, probe, 16.0, events))
+    probe: Any = SimpleNamespace(size=2, schedule=schedule, level=0)
+    found = run_of(bench, WholeRaw(0, probe, 16.0, events, {}))
     assert found.sum_s == (5.0 - 3.0 + 1.0) / 2  # at the speed of the reference
     assert dict(found.actions) == {"G": 0.5, "B first": 2.0, "B": 1.5}
+
+
+def test_a_step_of_parts_leaves_its_first_forward_and_its_last_backward_out() -> None:
+    """F0 B0 F1 B1 F2 B2 of 3, 4, 1, 3, 1, 5 s, and a step of 18 s: F0 waits 2 s for the gathers."""
+    schedule = named("1f1b", 1, 3)
+    ends = list(accumulate((3.0, 4.0, 1.0, 3.0, 1.0, 5.0)))
+    events = tuple(
+        Event(action, start, end)
+        for action, start, end in zip(schedule.actions[0], [0.0, *ends], ends, strict=False)
+    )
+    bench: Any = SimpleNamespace(reference_s=1.0, speed=lambda before, reference_s: 2.0)
+    probe: Any = SimpleNamespace(size=2, schedule=schedule, level=2)
+    found = run_of(bench, WholeRaw(0, probe, 18.0, events, {1: 0.5}))
+    assert found.sum_s == (2.0 + 2.0 + 1.0) / 2
+    assert found.actions == (("B first", 2.0), ("G", 0.5), ("B", 1.5), ("G", 0.5))
+    assert (found.level, found.update_s) == (2, ((1, 0.25),))
+
+
+def sharing() -> Costs:
+    """Replicas of four layers, and parts of them at level 2."""
+    replicas = (("G", 9.0), ("B first", 18.0), ("B", 20.0))
+    parts = (("G", 11.0), ("B first", 22.0), ("B", 26.0))
+    runs = (
+        WholeRun(2, replicas, 2.75),
+        WholeRun(2, parts, 7.75, level=2, update_s=tuple((layer, 0.5 * layer) for layer in range(4))),
+    )
+    return measured([probed(process)._replace(wholes=runs) for process in range(2)])
+
+
+def test_parts_take_what_they_took() -> None:
+    """Forward, backward, what a step takes once, and the optimizer, each as it was timed."""
+    costs = sharing()
+    assert costs.link is not None
+    request = Request(accelerators=2, memory_bytes=2**40, batch_size=8, link=costs.link)
+    way = Candidate(
+        cut=(range(4),),
+        schedule="1f1b",
+        num_microbatches=2,
+        remat=("never",),
+        num_workers=1,
+        fsdp=2,
+        fsdp_level=2,
+    )
+    beside = replace(costs, jitter=(), gap_s=0.0)
+    step_s = predict(way, beside, request).step_s
+    assert step_s == pytest.approx(0.75 + 2 * 11 + 22 + 26 + (7.75 - 0.75) + (0.0 + 0.5 + 1.0 + 1.5))
+    # The search adds layers up, which here are those of `probed` and not of the whole stage.
+    shards = beside.shards(2, 2, 2, request.link)
+    assert shards is not None
+    times = times_on(Grid(1, 1, 2, 2), beside, 2, Topology(request, fsdp=2), split=False, shards=shards)
+    assert sum(times.forward_s) == pytest.approx(10.0 + 2.0)
+    assert sum(times.update_s) == pytest.approx(3.0)
+    assert sum(times.reduce_s) == pytest.approx(7.0)
+    # Of four parts three quarters are sent; at a level, or over a link, that was not timed nothing is known.
+    four = beside.shards(2, 4, 2, request.link)
+    assert four is not None
+    assert sum(four.once_s) == pytest.approx(7.0 * 0.75 / 0.5)
+    assert sum(four.update_s) == pytest.approx(3.0 / 2)
+    assert beside.shards(2, 2, 3, request.link) is None
+    assert beside.shards(2, 2, 2, Link("another", 0.0, 1e9)) is None
+    assert measured([probed(0), probed(1)]).shards(2, 2, 2, request.link) is None
+
+
+def test_a_file_keeps_parts() -> None:
+    assert Costs.from_data(json.loads(json.dumps(sharing().to_data()))) == sharing()
 
 
 def test_stages_that_are_slower_than_their_layers_make_the_layers_longer() -> None:

@@ -16,8 +16,7 @@ from gpipe_bench.experiments.planning.searching.footprints import Footprints
 from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.experiments.planning.searching.search import Search
 from gpipe_bench.experiments.planning.searching.space import Space, Way, ways
-from gpipe_bench.experiments.table1.model_costs import ModelProfile
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.stages.grids import Sharing, held_stage
 from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps

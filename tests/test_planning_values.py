@@ -14,7 +14,7 @@ from gpipe_bench.experiments import planning
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import OPTIMIZERS, PRECISIONS, Request
-from gpipe_bench.experiments.table1 import model_costs
+from gpipe_bench.pipeline.memory import profile
 from gpipe_bench.pipeline.memory.stages import peaks
 from gpipe_bench.pipeline.plan.links import LINKS
 
@@ -91,7 +91,7 @@ def test_a_prediction_names_its_fullest_worker() -> None:
 
 def test_names_are_those_of_the_parts_that_know_them() -> None:
     assert set(OPTIMIZERS) == set(peaks.OPTIMIZERS)
-    assert set(PRECISIONS) == set(model_costs.PRECISIONS)
+    assert set(PRECISIONS) == set(profile.PRECISIONS)
 
 
 def test_the_values_need_no_torch() -> None:

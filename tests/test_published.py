@@ -134,16 +134,20 @@ def test_a_core_is_half_a_chip() -> None:
     assert (P100_16.flops_per_s, P100_16.bytes_per_s) == (9.3e12, 732e9)
 
 
-def test_memory_scaled_from_two_sizes_is_the_memory_models_own() -> None:
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("transformer-lm", TRANSFORMER), ("amoebanet-d", AMOEBANET), ("resnet101", {"image_size": 64})],
+)
+def test_memory_from_one_prime_number_of_examples_is_the_memory_models_own(model, options) -> None:
     with torch.device("meta"):
-        modules = MODELS["transformer-lm"](**TRANSFORMER)
-    inputs, target = example_batch("transformer-lm", 4, device="meta", **TRANSFORMER)
+        modules = MODELS[model](**options)
+    inputs, target = example_batch(model, 4, device="meta", **options)
     layers, loss = Profiler(None).model(
-        modules, loss_fn("transformer-lm", **TRANSFORMER), Boundary.of(inputs), Boundary.of(target)
+        modules, loss_fn(model, **options), Boundary.of(inputs), Boundary.of(target)
     )
     cut = (range(2), range(2, len(modules)))
     wanted = pipeline_memory(layers, loss, cut, gpipe(2, 3, "always"), receive_ahead=1)
-    memory = Memory.of("transformer-lm", TRANSFORMER, "float32")
+    memory = Memory.of(model, options, "float32")
     assert memory.peak_bytes(cut, 3, 4, "always", "rmsprop") == max(stage.peak for stage in wanted)
 
 

@@ -13,7 +13,6 @@ import urllib.parse
 from base64 import b64decode
 from collections import Counter
 from functools import partial
-from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -172,16 +171,6 @@ def test_a_table_that_is_not_run_says_why(page):
     assert "nox -s figure2" in infos["formulas"].missing
     assert "do not report" in infos["claims"].missing
     assert {cell.table for cell in load_paper()} == set(infos)
-
-
-def test_a_write_up_that_contradicts_the_paper_is_shown_with_the_contradiction(page):
-    claim = next(c for c in load_paper() if c.printed == "83 billion")
-    for text in (unescape(html(page)), markdown(page)):
-        assert claim.erratum in text
-    assert all(table != "write-ups" for table, *_ in page.summary.errata), "it is no erratum of the paper"
-    shown = next(table for table in page.tables if table.name == "write-ups")
-    assert all(part.part == "others' numbers" for part in shown.parts), "it is context"
-    assert not any(row.comparison.counted for row in shown.rows), "and counts nowhere"
 
 
 def test_the_page_holds_all_it_needs(page, parsed):

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_bench.experiments.table1 import paper_models, stage_alone
+from gpipe_bench.experiments import paper_models
+from gpipe_bench.experiments.table1 import real_steps
 from gpipe_bench.experiments.table1.largest import Placement, Setting
-from gpipe_bench.experiments.table1.model_costs import ModelProfile
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.cut import StagePeaks
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 
 HALVES = {
@@ -47,11 +47,11 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
     return half, setting, Placement(0, 0, profile.num_parameters, NUM_MICROBATCHES, stages, memory)
 
 
-def measure(part: stage_alone.Part, half: str, setting: Setting, device: str) -> stage_alone.Peak:
-    return stage_alone.measure(*arguments(part, half, setting, device))
+def measure(part: real_steps.Part, half: str, setting: Setting, device: str) -> real_steps.Peak:
+    return real_steps.measure(*arguments(part, half, setting, device))
 
 
-def arguments(part: stage_alone.Part, half: str, setting: Setting, device: str) -> tuple[Any, ...]:
+def arguments(part: real_steps.Part, half: str, setting: Setting, device: str) -> tuple[Any, ...]:
     options: dict[str, Any] = HALVES[half]
     with torch.device("meta"):
         model = MODELS[paper_models.HALVES[half].model](**options)
@@ -61,7 +61,7 @@ def arguments(part: stage_alone.Part, half: str, setting: Setting, device: str) 
 
 def test_every_stage_alone_holds_what_is_modelled(small: tuple[str, Setting, Placement]) -> None:
     half, setting, placement = small
-    parts = stage_alone.distinct_parts(setting, placement)
+    parts = real_steps.distinct_parts(setting, placement)
     assert [part.index for part in parts] == [0, 1, 2]
     for part in parts:
         # The gradient of a micro-batch is made up when its backward begins, not posted ahead of R.
@@ -81,11 +81,11 @@ class FakeAllocator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.live, self.more = LiveMemory(), EARLIER
-        warm_up = stage_alone.warm_up
-        monkeypatch.setattr(stage_alone, "warm_up", lambda device: (warm_up(device), self.use_library()))
-        monkeypatch.setattr(stage_alone.devices, "reset_peak", lambda device: self.live.reset_peaks())
+        warm_up = real_steps.warm_up
+        monkeypatch.setattr(real_steps, "warm_up", lambda device: (warm_up(device), self.use_library()))
+        monkeypatch.setattr(real_steps.devices, "reset_peak", lambda device: self.live.reset_peaks())
         monkeypatch.setattr(
-            stage_alone.devices, "peak_bytes", lambda device: self.live.peak_bytes.get("", 0) + self.more
+            real_steps.devices, "peak_bytes", lambda device: self.live.peak_bytes.get("", 0) + self.more
         )
 
     def use_library(self) -> None:
@@ -97,11 +97,11 @@ def test_an_allocators_absolute_numbers_become_those_of_the_stage(
 ) -> None:
     """Neither what was there before counts, nor a library's workspace, nor targets of other stages."""
     half, setting, placement = small
-    for part in stage_alone.distinct_parts(setting, placement):
+    for part in real_steps.distinct_parts(setting, placement):
         counted = measure(part, half, setting, "cpu").num_bytes
         given, fake = arguments(part, half, setting, "cpu"), FakeAllocator(monkeypatch)
         with fake.live:
-            found = stage_alone.measure(*given, stage_alone.Allocator(torch.device("cpu")))
+            found = real_steps.measure(*given, real_steps.Allocator(torch.device("cpu")))
         assert found == (counted, WORKSPACE)
 
 
@@ -110,14 +110,14 @@ def test_equal_stages_are_run_once(small: tuple[str, Setting, Placement]) -> Non
     _, setting, placement = small
     one_layer_each = tuple(range(start, start + 1) for start in range(8))
     eight = dataclasses.replace(placement, partition=one_layer_each, stages=placement.stages[:1] * 8)
-    parts = stage_alone.distinct_parts(dataclasses.replace(setting, num_stages=8), eight)
+    parts = real_steps.distinct_parts(dataclasses.replace(setting, num_stages=8), eight)
     assert [part.index for part in parts] == [0, 1, 7]
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_allocator_agrees(small: tuple[str, Setting, Placement]) -> None:
     half, setting, placement = small
-    for part in stage_alone.distinct_parts(setting, placement):
+    for part in real_steps.distinct_parts(setting, placement):
         measured = measure(part, half, setting, "cuda")
         # Tiny tensors in blocks of 512 bytes.
         assert measured.num_bytes == pytest.approx(part.memory.peak, rel=0.25)

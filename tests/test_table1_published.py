@@ -7,20 +7,23 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.experiments.table1.cells import cells
-from gpipe_bench.experiments.table1.experiment import EXPERIMENT
-from gpipe_bench.experiments.table1.hypotheses import hypotheses
-from gpipe_bench.experiments.table1.largest import Setting, place_anyhow
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES, Column, column
-from gpipe_bench.experiments.table1.published.activation_memory import counted, needed, stages_of
-from gpipe_bench.experiments.table1.published.capacity import (
+from gpipe_bench.experiments.paper_models import COLUMNS, HALVES, Column, column
+from gpipe_bench.experiments.table1.as_published import (
     capacity_combinations,
     choices,
+    costs_of,
+    counted,
+    cuts_of,
     largest,
     last_that,
+    needed,
+    quadratic,
+    stages_of,
 )
-from gpipe_bench.experiments.table1.published.cuts import costs_of, cuts_of, quadratic
-from gpipe_bench.experiments.table1.published.settings import Combination, allowed, combinations, spread_of
+from gpipe_bench.experiments.table1.cells import cells
+from gpipe_bench.experiments.table1.experiment import EXPERIMENT
+from gpipe_bench.experiments.table1.largest import Setting, place_anyhow
+from gpipe_bench.experiments.table1.settings import Combination, allowed, combinations, hypotheses, spread_of
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.entry import Entry
@@ -124,6 +127,7 @@ def test_the_last_that_holds_is_found_from_any_guess(guess: int) -> None:
 
     assert last_that(holds, 1, guess) == 41
     assert min(asked) >= 1
+    assert len(asked) <= 18, "steps grow"
     assert last_that(lambda number: number <= 41, 42, guess) is None
     assert last_that(lambda number: number <= 41, 41, guess) == 41
 

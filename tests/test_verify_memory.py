@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_bench.experiments.table1 import verify_memory
-from gpipe_bench.experiments.table1.verify_memory import tensors_behind, verify
+from gpipe_bench.experiments.table1 import real_steps
+from gpipe_bench.experiments.table1.real_steps import tensors_behind, verify
 from gpipe_bench.pipeline import Pipeline
 
 NAME = "transformer-lm"
@@ -34,7 +34,7 @@ def test_what_a_stage_keeps_from_the_first_step_is_counted(
             kept.setdefault("first", [torch.zeros(2500)])  # 10,000 bytes, deep inside
             return result
 
-    monkeypatch.setattr(verify_memory, "Pipeline", Hoarding)
+    monkeypatch.setattr(real_steps, "Pipeline", Hoarding)
     after = verify(NAME, 2, "always", 4).tracked
     assert [b - a for a, b in zip(before, after, strict=True)] == [
         10_000 * (index == stage) for index in range(2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from ranks import EXACT, Ranks, assert_own_gradients, raises
 from shared_models import shared_model, what_is_shared
@@ -138,7 +140,9 @@ def in_place_layers_first() -> None:
 
 
 def arguments_that_layers_share() -> None:
-    """Given on the first rank, sent on where they are not what they were, to every stage."""
+    """Given on the first rank, sent on where they are not what they were, to every stage: by their contents,
+    which may change where no version counts.
+    """
     for ranks in (Ranks(), pairs(share_memory=False)):
         plain, pipeline = seeded(shared_model), ranks.pipeline(seeded(shared_model), 2)
         kept = what_is_shared(0)
@@ -151,10 +155,20 @@ def arguments_that_layers_share() -> None:
                 (True, what_is_shared(1)),
                 (True, kept),
                 (True, kept),
+                (True, kept),
+                (True, kept),
+                (False, kept),
             )
         ):
+            mask = kept["mask"]
             if step == 6:
-                kept["mask"].logical_not_()
+                mask.logical_not_()
+            elif step == 7:
+                np.logical_not(mask.numpy(), out=mask.numpy())
+            elif step == 8:
+                mask.data.logical_not_()
+            elif step == 9:
+                shared = copy.deepcopy(kept)
             batch, target = mlp_batch(4, seed=step)
             wanted = plain_step(plain, batch, target, mse_loss, 2, step=step, shared=shared)
             with Outlined() as sent:

@@ -7,7 +7,6 @@ the doctor has to survive the patient.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -19,12 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say
-from gpipe_bench.experiments.gpu import packages
-from gpipe_bench.experiments.gpu.device import ask_torch, gpus_of, why_none
-from gpipe_bench.experiments.gpu.plan import MODELLED, plan
-from gpipe_bench.experiments.gpu.results import Results
 from gpipe_bench.harness.report.width import labelled
 
 Status = Literal["ok", "missing", "optional"]
@@ -61,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         missing = [check.name for check in checks if check.status == "missing"]
         able = "this machine can run the smoke and short profiles"
         if arguments.device == "cuda":
-            able = f"`.ci/gpu` takes the steps above in this order; {MODELLED}"
+            able = f"`.ci/gpu` takes the steps above in this order; {gpu.MODELLED}"
         say(f"missing: {', '.join(missing)}" if missing else able)
     return 1 if any(check.status == "missing" for check in checks) else exits.DONE
 
@@ -76,40 +72,22 @@ def examine(results: Path, *, on_gpu: bool = False) -> Iterator[Check]:
         "" if new_enough else "install Python 3.11 or newer",
     )
     yield _packages()
-    torch = _ask_torch()
+    torch = gpu.ask_torch()
     yield _torch(torch)
     yield from _machine()
     yield _results(results)
     if on_gpu:
-        yield from _steps(torch, results)
+        yield from _steps(torch)
         return
     yield _gpus(torch)
     yield _links()
 
 
 def _packages() -> Check:
-    wanted = _requirements()
-    absent = [name for name in wanted if not _installed(name)]
-    if absent:
+    wanted = gpu.declared()
+    if absent := gpu.absent(wanted):
         return Check("packages", "missing", f"without {', '.join(absent)}", _INSTALL)
     return Check("packages", "ok", f"all {len(wanted)} that the project needs")
-
-
-def _requirements() -> list[str]:
-    """Names of the packages the project declares."""
-    return [packages.name_of(requirement) for requirement in packages.declared()]
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _ask_torch() -> dict[str, Any] | str:
-    return ask_torch()
 
 
 def _torch(torch: dict[str, Any] | str) -> Check:
@@ -169,24 +147,15 @@ def _gpus(torch: dict[str, Any] | str) -> Check:
     return Check("gpus", "ok", f"{len(gpus)} x {gpus[0]}: the full profiles can run")
 
 
-def _steps(torch: dict[str, Any] | str, results: Path) -> Iterator[Check]:
-    """The GPUs, and a finding for each step of `.ci/gpu`: what it takes, what it gave before, or why not."""
-    gpus = gpus_of(torch)
-    if not gpus:
-        remedy = "use a machine with one; `.ci/gpu --rehearse` takes the steps small and on the CPU"
-        yield Check("gpus", "missing", why_none(torch), remedy)
+def _steps(torch: dict[str, Any] | str) -> Iterator[Check]:
+    """The GPUs, and a finding for each step of `.ci/gpu`: what it takes and lacks."""
+    if isinstance(torch, str) or not torch["gpus"]:
+        yield Check("gpus", "missing", gpu.why_no_gpu(torch), "use a machine with one")
     else:
-        yield Check("gpus", "ok", f"{len(gpus)} x {gpus[0]}")
-    with tempfile.TemporaryDirectory() as folder:
-        found = Results(Path(folder))
-        found.read([results, results / "gpu"])
-        taken = {name: each for name, each in found.taken().items() if not each.rehearsed}
-    for each in plan(gpus, taken):
-        status: Status = "optional" if each.lacks or (each.taken and each.taken.status == "failed") else "ok"
-        remedy = ""
-        if missing := packages.absent(each.step.packages):
-            remedy = packages.how_to_carry(missing)
-        yield Check(f"step {each.step.name}", status, each.describe(), remedy)
+        yield Check("gpus", "ok", f"{len(torch['gpus'])} x {torch['gpus'][0]}")
+    for step in gpu.STEPS:
+        why = gpu.lacks(step, torch)
+        yield Check(f"step {step.name}", "optional" if why else "ok", step.takes, why)
 
 
 def _links() -> Check:

@@ -40,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from gpipe_bench.experiments.planning.answer import plan
+    from gpipe_bench.experiments.planning.costs.kept import user_folder
+    from gpipe_bench.experiments.planning.costs.timed import Timing
     from gpipe_bench.experiments.planning.models import model_of
     from gpipe_bench.experiments.planning.shown.text import text
 
@@ -48,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     model = model_of(
         arguments.model, request.batch_size, arguments.num_layers, num_filters=arguments.num_filters
     )
-    found = plan(model, request, space=space, shown=arguments.top, progress=_progress)
+    timing = Timing(seconds=arguments.probe_s, folder=user_folder(), fresh=arguments.fresh, shown=True)
+    found = plan(model, request, space=space, shown=arguments.top, timing=timing, progress=_progress)
     if arguments.script is not None:
         _write("--script", arguments.script, found.script())
     if arguments.frontier is not None:

@@ -1,1 +1,1 @@
-"""What the paper and write-ups about it claim and what follows without a run."""
+"""What the paper claims and what follows without a run."""

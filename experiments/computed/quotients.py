@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpipe_bench.experiments.computed.answer import Answer
-from gpipe_bench.experiments.table1.paper_models import HALVES, column
+from gpipe_bench.experiments.paper_models import HALVES, column
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper
 from gpipe_bench.harness.judging.spread import Part, Spread
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gpipe_bench.experiments.consistency.tasks.task import Task
-from gpipe_bench.experiments.consistency.updates import WeightAverage
+from gpipe_bench.experiments.consistency.tasks import Task
+from gpipe_bench.experiments.consistency.training import WeightAverage, evaluate
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.schedule import Kind, one_f_one_b
@@ -134,7 +134,7 @@ def train_asynchronously(
                     average.update(step + 1)
                 if (step + 1) % task.evaluate_every == 0 or step + 1 == num_steps:
                     since = losses[curve[-1][0] if curve else 0 : step + 1]
-                    curve.append((step + 1, sum(since) / len(since), _score(task, model, average)))
+                    curve.append((step + 1, sum(since) / len(since), evaluate(task, model, average)))
     return Asynchronous(
         tuple(curve),
         tuple(stage.staleness for stage in stages),
@@ -195,17 +195,3 @@ def _note_versions(stage: _Stage, stash: bool) -> None:
     one = sum(t.numel() * t.element_size() for named in stage.twins.values() for t in named.values())
     stage.versions = max(stage.versions, len(versions))
     stage.weight_bytes = max(stage.weight_bytes, len(versions) * one)
-
-
-@torch.no_grad()
-def _score(task: Task, model: nn.Module, average: WeightAverage | None) -> float:
-    from contextlib import nullcontext
-
-    total = number = 0.0
-    model.eval()
-    with average.applied() if average is not None else nullcontext():
-        for inputs, target in task.held_out():
-            one, many = task.count(model(inputs), target)
-            total, number = total + one, number + many
-    model.train()
-    return task.score(total, number)

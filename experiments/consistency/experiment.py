@@ -14,33 +14,41 @@ Every case is one training. A training that is killed goes on from its last chec
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.consistency.cells import cells
-from gpipe_bench.experiments.consistency.figures import figures
-from gpipe_bench.experiments.consistency.protocol import load_protocol
-from gpipe_bench.experiments.consistency.run import run, task_of
-from gpipe_bench.experiments.consistency.tables import tables
-from gpipe_bench.experiments.consistency.tasks.recipe import image_layout, subject_of
-from gpipe_bench.harness.experiment import Case, Experiment, RunOptions
+from gpipe_bench.experiments.consistency.judging import cells, load_protocol
+from gpipe_bench.experiments.consistency.recipes import DEEP, Subject, image_layout, subject_of
+from gpipe_bench.experiments.consistency.tables import figures, tables
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.harness.shown import PaperTable
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.consistency.tasks import Task
+    from gpipe_bench.experiments.consistency.training import Trained
 
 MODELS = ("images", "text")
 DEEP_RATES = (0.01, 0.1)
+LOGIT_CLIP = 8.0
+"""The paper gives no value; e^8 : 1 between two tokens is more than a language model of this size needs."""
 
 SECONDS = {"images": 32.0, "text": 13.0}
 """Of a training, while another one runs beside it."""
 
 
 def cases(options: RunOptions) -> list[Case]:
-    """Raises ValueError for data that is missing or can't be trained on, before anything is run."""
+    """The protocol's runs, what is beside them, and the deep networks; of a smoke test, which judges nothing,
+    the first of each.
+
+    Raises ValueError for data that is missing or can't be trained on, before anything is run.
+    """
     _check_data(options)
-    found = []
-    for model in MODELS:
-        found += _training_cases(model, options)
-    for model in MODELS:
-        found += _asynchronous_cases(model, smoke=options.profile == "smoke")
-    for rate in DEEP_RATES[:1] if options.profile == "smoke" else DEEP_RATES:
+    smoke = options.profile == "smoke"
+    found = [case for model in MODELS for case in _training_cases(model, options)]
+    found += [case for model in MODELS for case in _asynchronous_cases(model, smoke=smoke)]
+    for rate in DEEP_RATES[:1] if smoke else DEEP_RATES:
         for deep_init in (False, True):
             for clip in (False, True):
                 key = {"part": "trainability", "deep_init": deep_init, "logit_clip": clip, "rate": rate}
@@ -49,7 +57,6 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def _training_cases(model: str, options: RunOptions) -> list[Case]:
-    """The protocol's runs; of a smoke test, which judges nothing, the first of them."""
     smoke = options.profile == "smoke"
     recipe = subject_of(model, options).recipe
     count = recipe.num_microbatches
@@ -114,16 +121,166 @@ def _check_data(options: RunOptions) -> None:
     if options.data is not None:
         image_layout(options.data)
     if options.text is not None:
+        from gpipe_bench.experiments.consistency.tasks import task_of
+
         task_of(subject_of("text", options))
 
 
-PAPER_TABLES = {
-    "consistency": PaperTable(
-        title="Consistent training, section 4.3.1 of the first version",
-        short="Consistent training",
-        about="Whether the final accuracy depends on the number of partitions.",
-    ),
-}
+def run(case: Case, options: RunOptions) -> Outcome:
+    """Trains, and sets what comes out against its reference. All that is heavy is imported in here: cases are
+    listed without it.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    key: dict[str, Any] = case.key
+    if key["part"] == "trainability":
+        return _run_deep(key, options)
+    if options.profile == "full" and key["model"] == "images" and options.data is None:
+        needs = "--data PATH: the recipe at the paper's size is for ImageNet or another folder of images"
+        return Outcome(status="skipped", reason=f"needs {needs}")
+    if options.profile == "full" and key["model"] == "text" and options.text is None:
+        needs = "--text PATH: a model of the paper's size needs a large text"
+        return Outcome(status="skipped", reason=f"needs {needs}")
+    return (_run_asynchronous if key["part"] == "asynchronous" else _run_training)(key, options)
+
+
+def _run_training(key: dict[str, Any], options: RunOptions) -> Outcome:
+    from gpipe_bench.experiments.consistency.tasks import task_of
+    from gpipe_bench.experiments.consistency.training import Setting, trained
+
+    subject = subject_of(key["model"], options)
+    setting = Setting(
+        key["engine"], key["num_stages"], key["num_microbatches"], key["seed"], options.device,
+        key["initial_seed"],
+    )  # fmt: skip
+    found = trained(subject, setting, key["processes"], options, fresh=options.fresh)
+    task = task_of(subject)
+    quantities = [
+        _score_quantity(task, found.score),
+        _measured("training loss", found.curve[-1][1], "nats"),
+    ]
+    if key["part"] in ("same seed", "micro-batches"):
+        first = replace(
+            setting, engine="pipeline", num_stages=1, num_microbatches=subject.recipe.num_microbatches
+        )
+        reference = trained(subject, first, 1, options)
+        quantities += _differences(found, reference)
+        quantities.append(_score_quantity(task, reference.score, "reference "))
+    details = {"layers_per_stage": list(found.layers_per_stage), "weights_sha256": found.digest}
+    return Outcome(tuple(quantities), _details(task, subject, found.curve) | details)
+
+
+def _run_asynchronous(key: dict[str, Any], options: RunOptions) -> Outcome:
+    from gpipe_bench.experiments.consistency.asynchronous import train_asynchronously
+    from gpipe_bench.experiments.consistency.tasks import task_of
+
+    subject = subject_of(key["model"], options)
+    task = task_of(subject)
+    found = train_asynchronously(
+        task, key["num_stages"], key["seed"],
+        stash=key["stash"], rate=key["rate"], initial_seed=key["initial_seed"],
+    )  # fmt: skip
+    one = sum(p.numel() * p.element_size() for p in task.build().parameters())
+    return Outcome(
+        (
+            _score_quantity(task, found.score),
+            _measured("largest staleness", max(found.staleness), "updates"),
+            _measured("most versions on a stage", max(found.versions), "versions"),
+            _measured("weights kept", sum(found.weight_bytes), "bytes"),
+            _measured("weights of the model", one, "bytes"),
+        ),
+        _details(task, subject, found.curve)
+        | {"staleness": list(found.staleness), "versions": list(found.versions)},
+    )
+
+
+def _run_deep(key: dict[str, Any], options: RunOptions) -> Outcome:
+    """A deep narrow Transformer with and without the paper's remedies for its deep translation models
+    (section 5): scaled initialization and clipped logits. The rate is safe for shallow ones and there is no
+    warm-up, so that there is something to remedy.
+    """
+    from gpipe_bench.experiments.consistency.tasks import TextTask, task_of
+    from gpipe_bench.experiments.consistency.training import train_deep
+
+    clip = LOGIT_CLIP if key["logit_clip"] else None
+    recipe = replace(DEEP, learning_rate=key["rate"])
+    if options.profile == "smoke":
+        recipe = replace(recipe, num_layers=12, num_steps=5)
+    subject = Subject("text", replace(recipe, deep_init=key["deep_init"], logit_clip=clip))
+    task = task_of(subject)
+    assert isinstance(task, TextTask)
+    found = train_deep(task, options.seed)
+    known = sorted(norm for norm in found.norms if norm is not None)
+    return Outcome(
+        (
+            _measured("first gradient norm", found.norms[0] or 0.0, "number"),
+            _measured("largest gradient norm", known[-1] if known else 0.0, "number"),
+            _measured("median gradient norm", known[len(known) // 2] if known else 0.0, "number"),
+            _measured("non-finite steps", found.norms.count(None), "steps"),
+            _measured("held-out perplexity", found.score, "perplexity"),
+        ),
+        {
+            "norms": list(found.norms), "losses": list(found.losses), "unigram_perplexity": task.unigram,
+            "recipe": asdict(recipe), "clip": LOGIT_CLIP,
+        },
+    )  # fmt: skip
+
+
+def _differences(trained: Trained, reference: Trained) -> list[Quantity]:
+    """Of the weights, and of everything that is kept, running statistics included."""
+    from gpipe_bench.experiments.consistency.training import is_statistic
+
+    largest = squares = total = 0.0
+    different = number = 0
+    for name, wanted in reference.weights.items():
+        gap = (trained.weights[name].double() - wanted.double()).abs()
+        if not gap.isfinite().all():
+            raise ValueError(f"{name} is not finite; the training has diverged")
+        different += int((gap > 0).sum())
+        number += gap.numel()
+        if is_statistic(name):
+            continue
+        largest = max(largest, float(gap.max()))
+        squares += float(gap.square().sum())
+        total += float(wanted.double().square().sum())
+    return [
+        _measured("largest weight difference", largest, "number"),
+        _measured("relative weight difference", (squares / total) ** 0.5, "ratio"),
+        _measured("numbers that differ", different, "parameters"),
+        _measured("numbers compared", number, "parameters"),
+    ]
+
+
+def _score_quantity(task: Task, score: float, prefix: str = "") -> Quantity:
+    finite = math.isfinite(score)
+    return Quantity(
+        name=prefix + task.metric, value=score if finite else None, unit=task.unit, provenance="measured",
+        higher_is_better=task.higher_is_better, note="" if finite else "not finite: the training diverged",
+    )  # fmt: skip
+
+
+def _measured(name: str, value: float, unit: str) -> Quantity:
+    return Quantity(name=name, value=value, unit=unit, provenance="measured")
+
+
+def _details(task: Task, subject: Subject, curve: tuple[tuple[int, float, float], ...]) -> dict[str, Any]:
+    """What tables, figures and verdicts need beside the numbers. A diverged training's numbers are left out
+    of the curve, not written as what JSON has no word for.
+    """
+    return {
+        "metric": task.metric,
+        "higher_is_better": task.higher_is_better,
+        "requirement": task.requirement,
+        "required": task.required,
+        "floor": task.floor,
+        "protocol_sha256": load_protocol().sha256,
+        "unigram_perplexity": getattr(task, "unigram", None),
+        "batch_size": task.batch_size,
+        "steps": task.num_steps,
+        "recipe": asdict(subject.recipe),
+        "curve": [[number if math.isfinite(number) else None for number in point] for point in curve],
+    }
 
 
 EXPERIMENT = Experiment(
@@ -143,7 +300,13 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
-    paper_tables=PAPER_TABLES,
+    paper_tables={
+        "consistency": PaperTable(
+            title="Consistent training, section 4.3.1 of the first version",
+            short="Consistent training",
+            about="Whether the final accuracy depends on the number of partitions.",
+        ),
+    },
     tables=tables,
     figures=figures,
     docs="docs/consistency.md",

@@ -12,13 +12,31 @@ Schedules are replayed with equal stages and a free link (`replayed`), memory an
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
-from gpipe_bench.experiments.figure2.figures import figures, timelines
-from gpipe_bench.experiments.figure2.schedules import UNIT, VARIANTS, graphs_alive, peak_activations
-from gpipe_bench.experiments.figure2.tables import cells, tables
+from gpipe_bench.experiments.figure2.computed import (
+    BATCH_SIZE,
+    SUBJECTS,
+    UNIT,
+    VARIANTS,
+    graphs_alive,
+    peak,
+    peak_activations,
+    shape,
+    traffic,
+)
+from gpipe_bench.experiments.figure2.shown import MOST_STAGES, figures, of_part, tables, timelines
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.judging.allowed import printed
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.judging.spread import Part, Spread
+from gpipe_bench.harness.judging.unknowns import load_unknowns
+from gpipe_bench.harness.records.record import Provenance, Quantity, Record, Scalar
 from gpipe_bench.harness.shown import PaperTable
 from gpipe_bench.pipeline.plan.schedule import gpipe
 
@@ -28,7 +46,7 @@ STAGES = (2, 4, 8, 16)
 MICROBATCHES = (1, 4, 8, 32, 128)
 PER_STAGE = (1, 2, 3, 4, 8)  # M / K
 COUNTED = ((24, 32, 2), (24, 32, 4), (24, 32, 8), (48, 32, 8), (24, 1, 1))  # L, M, K of the paper's formula
-MEMORY_STAGES = {"transformer-lm": (1, 2, 4, 8), "amoebanet-d": (1, 2, 4, 8)}
+MEMORY_STAGES = (1, 2, 4, 8)
 TRAFFIC_STAGES = (2, 4, 8)
 SMOKE_TRAFFIC = ("transformer-lm", "resnet101")
 BATCH_SIZES = {"transformer-lm": 32, "transformer-seq2seq": 32}
@@ -36,6 +54,7 @@ BATCH_SIZES = {"transformer-lm": 32, "transformer-seq2seq": 32}
 IMAGES = 128
 NOT_IN_THE_PAPER = ("amoebanet-a", "amoebanet-c")
 MOST_LAYERS = 103  # of a Transformer on 8 partitions (Table 1)
+TABLE = "formulas"  # in results/paper.csv
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -53,32 +72,25 @@ def cases(options: RunOptions) -> list[Case]:
         Case({"part": "formula", "num_layers": layers, "num_microbatches": m, "num_stages": k}, 0.01)
         for layers, m, k in COUNTED
     ]
-    for model, counts in MEMORY_STAGES.items():
-        if smoke and model != "transformer-lm":
-            continue
-        first = 2.0 if model == "transformer-lm" else 5.0
-        found += [
-            Case({"part": "memory", "model": model, "num_stages": k}, first if k == counts[0] else 0.1)
-            for k in counts
-        ]
-    for model, size in _zoo():
-        if not smoke or model in SMOKE_TRAFFIC:
-            found.append(Case({"part": "traffic", "model": model, "size": size}, 0.4))
-    return found
+    found += [
+        Case({"part": "memory", "model": model, "num_stages": k}, first_s if k == MEMORY_STAGES[0] else 0.1)
+        for model, first_s in (("transformer-lm", 2.0), ("amoebanet-d", 5.0))[: 1 if smoke else 2]
+        for k in MEMORY_STAGES
+    ]
+    return found + [
+        Case({"part": "traffic", "model": model, "size": size}, 0.4)
+        for model, size in _zoo()
+        if not smoke or model in SMOKE_TRAFFIC
+    ]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    match case.key["part"]:
-        case "chart":
-            return _run_chart(case.key)
-        case "bubble":
-            return _run_bubble(case.key)
-        case "formula":
-            return _run_formula(case.key)
-    import torch
+    part = str(case.key["part"])
+    if part in ("memory", "traffic"):
+        import torch
 
-    torch.set_num_threads(1)
-    return _run_memory(case.key) if case.key["part"] == "memory" else _run_traffic(case.key)
+        torch.set_num_threads(1)
+    return _RUNS[part](case.key)
 
 
 def _run_chart(key: dict[str, Any]) -> Outcome:
@@ -88,9 +100,9 @@ def _run_chart(key: dict[str, Any]) -> Outcome:
     alive = graphs_alive(variant, DRAWN_STAGES, num_microbatches)
     return Outcome(
         (
-            _number("step", timeline.makespan_s, "replayed", note=UNIT),
-            Quantity(name="bubble", value=float(timeline.bubble), unit="ratio", provenance="replayed"),
-            _number("graphs alive on the first stage", alive, "replayed", note="micro-batches"),
+            _quantity("step", timeline.makespan_s, "number", "replayed", note=UNIT),
+            _quantity("bubble", float(timeline.bubble), "ratio", "replayed"),
+            _quantity("graphs alive on the first stage", alive, "number", "replayed", note="micro-batches"),
         ),
         {"num_stages": DRAWN_STAGES, "timeline": timeline.to_data()},
     )
@@ -106,40 +118,38 @@ def _run_bubble(key: dict[str, Any]) -> Outcome:
             closed, replayed = variant.closed_form(num_stages, count), variant.bubble(num_stages, count)
             differing += closed != replayed
             fractions[f"{name} M={count}"] = {"closed form": str(closed), "replay": str(replayed)}
+            at: dict[str, Scalar] = {"schedule": name, "M": count}
             quantities.append(
-                Quantity(
-                    name="bubble", key={"schedule": name, "M": count}, value=float(replayed), unit="ratio",
-                    provenance="replayed", higher_is_better=False,
-                )
-            )  # fmt: skip
-    quantities.append(_number("fractions that differ from the closed form", differing, "replayed"))
+                _quantity("bubble", float(replayed), "ratio", "replayed", at, higher_is_better=False)
+            )
+    quantities.append(
+        _quantity("fractions that differ from the closed form", differing, "number", "replayed")
+    )
     return Outcome(tuple(quantities), {"num_microbatches": counts, "fractions": fractions})
 
 
 def _run_formula(key: dict[str, Any]) -> Outcome:
     """Activations alive, counted over the schedule, where every layer's weigh the same."""
     schedule = gpipe(key["num_stages"], key["num_microbatches"], "always")
-    peak = peak_activations(schedule, key["num_layers"])
-    return Outcome((_number("peak activations / N", float(peak), "modelled"),), {"fraction": str(peak)})
+    found = peak_activations(schedule, key["num_layers"])
+    return Outcome(
+        (_quantity("peak activations / N", float(found), "number", "modelled"),), {"fraction": str(found)}
+    )
 
 
 def _run_memory(key: dict[str, Any]) -> Outcome:
     """The fullest stage of a real model at several M."""
-    from gpipe_bench.experiments.figure2.memory import BATCH_SIZE, SUBJECTS, peak
-
     subject, quantities, details = SUBJECTS[key["model"]], [], {}
     for count in subject.num_microbatches:
         found = peak(key["model"], key["num_stages"], count)
+        kept = found.pop("kept")
         sizes = {
-            "peak activations": found.total,
-            "formula": found.formula,
-            "kept without re-materialization": found.kept,
+            "peak activations": found["boundary"] + found["activations"] + found["transients"],
+            "formula": found["formula_boundary"] + found["formula_activations"],
+            "kept without re-materialization": kept,
         }
-        quantities += [_modelled_bytes(what, size, M=count) for what, size in sizes.items()]
-        details[f"M={count}"] = {
-            "boundary": found.boundary, "activations": found.activations, "transients": found.transients,
-            "formula_boundary": found.formula_boundary, "formula_activations": found.formula_activations,
-        }  # fmt: skip
+        quantities += _modelled_bytes(sizes, M=count)
+        details[f"M={count}"] = found
     facts = {"title": subject.title, "num_layers": subject.num_layers, "batch_size": BATCH_SIZE}
     return Outcome(
         tuple(quantities), {**facts, "num_microbatches": subject.num_microbatches, "bytes": details}
@@ -148,30 +158,56 @@ def _run_memory(key: dict[str, Any]) -> Outcome:
 
 def _run_traffic(key: dict[str, Any]) -> Outcome:
     """Bytes sent by a pipeline and by data parallelism."""
-    from gpipe_bench.experiments.figure2.traffic import shape, traffic
-
     found = shape(key["model"], _zoo()[key["model"], key["size"]])
     batch_size = BATCH_SIZES.get(key["model"], IMAGES)
     quantities = [
-        Quantity(name="parameters", value=found.num_parameters, unit="parameters", provenance="modelled"),
-        Quantity(name="mini-batch", value=batch_size, unit="examples", provenance="modelled"),
+        _quantity("parameters", found.num_parameters, "parameters", "modelled"),
+        _quantity("mini-batch", batch_size, "examples", "modelled"),
     ]
-    for num_stages in TRAFFIC_STAGES:
-        if num_stages > len(found.flops):
-            continue  # the smallest Transformer has five layers
+    stages = [k for k in TRAFFIC_STAGES if k <= len(found.flops)]  # the smallest Transformer has five layers
+    for num_stages in stages:
         sent = traffic(found, num_stages)
+        sizes = {
+            "pipeline, busiest device": sent.pipeline_busiest * batch_size,
+            "pipeline, all devices": sent.pipeline_total * batch_size,
+            "data parallelism, each device": sent.data_parallel_each,
+            "data parallelism, all devices": sent.data_parallel_total,
+        }
         quantities += [
-            _modelled_bytes("pipeline, busiest device", sent.pipeline_busiest * batch_size, K=num_stages),
-            _modelled_bytes("pipeline, all devices", sent.pipeline_total * batch_size, K=num_stages),
-            _modelled_bytes("data parallelism, each device", sent.data_parallel_each, K=num_stages),
-            _modelled_bytes("data parallelism, all devices", sent.data_parallel_total, K=num_stages),
-            Quantity(
-                name="break-even mini-batch", key={"K": num_stages},
-                value=sent.data_parallel_each / sent.pipeline_busiest, unit="examples", provenance="modelled",
-                note="the pipeline's busiest device sends less below it",
+            *_modelled_bytes(sizes, K=num_stages),
+            _quantity(
+                "break-even mini-batch", sent.data_parallel_each / sent.pipeline_busiest, "examples",
+                "modelled", {"K": num_stages}, note="the pipeline's busiest device sends less below it",
             ),
         ]  # fmt: skip
-    return Outcome(tuple(quantities), {"num_stages": [k for k in TRAFFIC_STAGES if k <= len(found.flops)]})
+    return Outcome(tuple(quantities), {"num_stages": stages})
+
+
+_RUNS = {
+    "chart": _run_chart,
+    "bubble": _run_bubble,
+    "formula": _run_formula,
+    "memory": _run_memory,
+    "traffic": _run_traffic,
+}
+
+
+def _quantity(
+    name: str,
+    value: float,
+    unit: str,
+    provenance: Provenance,
+    key: Mapping[str, Scalar] | None = None,
+    **more: Any,
+) -> Quantity:
+    return Quantity(name=name, key=key or {}, value=value, unit=unit, provenance=provenance, **more)
+
+
+def _modelled_bytes(sizes: Mapping[str, int], **key: Scalar) -> list[Quantity]:
+    return [
+        _quantity(name, size, "bytes", "modelled", key, higher_is_better=False)
+        for name, size in sizes.items()
+    ]
 
 
 def _zoo() -> dict[tuple[str, str], dict[str, Any]]:
@@ -197,23 +233,85 @@ def _size(options: dict[str, Any]) -> str:
     return f"{layers} layers" if layers else "224x224"
 
 
-def _number(name: str, value: float, provenance: Any, note: str = "") -> Quantity:
-    return Quantity(name=name, value=value, unit="number", provenance=provenance, note=note)
+# Judged: our numbers for the formulas that the paper's text gives, and for sizes that no other table counts.
 
 
-def _modelled_bytes(name: str, value: int, **key: Scalar) -> Quantity:
-    return Quantity(
-        name=name, key=key, value=value, unit="bytes", provenance="modelled", higher_is_better=False
+def cells(records: Sequence[Record]) -> list[Entry]:
+    """A cell for every formula that the paper's text gives and we have a record for."""
+    return [*_bubbles(records), *_activations(records), *_least_multiple(records), *_sizes(records)]
+
+
+def _entry(
+    record: Record, row: str, column: str, quantity: Quantity | None, note: str = "", table: str = TABLE
+) -> Entry:
+    return Entry(
+        table=table, row=row, column=column, question="as published", quantity=quantity, record=record,
+        note=note,
+    )  # fmt: skip
+
+
+def _bubbles(records: Sequence[Record]) -> Iterator[Entry]:
+    note = "GPipe without re-materialization, equal stages, a free link."
+    for record in of_part(records, "bubble"):
+        k = record.case["num_stages"]
+        for m in (1, 4, 32) if k in (2, 4, 8) else ():
+            bubble = record.quantity("bubble", schedule="gpipe", M=m)
+            yield _entry(record, f"bubble (K-1)/(M+K-1) at M={m}", f"K={k}", bubble, note)
+
+
+def _activations(records: Sequence[Record]) -> Iterator[Entry]:
+    note = "Counted over the schedule's actions, where every layer's activations weigh the same."
+    for record in of_part(records, "formula"):
+        row = "activation memory (N + L/K N/M) / N at L={num_layers}, M={num_microbatches}"
+        counted = record.quantity("peak activations / N")
+        yield _entry(record, row.format(**record.case), f"K={record.case['num_stages']}", counted, note)
+
+
+def _sizes(records: Sequence[Record]) -> Iterator[Entry]:
+    for record in of_part(records, "traffic"):
+        parameters = record.quantity("parameters")
+        if record.case["model"] == "amoebanet-b":
+            yield _entry(record, "parameters", "v5", parameters, table="amoebanet-b")
+        elif record.case["model"] == "transformer-seq2seq":
+            name = str(record.case["size"]).replace(", ", ",")
+            yield _entry(record, name, "parameters", parameters, table="nmt-models")
+
+
+def least_multiple(share: float) -> int:
+    """The least whole M / K with which the formula's bubble stays below a share for every K."""
+    return next(
+        ratio
+        for ratio in itertools.count(1)
+        if all(Fraction(k - 1, ratio * k + k - 1) < share for k in range(1, MOST_STAGES + 1))
     )
 
 
-PAPER_TABLES = {
-    "formulas": PaperTable(
-        title="Figure 2 and the formulas of section 2",
-        short="Formulas",
-        about="Bubble fractions and activation memory by the paper's algebra and by replaying the schedule.",
-    ),
-}
+def _least_multiple(records: Sequence[Record]) -> Iterator[Entry]:
+    """How many micro-batches for each stage make the bubble negligible; the paper says that 4 do."""
+    negligible = load_unknowns().find("claims", "negligible_share")
+    if not of_part(records, "bubble") or negligible.low is None or negligible.high is None:
+        return
+    fewest, most = least_multiple(negligible.high), least_multiple(negligible.low)
+    row = "micro-batches per stage for a negligible bubble"
+    cell = next(cell for cell in load_paper() if cell.key == (TABLE, row, "M / K"))
+    yield Entry(
+        table=TABLE,
+        row=row,
+        column="M / K",
+        question="as published",
+        quantity=Quantity(name=row, value=(fewest + most) / 2, unit="ratio", provenance="modelled"),
+        spread=Spread(
+            low=fewest,
+            high=most,
+            parts=(Part(what="negligible_share", low=fewest, high=most),),
+            combinations=2,
+        ),
+        allowed=printed(replace(cell, bound="at most")),  # the text says that so many are enough
+        note=(
+            "The least whole M / K with which (K-1)/(M+K-1) keeps below a negligible share at K = 8, for the "
+            "two ends of what negligible may mean."
+        ),
+    )
 
 
 EXPERIMENT = Experiment(
@@ -232,7 +330,15 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
-    paper_tables=PAPER_TABLES,
+    paper_tables={
+        "formulas": PaperTable(
+            title="Figure 2 and the formulas of section 2",
+            short="Formulas",
+            about=(
+                "Bubble fractions and activation memory by the paper's algebra and by replaying the schedule."
+            ),
+        ),
+    },
     tables=tables,
     figures=figures,
     timelines=timelines,

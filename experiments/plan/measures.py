@@ -54,6 +54,7 @@ class Found:
     worst_error: float
     rank_correlation: float
     median_regret: float
+    worst_regret: float
     memory_error: float | None
 
 
@@ -76,7 +77,8 @@ def found(configurations: Sequence[Compared], peaks: Sequence[Peaks] = ()) -> Fo
             ]
             or [0.0]
         ),
-        median_regret=median([regret(own) for own in models.values()]),
+        median_regret=median(map(regret, models.values())),
+        worst_regret=max(map(regret, models.values())),
         memory_error=max((abs(each.error) for each in peaks), default=None),
     )
 

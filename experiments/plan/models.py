@@ -23,6 +23,7 @@ class Planned:
         turns: rounds in which the candidates are run
         chosen, others: how many are run
         scale: in words
+        optimizer: as `Request` has it
     """
 
     title: str
@@ -35,6 +36,7 @@ class Planned:
     chosen: int
     others: int
     scale: str
+    optimizer: str = "sgd"
 
     @property
     def subject(self) -> Subject:
@@ -52,6 +54,10 @@ _GPT2: dict[str, Any] = {
 }  # fmt: skip
 _AMOEBANET: dict[str, Any] = {
     "num_layers": 6, "num_filters": 16, "image_size": 48, "num_classes": 10, "aux_head": False,
+}  # fmt: skip
+_LLAMA: dict[str, Any] = {
+    "num_layers": 6, "d_model": 192, "ffn_dim": 512, "num_heads": 6, "num_kv_heads": 2, "vocab_size": 1000,
+    "seq_len": 32,
 }  # fmt: skip
 
 _RUN: dict[str, Any] = {
@@ -83,12 +89,20 @@ MODELS: dict[str, dict[str, Planned]] = {
             "one's own", "gpipe_bench.experiments.plan.own_model:mixer", {}, **_RUN,
             scale="a convolution, 10 mixing blocks of different widths, a head",
         ),
+        # Chosen before anything of them was timed: nothing is tuned to them. With Adam, as most train.
+        "llama": Planned(
+            "Llama", "llama", _LLAMA, **_RUN, scale="6 blocks, width 192, 32 tokens, Adam", optimizer="adam"
+        ),
+        "attending": Planned(
+            "torch's attention", "gpipe_bench.experiments.plan.own_model:attending", {}, **_RUN,
+            scale="9 blocks, width 192, 32 tokens, Adam", optimizer="adam",
+        ),
     },
 }  # fmt: skip
 MODELS["full"] = {
     name: Planned(
         each.title, each.model, each.options, each.batch_size, each.numbers, 2 * each.rounds, 3 * each.turns,
-        each.chosen, each.others, each.scale,
+        each.chosen, each.others, each.scale, each.optimizer,
     )
     for name, each in MODELS["short"].items()
 }  # fmt: skip

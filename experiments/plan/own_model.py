@@ -1,4 +1,6 @@
-"""A model of one's own, as a user brings it: its blocks are not alike, so that cutting is not counting."""
+"""Models of one's own, as users bring them: of the first the blocks are not alike, so that cutting is not
+counting; the second is made of torch's own attention.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,36 @@ def mixer() -> tuple[Sequence[nn.Module], Tensor, Tensor, Callable[[Any, Tensor]
     if inputs.device.type != "meta":
         inputs.normal_()
     return [first, *blocks, head], inputs, target, nn.functional.cross_entropy
+
+
+class Attending(nn.Module):
+    """A block of a language model."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, value: Tensor) -> Tensor:
+        normed = self.norm(value)
+        value = value + self.attention(normed, normed, normed, need_weights=False)[0]
+        made: Tensor = value + self.feed_forward(value)
+        return made
+
+
+def attending() -> tuple[Sequence[nn.Module], Tensor, Tensor, Callable[[Any, Tensor], Tensor]]:
+    """(layers, inputs, target, loss_fn)."""
+    width, words = 192, 1000
+    blocks = [Attending(width, heads=6) for _ in range(9)]
+    tokens = torch.zeros(8, 32, dtype=torch.long)
+    return [nn.Embedding(words, width), *blocks, nn.Linear(width, words)], tokens, tokens, _next_word
+
+
+def _next_word(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 class _Transposed(nn.Module):

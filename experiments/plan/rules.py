@@ -23,12 +23,13 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("configurations that ran, not void", "configurations", True, 20),
-    Rule("models among them", "models", True, 4),
+    Rule("configurations that ran, not void", "configurations", True, 30),
+    Rule("models among them", "models", True, 6),
     Rule("error of the step time, median", "median_error", False, 0.05),
     Rule("error of the step time, worst", "worst_error", False, 0.12),
     Rule("rank correlation, median over models", "rank_correlation", True, 0.9),
     Rule("regret, median over models", "median_regret", False, 0.03),
+    Rule("regret, worst of a model", "worst_regret", False, 0.03),
     Rule("error of the fullest worker's peak bytes, worst", "memory_error", False, 0.01),
 )
 

@@ -18,6 +18,9 @@ from typing import Any
 from gpipe_bench.experiments.planning.accelerators import accelerator
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs
+from gpipe_bench.experiments.planning.costs.measured import as_measured
+from gpipe_bench.experiments.planning.costs.timed import Timing
+from gpipe_bench.experiments.planning.likely import worth
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.predict import predict
 from gpipe_bench.experiments.planning.prediction import Prediction
@@ -28,7 +31,6 @@ from gpipe_bench.experiments.planning.searching.grids import grid_of
 from gpipe_bench.experiments.planning.searching.search import KEPT, Search
 from gpipe_bench.experiments.planning.searching.shortfall import nothing_fits, smallest
 from gpipe_bench.experiments.planning.searching.space import Space, check, sizes_of
-from gpipe_bench.pipeline.plan.links import LINKS
 
 SHOWN = 5
 """Ways that are printed."""
@@ -124,6 +126,7 @@ def plan(
     space: Space | None = None,
     costs: Costs | None = None,
     shown: int = SHOWN,
+    timing: Timing | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Plan:
     """The best ways to train `model` as `request` says.
@@ -134,6 +137,7 @@ def plan(
         space: what may be chosen; everything but tensor parallelism if not given.
         costs: of the layers; timed here or by a roofline, as the request's device type says, if not given.
         shown: ways to predict, of which the first is the plan.
+        timing: how layers are timed, where they are.
         progress: told how far it is.
 
     Raises:
@@ -141,7 +145,7 @@ def plan(
             and what would help, or what cannot be divided. An unknown accelerator.
     """
     model = as_on(model, request)
-    search = search_for(model, request, space=space, costs=costs, progress=progress)
+    search = search_for(model, request, space=space, costs=costs, timing=timing, progress=progress)
     predictions, points = frontier(search, max(KEPT, shown))
     if not predictions:
         raise ValueError(
@@ -156,6 +160,7 @@ def search_for(
     *,
     space: Space | None = None,
     costs: Costs | None = None,
+    timing: Timing | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Search:
     """The search among all that may be chosen, with the costs of every size that may fit; arguments and
@@ -177,8 +182,14 @@ def search_for(
     if costs is None:
         sizes = sizes_of(request, space, num_layers)
         progress("layers", 0, len(sizes))
-        costs = costs_for(model, request, list(takewhile(partial(_may_fit, model, request, space), sizes)))
-    return Search(costs, _as_measured(request, costs), space, model.ties, partial(progress, "ways"), least)
+        few = list(takewhile(partial(_may_fit, model, request, space), sizes))
+        costs = costs_for(
+            model,
+            request,
+            few,
+            replace(timing or Timing(), sharded=space.sharded, worth=partial(worth, request)),
+        )
+    return Search(costs, as_measured(request, costs), space, model.ties, partial(progress, "ways"), least)
 
 
 def as_on(model: Model, request: Request) -> Model:
@@ -188,19 +199,12 @@ def as_on(model: Model, request: Request) -> Model:
     return replace(model, attention=accelerator(request.device_type, request.precision).attention)
 
 
-def _as_measured(request: Request, costs: Costs) -> Request:
-    """Loopback is what connects the processes of this machine; where several were timed, it was, too."""
-    if costs.link is None or request.link != LINKS["loopback"]:
-        return request
-    return replace(request, link=costs.link)
-
-
-def costs_for(model: Model, request: Request, sizes: Sequence[int]) -> Costs:
+def costs_for(model: Model, request: Request, sizes: Sequence[int], timing: Timing | None = None) -> Costs:
     """Measured on this machine's device, or by a roofline of the one that is asked for."""
     if request.device_type == MEASURED:
         from gpipe_bench.experiments.planning.costs.timed import timed
 
-        return timed(model, request, sizes)
+        return timed(model, request, sizes, timing or Timing())
     from gpipe_bench.experiments.planning.costs.roofline import by_roofline
 
     return by_roofline(model, request, sizes)
@@ -213,7 +217,7 @@ def predicted(found: Found, search: Search) -> Prediction:
         prediction,
         peak_bytes=tuple(each.peak for each in found.memory),
         peak_when=tuple(each.when for each in found.memory),
-        provenance=prediction.provenance | {"peak": _held(found, search.request)},
+        provenance={**prediction.provenance, "peak": _held(found, search.request)},
     )
 
 

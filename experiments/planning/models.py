@@ -15,12 +15,11 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpipe_bench.experiments.table1.model_costs import PRECISIONS, ModelProfile, resized
-from gpipe_bench.experiments.table1.paper_models import HALVES, Half
+from gpipe_bench.experiments.paper_models import HALVES, Half
 from gpipe_bench.models import MODELS, SHAPES, count_parameters, example_batch, loss_fn
 from gpipe_bench.models.parallel import check_divisible, tensor_parallel
-from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
-from gpipe_bench.pipeline.memory.profile import Profiler, fake_copy
+from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
+from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile, Profiler, fake_copy
 from gpipe_bench.pipeline.model.layers_of import layers_of
 
 BATCH_SIZE = 32

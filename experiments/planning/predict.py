@@ -74,14 +74,19 @@ class Layout:
         self.kinds = kinds_of(self.schedule)
         self._ahead = request.accelerated  # a CPU gathers and computes in turn
         self.topology = topology_of(candidate, request, costs)
+        self._shards = costs.shards(self.size, candidate.fsdp, candidate.fsdp_level, request.link)
         known = {
             key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s
             for key in {(action.stage, kind) for action, kind in self.kinds.items()}
         }
+        update_s = [each / candidate.fsdp for each in costs.update_s]
+        if self._shards is not None:
+            for stage, kind in known:
+                more_s = self._shards.more(kind, candidate.cut[stage])
+                known[stage, kind] = max(0.0, known[stage, kind] + more_s)
+            update_s = list(self._shards.update_s)
         self.action_s = {action: known[action.stage, kind] for action, kind in self.kinds.items()}
-        self._update_s = [
-            sum(costs.update_s[span.start : span.stop]) / candidate.fsdp for span in candidate.cut
-        ]
+        self._update_s = [sum(update_s[span.start : span.stop]) for span in candidate.cut]
         self._setup_s = [costs.step_s] + [0.0] * (candidate.num_stages - 1)
 
     def timeline(
@@ -143,6 +148,8 @@ class Layout:
         if candidate.replicas > 1:
             sums = [self._buckets(span) for span in candidate.cut]
             found["reductions"] = [_behind(each) for each in sums] if self.topology.sums else sums
+        if self._shards is not None:
+            return found  # gathers are in the passes and the sums that were timed
         if candidate.fsdp_level == 2:
             found["gathers"] = [
                 fetched(
@@ -169,13 +176,16 @@ class Layout:
         candidate = self.candidate
         split = any(action.kind is Kind.W for action in self.schedule)
         gradients = [self.costs.parameter_bytes[layer] for layer in span]
+        shares = [[size / candidate.fsdp for size in layer] for layer in gradients]
+        if self._shards is not None:
+            timed = Bucket(1.0, sum(self._shards.once_s[span.start : span.stop]))
+            return timed, *data_parallel(shares, candidate.dp, self.topology.ring("dp"))
         backward_s = self._of("W" if split else "B", span)
         if candidate.fsdp_level == 2:
             return sharded(
                 gradients, candidate.fsdp, self.topology.ring("fsdp"), replicas=candidate.dp,
                 replica_link=self.topology.ring("dp"), backward_s=backward_s, split=split,
             )  # fmt: skip
-        shares = [[size / candidate.fsdp for size in layer] for layer in gradients]
         return data_parallel(shares, candidate.dp, self.topology.ring("dp"), backward_s=backward_s)
 
     def _every_pass(self) -> Callable[[Action], float]:

@@ -25,7 +25,7 @@ from gpipe_bench.pipeline.plan.schedules.known import named
 if TYPE_CHECKING:
     from gpipe_bench.experiments.published.accelerator_steps.accelerators import Accelerator
     from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
-    from gpipe_bench.experiments.table1.model_costs import ModelProfile
+    from gpipe_bench.pipeline.memory.profile import ModelProfile
     from gpipe_bench.pipeline.memory.stages.footprint import Footprint
     from gpipe_bench.pipeline.plan.partition import Partition
 
@@ -58,17 +58,17 @@ class Subject:
 
 def subject_of(model: str) -> Subject:
     """AmoebaNet-D (18, 256) or Transformer-48."""
+    from gpipe_bench.experiments.paper_models import HALVES
+    from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
     from gpipe_bench.experiments.published.accelerator_steps.accelerators import TPU_V2, TPU_V3
     from gpipe_bench.experiments.published.accelerator_steps.paper_models import table2
-    from gpipe_bench.experiments.table1.model_costs import amoebanet_profile, transformer_profile
-    from gpipe_bench.experiments.table1.paper_models import HALVES
 
     half = HALVES[model]
     size = half.batch_size // half.num_microbatches
     if model == "amoebanet":
-        profile, title = amoebanet_profile(18, 256, size, direct=True), "AmoebaNet-D (18, 256)"
+        profile, title = amoebanet(Reading(), 18, 256, size), "AmoebaNet-D (18, 256)"
     else:
-        profile, title = transformer_profile(48, size, attention="explicit"), "Transformer-48"
+        profile, title = transformer(Reading(), 48, size), "Transformer-48"
     return Subject(
         title,
         table2(model),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES
-from gpipe_bench.experiments.table1.published.choices import (
+from gpipe_bench.experiments.measuring.tables.sentences import TABLE, word
+from gpipe_bench.experiments.paper_models import COLUMNS, HALVES
+from gpipe_bench.experiments.table1.settings import (
     activation_choices,
     capacity_choices,
     capacity_record,
@@ -14,13 +15,15 @@ from gpipe_bench.experiments.table1.published.choices import (
     hypothesis_record,
     parameter_choices,
     ranged,
+    spread_of,
 )
-from gpipe_bench.experiments.table1.published.sentences import sentences
-from gpipe_bench.experiments.table1.published.settings import spread_of
+from gpipe_bench.harness.judging.allowed import at_least
+from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.spread import Spread
 from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.records.record import Quantity, Record, find
+from gpipe_bench.harness.report.table import ours_text, paper_text, verdict_text
 
 BYTES_PER_PARAMETER = 12
 JUDGED_ATTENTION = {"amoebanet": "none", "transformer": "explicit"}
@@ -219,3 +222,87 @@ def _quotient(records: Sequence[Record], row: str, half: str, over: str, under: 
         quantity=Quantity(name=row, value=value, unit="ratio", provenance="modelled"),
         spread=_times(spread, 1),
     )
+
+
+NOTE = (
+    "ours is the quotient of the largest models that fit, both under the same settings, over the number of "
+    "accelerators"
+)
+SENTENCES = (
+    ("Transformer-L: largest model, per accelerator", "transformer", 128),
+    ("AmoebaNet-D: largest model, per accelerator", "amoebanet", 8),
+)
+"""Row, half, and how many accelerators are set against one."""
+
+
+def sentences(records: Sequence[Record]) -> list[Entry]:
+    """An entry for each sentence that the records suffice for."""
+    found = []
+    for row, half, most in SENTENCES:
+        record = capacity_record(records, half)
+        if record is None:
+            continue
+        choices = capacity_choices(record)
+        quotients = choices.quotient(f"pipeline-{most}", "pipeline-1")
+        values = [None if value is None else value / most for value in quotients]
+        spread = spread_of(choices.settings, values, choices.names)
+        if spread is None:
+            continue
+        found.append(
+            Entry(
+                table=TABLE,
+                row=row,
+                column=f"pipeline-{most} over pipeline-1",
+                question="as published",
+                quantity=ranged(row, "ratio", spread),
+                spread=spread,
+                allowed=at_least(word("near_linear_share")) if half == "transformer" else None,
+                record=record,
+                note=NOTE,
+            )
+        )
+    return found
+
+
+def table(records: Sequence[Record]) -> str:
+    """Both halves of Table 1 as markdown: paper, ours, verdict."""
+    comparisons = {c.place: c for c in compare(cells(records))}
+    return "\n\n".join(_half(half, records, comparisons) for half in HALVES)
+
+
+def _half(half: str, records: Sequence[Record], comparisons: dict[tuple[str, str, str], Comparison]) -> str:
+    data, columns = HALVES[half], COLUMNS[half]
+    lines = [
+        f"| {data.model}, {data.cap_gib} GiB each | {' | '.join(column.name for column in columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for row in ("parameters", "parameter memory", "peak activation memory"):
+        found = [comparisons[data.table, row, column.name] for column in columns]
+        lines.append(f"| {row}: paper | {' | '.join(paper_text(cell) for cell in found)} |")
+        text = [_range(cell) if row == "peak activation memory" else ours_text(cell, "-") for cell in found]
+        lines.append(f"| ours (modelled) | {' | '.join(text)} |")
+        lines.append(f"| verdict | {' | '.join(verdict_text(cell, ', x') for cell in found)} |")
+    found = [comparisons[data.table, "maximum parameters", column.name] for column in columns]
+    lines.append(f"| **largest at the paper's M** | {' | '.join(map(_range, found))} |")
+    lines.append(f"| verdict | {' | '.join(verdict_text(cell, ', x') for cell in found)} |")
+    key = {"half": half, "attention": JUDGED_ATTENTION[half], "precision": "float32"}
+    largest = [find(records, part="largest", column=column.name, **key) for column in columns]
+    lines.append(f"| largest here, any M | {' | '.join(map(_largest, largest))} |")
+    return "\n".join(lines)
+
+
+def _range(cell: Comparison) -> str:
+    if cell.range_low is None or cell.range_high is None:
+        return "-"
+    return f"{show(cell.range_low, cell.unit, 3)} to {show(cell.range_high, cell.unit, 3)}"
+
+
+def _largest(record: Record | None) -> str:
+    quantity = record.quantity("parameters") if record is not None else None
+    if record is None or quantity is None or quantity.value is None:
+        return "nothing fits"
+    placement = record.details["placement"]
+    size = f"({placement['num_layers']}, {placement['num_filters']})"
+    if not placement["num_filters"]:
+        size = f"L = {placement['num_layers']}"
+    return f"{size}: {show(quantity.value, quantity.unit, 3)}"

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpipe_bench.experiments.paper_models import COLUMNS, HALVES, column
 from gpipe_bench.experiments.table1.cells import cells
-from gpipe_bench.experiments.table1.figures import figures
-from gpipe_bench.experiments.table1.hypotheses import hypotheses
-from gpipe_bench.experiments.table1.paper_models import COLUMNS, HALVES, column
-from gpipe_bench.experiments.table1.text import tables
+from gpipe_bench.experiments.table1.settings import hypotheses
+from gpipe_bench.experiments.table1.shown import figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.harness.shown import PaperTable
@@ -46,7 +45,7 @@ does."""
 PRELOAD = (
     "torch._dynamo",
     "gpipe_bench.experiments.table1.largest",
-    "gpipe_bench.experiments.table1.verify_memory",
+    "gpipe_bench.experiments.table1.real_steps",
 )
 """Fake tensors and optimizers import the first one sooner or later."""
 
@@ -106,27 +105,25 @@ def run(case: Case, options: RunOptions) -> Outcome:
             with no_collections():  # profiles and footprints by the thousand, and no garbage among them
                 if case.key["part"] == "largest":
                     return _run_largest(case.key)
-                return _run_paper(case.key, direct=options.profile == "smoke")
+                return _run_paper(case.key, is_smoke=options.profile == "smoke")
         case "hypotheses" | "capacity" as part:
-            from gpipe_bench.experiments.table1.published import run as published
+            from gpipe_bench.experiments.table1 import as_published
 
-            return published.RUNS[part](str(case.key["half"]))
+            return as_published.RUNS[part](str(case.key["half"]))
         case "verify":
             return _run_verify(case.key)
     return _run_device(case.key, options)
 
 
-def _run_paper(key: dict[str, Any], *, direct: bool) -> Outcome:
+def _run_paper(key: dict[str, Any], *, is_smoke: bool) -> Outcome:
     """The paper's own configuration, at the micro-batches the texts give and at the best number of them."""
     from gpipe_bench.experiments.table1.largest import Setting, place_anyhow, place_best
 
     half, size = HALVES[key["half"]], column(key["half"], key["column"])
-    setting = Setting(
-        key["half"], size.num_stages, size.is_naive, key["precision"], key["attention"], direct=direct
-    )
+    setting = Setting(key["half"], size.num_stages, size.is_naive, key["precision"], key["attention"])
     given = 1 if size.is_naive else half.num_microbatches
     placed = place_anyhow(setting, size.num_layers, size.num_filters, given)
-    best = placed if direct else place_best(setting, size.num_layers, size.num_filters)
+    best = placed if is_smoke else place_best(setting, size.num_layers, size.num_filters)
     return Outcome(
         (
             _modelled("parameters", placed.num_parameters, "parameters"),
@@ -173,7 +170,7 @@ def _run_largest(key: dict[str, Any]) -> Outcome:
 
 def _run_verify(key: dict[str, Any]) -> Outcome:
     """Real training steps of a scaled-down model on this machine, counted storage by storage."""
-    from gpipe_bench.experiments.table1.verify_memory import verify
+    from gpipe_bench.experiments.table1.real_steps import verify
 
     found = verify(key["model"], key["num_stages"], key["remat"], key["num_microbatches"])
     fullest = max(range(key["num_stages"]), key=lambda stage: found.tracked[stage])
@@ -201,7 +198,7 @@ def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
     """Every distinct stage of a column alone on a real GPU, under the paper's cap."""
     if options.device != "cuda":
         return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
-    from gpipe_bench.experiments.table1.stage_alone import run_column
+    from gpipe_bench.experiments.table1.real_steps import run_column
 
     return run_column(key["half"], key["column"])
 

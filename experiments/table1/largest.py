@@ -12,22 +12,15 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from gpipe_bench.experiments.table1.model_costs import ModelProfile, amoebanet_profile, transformer_profile
-from gpipe_bench.experiments.table1.paper_models import GIB, HALVES, PAPER_NUM_LAYERS
-from gpipe_bench.experiments.table1.published.traced import (
-    Reading,
-    Size,
-    amoebanet_at,
-    is_traceable,
-    transformer_at,
-)
+from gpipe_bench.experiments.paper_models import GIB, HALVES, PAPER_NUM_LAYERS
+from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
 from gpipe_bench.pipeline.memory.cut import StagePeaks
+from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Schedule, gpipe, naive
 
 FILTERS_STEP = 16
-_WITHOUT_PROJECTION = 128  # at D = 128 the stem needs no projection, which leaves the family
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,6 @@ class Setting:
     precision: str
     attention: str = "fused"
     cap_gib: float = 0.0  # 0: the paper's
-    direct: bool = False  # profile every layer at its size instead of scaling from samples
     compiled: bool = False  # layers as `torch.compile` would run them
     optimizer: str = "rmsprop"  # the paper's
 
@@ -64,20 +56,10 @@ class Setting:
 
     def profile(self, num_layers: int, num_filters: int, num_microbatches: int) -> ModelProfile:
         size = self.batch_size // num_microbatches
-        if self.compiled:
-            return self._compiled_profile(num_layers, num_filters, size)
+        reading = Reading(compiled=self.compiled, number_format=self.precision)
         if self.half == "transformer":
-            return transformer_profile(num_layers, size, self.precision, self.attention)
-        outside = num_filters % FILTERS_STEP != 0 or num_filters == _WITHOUT_PROJECTION
-        return amoebanet_profile(num_layers, num_filters, size, self.precision, direct=outside or self.direct)
-
-    def _compiled_profile(self, num_layers: int, num_filters: int, size: int) -> ModelProfile:
-        reading = Reading(compiled=True, number_format=self.precision, autocast=True)
-        if self.half == "transformer":
-            return transformer_at(reading, num_layers, size, self.attention)
-        if is_traceable(num_layers, num_filters):
-            return amoebanet_at(reading, Size(num_layers, num_filters, size))
-        return amoebanet_profile(num_layers, num_filters, size, self.precision, direct=True, compiled=True)
+            return transformer(reading, num_layers, size, self.attention)
+        return amoebanet(reading, num_layers, num_filters, size)
 
     def peaks(self, profile: ModelProfile, num_microbatches: int) -> StagePeaks:
         return StagePeaks(
@@ -182,14 +164,16 @@ def largest(setting: Setting) -> Placement:
     if setting.half == "transformer":
         # The embedding and the softmax are layers too.
         smallest = max(setting.num_stages - 2, 1)
-        num_layers = _last(lambda count: fits(setting, count, 0, most), smallest)
+        num_layers = last_that(lambda count: fits(setting, count, 0, most), smallest, smallest)
         if num_layers is not None:
             best = (setting.profile(num_layers, 0, most).num_parameters, num_layers, 0)
     else:
         for depth in PAPER_NUM_LAYERS:
-            steps = _last(
+            start = _first_above(setting, depth, most, best[0] if best else 0)
+            steps = last_that(
                 lambda step, depth=depth: fits(setting, depth, step * FILTERS_STEP, most),  # type: ignore[misc]
-                _first_above(setting, depth, most, best[0] if best else 0),
+                start,
+                start,
             )
             if steps is not None:
                 filters = steps * FILTERS_STEP
@@ -228,19 +212,29 @@ def _first_above(setting: Setting, depth: int, num_microbatches: int, parameters
         filters = step * FILTERS_STEP
         return setting.profile(depth, filters, num_microbatches).num_parameters <= parameters
 
-    last = _last(beaten, 1)
+    last = last_that(beaten, 1, 1)
     return 1 if last is None else last + 1
 
 
-def _last(fits: Callable[[int], bool], start: int) -> int | None:
-    """The largest number from ``start`` on that fits, if fitting is lost only once."""
-    if not fits(start):
-        return None
+def last_that(holds: Callable[[int], bool], start: int, guess: int) -> int | None:
+    """The largest number from ``start`` on for which something holds, if that is lost only once.
+
+    Looks from ``guess`` on in growing steps, so that a good guess costs few looks. None if it does not hold
+    at ``start``.
+    """
+    low = first = max(guess, start)
     reach = 1
-    while fits(start + reach):
-        reach *= 2
-    low, high = start + reach // 2, start + reach
+    if holds(first):
+        while holds(first + reach):
+            low, reach = first + reach, 2 * reach
+        high = first + reach
+    else:
+        high = low
+        while high > start and not holds(low := max(high - reach, start)):
+            high, reach = low, 2 * reach
+        if high == start:
+            return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low

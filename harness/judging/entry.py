@@ -26,7 +26,7 @@ class Entry:
         table: of paper.csv
         row: likewise
         column: likewise
-        source: whose number it is held against, as in paper.csv: "paper", "torchgpipe", "write-up" ...
+        source: whose number it is held against, as in paper.csv: "paper", "torchgpipe", "others" ...
         question: which of the two it answers; one number of the paper may have an entry for each
         quantity: our number, with its 95 % interval
         spread: how far it may be off, where that is more than the quantity's own interval

@@ -24,7 +24,7 @@ COLUMNS = (
     "table", "row", "column", "value", "printed", "unit", "exact", "kind", "hardware", "source", "location",
     "form", "error", "same_as", "needs", "bound", "comparable", "corrected_value", "erratum", "note",
 )  # fmt: skip
-EXTERNAL = ("torchgpipe", "lingvo", "others", "write-up")
+EXTERNAL = ("torchgpipe", "lingvo", "others")
 SOURCES = ("paper", "theory", *EXTERNAL)
 BOUNDS = ("", "at most", "at least")
 KINDS = ("result", "claim", "identity", "setting", "external")

@@ -7,7 +7,7 @@ twice in a tuple travels once, and integer tensors travel forward but no gradien
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -119,3 +119,9 @@ def _apart(value: Tree) -> tuple[tuple[Tensor, ...], Nested | None]:
         return take_apart(value, "what a layer passed")
     except TypeError as error:
         raise ValueError(str(error)) from error
+
+
+def resized(boundary: Boundary, microbatch_size: int) -> Boundary:
+    """The same boundary for another micro-batch size."""
+    tensors = tuple(replace(spec, shape=(microbatch_size, *spec.shape[1:])) for spec in boundary.tensors)
+    return replace(boundary, tensors=tensors)

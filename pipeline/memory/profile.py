@@ -24,7 +24,7 @@ import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,21 @@ from gpipe_bench.pipeline.stage.state.batchnorm import Statistics
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.compiling.halves import Halves
+
+PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+"""Of the activations, for `autocast`; parameters, gradients and optimizer state stay float32."""
+
+
+class ModelProfile(NamedTuple):
+    """Profiles of all layers of a model, and of its loss, at one micro-batch size."""
+
+    layers: tuple[LayerProfile, ...]
+    loss: LayerProfile
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all layers."""
+        return sum(layer.num_parameters for layer in self.layers)
 
 
 @dataclass
@@ -126,7 +141,7 @@ class Profiler:
         loss_fn: Callable[[Any, Tensor], Tensor],
         inputs: Boundary,
         target: Boundary,
-    ) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
+    ) -> ModelProfile:
         """Profiles of all layers of a model and of its loss, which may leave outputs unused. Portals count as
         passed on from layer to layer.
         """
@@ -135,7 +150,7 @@ class Profiler:
         loss = self.loss(loss_fn, profiles[-1].outputs, target)
         if loss.first.without_gradient:
             profiles = self.chain(modules, inputs, loss.first.without_gradient)
-        return profiles, loss
+        return ModelProfile(profiles, loss)
 
     def loss(
         self, loss_fn: Callable[[Any, Tensor], Tensor], outputs: Boundary, target: Boundary

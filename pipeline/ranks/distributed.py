@@ -10,6 +10,7 @@ batch.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,11 +87,12 @@ class PointToPoint(Exchange):
         route = loss_route(schedule, self.rank, accelerated=accelerated)
         self._loss = Loss(loss, self._control, route, device, early=not accelerated)
         self._sharing = Sharing(self._control)
+        _present.add(self)
 
     def follow(self, schedule: Schedule) -> None:
         """From the next step on, other rows for the same stages, on every rank: the connections stay."""
         assert schedule.placement == self._schedule.placement
-        assert schedule.num_microbatches == self._schedule.num_microbatches
+        assert schedule.num_microbatches == self._full.num_microbatches
         self._full = schedule
         self._lay_out(schedule)
 
@@ -201,3 +203,21 @@ class PointToPoint(Exchange):
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         return self._ties.abort(action, error)
+
+
+_present: weakref.WeakSet[PointToPoint] = weakref.WeakSet()
+_left: list[Ties] = []
+
+
+def _leave_to_parent() -> None:
+    """In a process that was forked, such as the worker of a `DataLoader`: the pipelines are its parent's."""
+    for transport in tuple(_present):
+        ties, close = transport._ties, transport.close
+        close.detach()
+        ties.leave()
+        _left.append(ties)  # for ever: gloo would end by waiting for threads that are not there
+        transport.__dict__ = {"_ties": ties, "close": close}  # the rest holds the memory of messages
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

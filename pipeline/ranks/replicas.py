@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.errors import PeerError
-from gpipe_bench.pipeline.ranks.failures.collective import let_down
+from gpipe_bench.pipeline.errors import PeerError, StoreError
+from gpipe_bench.pipeline.ranks.failures.collective import missing
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, backend
 from gpipe_bench.pipeline.ranks.store import Store
@@ -70,11 +70,10 @@ class Replicas:
             return call()
         except PeerError as error:
             raise error.numbered(self._processes) from error
+        except StoreError:
+            raise
         except RuntimeError as error:
-            missing = let_down(error)
-            if missing is None:
-                raise
-            raise missing from error
+            raise missing(error) from error
 
     def close(self) -> None:
         """Ends the connections in good order."""

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import PeerError, StoreError
+from gpipe_bench.pipeline.ranks.host import not_inherited
 
 # The longest that a store takes to answer while its host lives, once all are connected. Its process may be
 # short of processor time, but it needs microseconds of it. (While somebody connects it may look up a name,
@@ -94,7 +95,8 @@ class Store:
             name = f"{self._name}pipeline {number}"
             return _under(name, questions), _under(name, backends)
 
-        self._store, self._backends = self._ask(prepare, timeout_s)
+        with not_inherited():
+            self._store, self._backends = self._ask(prepare, timeout_s)
 
     def set(self, key: str, value: str, limit_s: float = ANSWER_S) -> None:
         self._ask(lambda: self._store.set(key, value), limit_s)
@@ -102,6 +104,14 @@ class Store:
     def get(self, key: str, limit_s: float = ANSWER_S) -> bytes | None:
         """The value of a key, None if it has none."""
         return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None, limit_s)
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The value of each key, in one question."""
+        return self._ask(lambda: [self._store.get(key) if self._store.check([key]) else None for key in keys])
+
+    def append(self, key: str, value: str) -> None:
+        """Adds to the value of a key."""
+        self._ask(lambda: self._store.append(key, value))
 
     def set_first(self, key: str, value: str) -> bytes:
         """Sets a key that has no value yet; the value that it has afterwards."""

@@ -6,7 +6,7 @@ in the first step of a kind and forgotten when another parameter is trained or a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -23,16 +23,20 @@ class Habits:
         self._index, self._layers, self._device = index, layers, device
         self.needs_grad: dict[Hashable, tuple[bool, ...]] = {}
         self.overwritten: dict[Hashable, tuple[int, ...]] = {}
-        self.parameters = self._all_parameters()
+        self._loss: nn.Module | None = None
+        self.parameters = _parameters(layers)
         self._trainable: tuple[bool, ...] = ()
         self._modes: tuple[bool, ...] = ()
 
-    def look(self) -> None:
-        """Before a step: forgets what was found if what is trained, or a layer's mode, has changed.
+    def look(self, loss_fn: object = None) -> None:
+        """Before a step: finds the parameters, those of a loss that is a module among them, and forgets what
+        was found if what is trained, or a layer's mode, has changed.
 
         `ValueError` for a model that was moved.
         """
-        self._check_parameters()
+        if loss_fn is not None:  # there is none where nothing is trained
+            self._loss = loss_fn if isinstance(loss_fn, nn.Module) else None
+        self.parameters = self._all_parameters()
         trainable = tuple([parameter.requires_grad for parameter in self.parameters])
         modes = tuple([layer.training for layer in self._layers])
         if (trainable, modes) != (self._trainable, self._modes):
@@ -49,20 +53,19 @@ class Habits:
         return [p for p in self.parameters if p.requires_grad and p.grad is None]
 
     def _all_parameters(self) -> tuple[nn.Parameter, ...]:
-        return tuple(dict.fromkeys(p for layer in self._layers for p in layer.parameters()))
-
-    def _check_parameters(self) -> None:
-        """Notices a model that was moved or whose parameters were replaced."""
-        first = next((p for layer in self._layers for p in layer.parameters()), None)
-        if first is None:
-            return
-        if first.device != self._device:
+        found = _parameters(self._layers)
+        if found and found[0].device != self._device:
             raise ValueError(
-                f"the parameters of stage {self._index} have moved from {self._device} to {first.device}; "
-                "move the model before the pipeline is built, or pass devices="
+                f"the parameters of stage {self._index} have moved from {self._device} to "
+                f"{found[0].device}; move the model before the pipeline is built, or pass devices="
             )
-        if first is not self.parameters[0]:
-            self.parameters = self._all_parameters()
+        return found if self._loss is None else _parameters([*self._layers, self._loss])
+
+
+def _parameters(roots: Iterable[nn.Module]) -> tuple[nn.Parameter, ...]:
+    """Each once; `Module.parameters` takes three times as long."""
+    found = [p for root in roots for module in root.modules() for p in module._parameters.values()]
+    return tuple([p for p in dict.fromkeys(found) if p is not None])
 
 
 def other_outputs(stage: int, now: int, before: int) -> RuntimeError:

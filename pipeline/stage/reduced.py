@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from torch import nn
+
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.stage.parts import is_divided
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
 
 Result = TypeVar("Result")
@@ -62,6 +65,7 @@ class ReducedStage(Stage):
         super().__init__(*arguments, **options)
         self.reduction = reduction(self)
         self._last: Action | None = None
+        self._is_new = True  # the graphs of its first step are looked through
 
     def follow(self, schedule: Schedule) -> None:
         """The steps take this schedule from now on."""
@@ -75,6 +79,7 @@ class ReducedStage(Stage):
     def refresh(self) -> None:
         super().refresh()
         self.reduction.refresh()
+        self._is_new = True
 
     def backward(self, m: int, gradients: Gradients) -> Gradients:
         return self._told(Kind.B, m, super().backward, m, gradients)
@@ -85,8 +90,34 @@ class ReducedStage(Stage):
     def backward_weights(self, m: int) -> None:
         self._told(Kind.W, m, super().backward_weights, m)
 
+    def _refuse_others(self, m: int) -> None:
+        """`ValueError` before a backward for parameters that get a gradient in it and are of no layer and of
+        no loss that is a module: nobody would sum it over replicas.
+        """
+        known = set(self.receiving)
+        if any(map(is_divided, known)):  # their graph has other leaves
+            return
+        todo: list[Any] = [edge.node for edge in self._microbatches[m].edges]
+        seen = {None}
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            todo += [each for each, _ in node.next_functions]
+            parameter = getattr(node, "variable", None)
+            if isinstance(parameter, nn.Parameter) and parameter not in known:
+                raise ValueError(
+                    f"stage {self.index} trains a parameter of shape {tuple(parameter.shape)} that none of "
+                    "its layers has, so its gradients would not be summed over replicas; register it in a "
+                    "layer, or pass loss_fn as the nn.Module that has it"
+                )
+
     def _told(self, kind: Kind, m: int, action: Callable[..., Result], *arguments: Any) -> Result:
         last = self._last is not None and (kind, m) == (self._last.kind, self._last.microbatch)
+        if self._is_new:
+            self._refuse_others(m)
+            self._is_new = not last
         self.reduction.before(kind, m, last=last)
         result = action(*arguments)
         self.reduction.after(kind, m, last=last)

@@ -99,10 +99,14 @@ class StageSteps:
         self._feed = deliver(feed, self.device, self._transfers, "the mini-batch", once=True)
         self._losses.begin(shares, scaler)
         self.outputs = [None] * (num_microbatches if self.is_last else 0)
-        self._habits.look()
+        self.look(loss_fn)
         arriving = deliver(targets, self.device, self._transfers, "the target")
         self._runner.begin(step, arriving, loss_fn, shared)
         self.look_for_first_gradients()
+
+    def look(self, loss_fn: LossFn | None) -> None:
+        """Finds the parameters that there are now. Who exchanges gradients calls it before a step begins."""
+        self._habits.look(loss_fn if self.is_last else None)
 
     def look_for_first_gradients(self) -> None:
         """Notes which of the layers' parameters have no gradient yet. Who exchanges the parameters in a step
@@ -124,8 +128,13 @@ class StageSteps:
         return self._runner.drew
 
     @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those of the layers and, on the last stage, of a loss that is a module, each once, as last seen."""
+        return self._habits.parameters
+
+    @property
     def trainable(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that require a gradient, each once, in the order of the layers."""
+        """Those that require a gradient."""
         return tuple([p for p in self._habits.parameters if p.requires_grad])
 
     @property

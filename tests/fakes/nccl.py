@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +29,12 @@ class _Store:
 
     def get(self, key: str, limit_s: float = 1.0) -> bytes | None:
         return self._values.get(key)
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self._values.get(key) for key in keys]
+
+    def append(self, key: str, value: str) -> None:
+        self._values[key] = self._values.get(key, b"") + value.encode()
 
     def set_first(self, key: str, value: str) -> bytes:
         return self._values.setdefault(key, value.encode())

@@ -7,7 +7,7 @@ from planted.mutant import Mutant
 CONSISTENCY = (
     Mutant(
         name="an interval that reaches into the margin is enough",
-        file="experiments/consistency/equivalence.py",
+        file="experiments/consistency/judging.py",
         old="        if self.high <= margin:\n",
         new="        if self.low <= margin:\n",
         why="whatever is too rough to tell apart would be called the same",
@@ -15,7 +15,7 @@ CONSISTENCY = (
     ),
     Mutant(
         name="the standard deviation taken for exact",
-        file="experiments/consistency/equivalence.py",
+        file="experiments/consistency/judging.py",
         old="_scale(runs, baseline_runs), baseline_runs - 1\n",
         new="_scale(runs, baseline_runs), 10**6\n",
         why="it is estimated from ten runs, and the margin is made of it",
@@ -25,7 +25,7 @@ CONSISTENCY = (
     ),
     Mutant(
         name="the sequential mean taken for exact",
-        file="experiments/consistency/equivalence.py",
+        file="experiments/consistency/judging.py",
         old="math.sqrt(1 / runs + 1 / baseline_runs)",
         new="math.sqrt(1 / runs)",
         why="both means vary",
@@ -36,23 +36,23 @@ CONSISTENCY = (
     ),
     Mutant(
         name="seeds used before are admitted",
-        file="experiments/consistency/protocol.py",
-        old="                if low <= seed <= high:\n",
-        new="                if low == seed == high:\n",
+        file="experiments/consistency/judging.py",
+        old="                    if low <= seed <= high:\n",
+        new="                    if low == seed == high:\n",
         why="a recipe could be judged by the runs that it was chosen with",
         tests=("tests/test_consistency_protocol.py::test_a_seed_that_was_used_before_is_refused",),
     ),
     Mutant(
         name="seeds that anybody chose",
-        file="experiments/consistency/protocol.py",
-        old="            if seed != wanted:\n",
-        new="            if seed < 0:\n",
+        file="experiments/consistency/judging.py",
+        old="                if seed != wanted:\n",
+        new="                if seed < 0:\n",
         why="seeds that follow from nothing may have been chosen by their results",
         tests=("tests/test_consistency_protocol.py::test_a_file_that_says_something_else_is_refused",),
     ),
     Mutant(
         name="records under any protocol are judged",
-        file="experiments/consistency/cells.py",
+        file="experiments/consistency/judging.py",
         old="    return of_case(records, part=part, model=model, protocol=load_protocol().digest)\n",
         new="    return of_case(records, part=part, model=model)\n",
         why="a protocol that may change after the runs is none",
@@ -60,7 +60,7 @@ CONSISTENCY = (
     ),
     Mutant(
         name="a failed sequential run widens the margin",
-        file="experiments/consistency/cells.py",
+        file="experiments/consistency/judging.py",
         old='    failed = sum(not _suffices(score, runs[0], "floor") for score in scores)\n',
         new="    failed = 0\n",
         why="one run at chance makes everything lie within two standard deviations",
@@ -68,7 +68,7 @@ CONSISTENCY = (
     ),
     Mutant(
         name="fewer runs than the protocol's",
-        file="experiments/consistency/cells.py",
+        file="experiments/consistency/judging.py",
         old="    count = sum(seed in done for seed in seeds)\n",
         new="    count = len(seeds)\n",
         why="the power, and the right to stop, are those of the stated number",
@@ -87,7 +87,7 @@ CONSISTENCY = (
     ),
     Mutant(
         name="idx file cut off",
-        file="experiments/consistency/tasks/idx.py",
+        file="experiments/consistency/tasks.py",
         old="    if len(content) - header != size:\n",
         new="    if len(content) - header < 0:\n",
         why="a download that broke off would be trained on, or end in numpy's words",

@@ -68,7 +68,7 @@ ON_DEVICES = (
     ),
     Mutant(
         name="an absolute peak",
-        file="experiments/table1/stage_alone.py",
+        file="experiments/table1/real_steps.py",
         old="devices.peak_bytes(self._device) - self._baseline,",
         new="devices.peak_bytes(self._device),",
         why="a stage's peak would have the libraries' workspaces and earlier tensors in it",
@@ -76,7 +76,7 @@ ON_DEVICES = (
     ),
     Mutant(
         name="targets everywhere",
-        file="experiments/table1/stage_alone.py",
+        file="experiments/table1/real_steps.py",
         old="    del inputs, target  #",
         new="    del inputs  #",
         why="a stage would be charged with targets that only the last one holds",
@@ -89,14 +89,6 @@ ON_DEVICES = (
         new="    found[0] = mine\n",
         why="a process that ran out of memory would leave the others waiting for it",
         tests=("tests/test_timing.py::test_all_processes_give_up_together",),
-    ),
-    Mutant(
-        name="a rehearsal is a result",
-        file="experiments/gpu/run.py",
-        old="if taken.rehearsed == rehearsed}",
-        new="if not rehearsed or taken.rehearsed}",
-        why="steps would pass for done on a GPU that were rehearsed on a CPU",
-        tests=("tests/test_gpu_steps.py::test_a_rehearsal_is_not_taken_for_the_real_thing",),
     ),
     Mutant(
         name="one more size than torch keeps",

@@ -246,8 +246,8 @@ GRADIENTS = (
     Mutant(
         name="shared memory given out while something lives in it",
         file="pipeline/ranks/messages/neighbour.py",
-        old="            if not self._holders[buffer.data_ptr()].others:\n",
-        new="            if True:\n",
+        old="            if not memory.holders.others:\n                del",
+        new="            if True:\n                del",
         why="a message would overwrite what was made of an earlier one",
         tests=("tests/test_neighbour.py::test_shared_memory_is_given_out_again_when_nothing_lives_in_it",),
     ),

@@ -94,7 +94,7 @@ RANDOMNESS = (
     Mutant(
         name="a continued run repeats its first masks",
         file="pipeline/checkpoint.py",
-        old='    pipeline.num_steps = int(state["num_steps"])\n',
+        old='    pipeline.num_steps = int(there["num_steps"])\n',
         new="",
         why="the number of steps keys the random streams, so it belongs to a checkpoint",
         tests=("tests/test_bitwise.py::test_a_saved_run_continues_with_another_number_of_stages",),

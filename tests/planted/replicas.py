@@ -71,4 +71,28 @@ REPLICAS = (
         why="what is shown would be a part of the mean over the batch",
         tests=STEPS,
     ),
+    Mutant(
+        name="parameters that come later stay as they are",
+        file="pipeline/ranks/mesh/joint.py",
+        old="                self._collectives.take_over([parameter.detach() for parameter in new])\n",
+        new="                pass\n",
+        why="replicas would train models that begin with different values",
+        tests=("tests/test_mesh.py::test_case[parameters_that_come_later]",),
+    ),
+    Mutant(
+        name="sums of the parameters of the step before",
+        file="pipeline/ranks/mesh/joint.py",
+        old="            stage.look(loss_fn)\n",
+        new="            stage.look(None)\n",
+        why="the gradients of a loss that is a module would stay each replica's own",
+        tests=("tests/test_mesh.py::test_case[parameters_that_come_later]",),
+    ),
+    Mutant(
+        name="leaves of the graph not looked at",
+        file="pipeline/stage/reduced.py",
+        old="            self._refuse_others(m)\n",
+        new="            pass\n",
+        why="a parameter in the closure of a loss would get each replica's own gradient",
+        tests=("tests/test_mesh.py::test_case[parameters_that_nobody_would_sum]",),
+    ),
 )

@@ -41,7 +41,7 @@ TREES = (
         name="what is shared is what it was",
         file="pipeline/ranks/messages/sharing.py",
         old="        return Shared.FOLLOWS\n\n    def pass_on",
-        new="        return Shared.FOLLOWS if latest is None else Shared.AS_BEFORE\n\n    def pass_on",
+        new="        return Shared.FOLLOWS if sent is None else Shared.AS_BEFORE\n\n    def pass_on",
         why="later stages would use the mask of an earlier step",
         tests=("tests/test_distributed.py::test_case[arguments_that_layers_share]",),
     ),

@@ -66,6 +66,14 @@ def plan_options(verbs: Any) -> None:
         help="so many accelerators that compute a layer together; needs a model that says how; default: 1",
     )  # fmt: skip
     tried.add_argument("--no-fsdp", action="store_true", help="every replica holds all parameters")
+    clock = verb.add_argument_group("how layers are timed, where no accelerator is named")
+    clock.add_argument(
+        "--probe-s", type=float, default=60.0, metavar="S",
+        help="seconds that may go into it, where they matter for the ranking; default: %(default)g",
+    )  # fmt: skip
+    clock.add_argument(
+        "--fresh", action="store_true", help="time anew, though there are costs of the same model and machine"
+    )
     output = verb.add_argument_group("what is printed and written")
     output.add_argument(
         "--top", type=int, default=5, metavar="N", help="plans to print; default: %(default)s"

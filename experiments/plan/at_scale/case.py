@@ -180,8 +180,8 @@ def as_done(done: Done, search: Search) -> Found:
 
 
 def _model(name: str, scale: Scale) -> Model:
+    from gpipe_bench.experiments.paper_models import HALVES
     from gpipe_bench.experiments.planning.models import built, model_of
-    from gpipe_bench.experiments.table1.paper_models import HALVES
 
     if name.startswith("transformer-"):
         half = HALVES["transformer"]

@@ -48,14 +48,12 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
         for pp, schedules, counts in ((NUM_WORKERS, pipelines, tuple(numbers)), (1, replicas, shares)):
             if not schedules or not counts or (pp == 1 and not costs.parameter_bytes):
                 continue  # of replicas nothing is known of what they would sum
-            space = Space(
-                schedules=schedules, microbatches=counts, pp=(pp,), remats=(remat,), sharded=False,
-                fewer=False,
-            )  # fmt: skip
+            space = Space(schedules=schedules, microbatches=counts, pp=(pp,), remats=(remat,), fewer=False)
             for each in Search(costs, request, space).run(kept=None, of_each=lambda way: way):
                 candidate = each.candidate
                 schedule = schedule_of(candidate)
-                same = (schedule.actions, schedule.placement, candidate.cut, candidate.dp)
+                grid = (candidate.dp, candidate.fsdp_level)
+                same = (schedule.actions, schedule.placement, candidate.cut, grid)
                 if same not in known:
                     known.add(same)
                     found.append(candidate)
@@ -109,11 +107,18 @@ def to_run(
 def with_replicas(
     chosen: Sequence[tuple[int, Prediction]], ranking: Sequence[Prediction]
 ) -> list[tuple[int, Prediction]]:
-    """Those, and the best one of replicas if none is among them."""
-    best = next(((place, each) for place, each in enumerate(ranking) if each.candidate.replicas > 1), None)
-    if best is None or any(each.candidate.replicas > 1 for _, each in chosen):
-        return list(chosen)
-    return sorted([*chosen, best], key=lambda one: one[0])
+    """Those, and the best one of replicas, and of each level of shares, where none is among them."""
+
+    def kind(prediction: Prediction) -> int:
+        return prediction.candidate.fsdp_level
+
+    kinds = {kind(each) for _, each in chosen if each.candidate.replicas > 1}
+    found = list(chosen)
+    for place, each in enumerate(ranking):
+        if each.candidate.replicas > 1 and kind(each) not in kinds:
+            kinds.add(kind(each))
+            found.append((place, each))
+    return sorted(found, key=lambda one: one[0])
 
 
 def title(candidate: Candidate) -> str:
@@ -121,4 +126,6 @@ def title(candidate: Candidate) -> str:
     remat = sorted(set(candidate.remat))
     again = "" if remat == ["never"] else ", remat " + " / ".join(remat)
     grid = "" if candidate.dp == 1 else f"dp = {candidate.dp}, "
+    if candidate.fsdp > 1:
+        grid += f"fsdp = {candidate.fsdp} (ZeRO-{candidate.fsdp_level}), "
     return f"{grid}{candidate.schedule}, M = {candidate.num_microbatches}{again}"

@@ -122,6 +122,14 @@ def summary(result: PlanResult) -> dict[str, Any]:
             str(size): {kind: round(1e3 * s, 4) for kind, s in each.action_s.items()}
             for size, each in costs.sizes.items()
         },
+        "shard_update_ms": [1e3 * each for each in costs.shard_update_s],
+        "shards_ms": {
+            str(size): {
+                str(level): {kind: round(1e3 * s, 4) for kind, s in kinds.items()}
+                for level, kinds in each.shards_s.items()
+            }
+            for size, each in costs.sizes.items()
+        },
         "whole_ms": {
             str(size): {kind: round(1e3 * s, 4) for kind, s in each.whole_s.items()}
             for size, each in costs.sizes.items()

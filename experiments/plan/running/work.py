@@ -8,7 +8,6 @@ that can be told only by something else that was timed both times.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
@@ -20,7 +19,7 @@ from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.experiments.plan.models import Planned
 from gpipe_bench.experiments.plan.running.choosing import planned, title, to_run, with_replicas
 from gpipe_bench.experiments.plan.running.replicas import processes_of
-from gpipe_bench.experiments.planning.costs.bench import Bench, ProbeJob
+from gpipe_bench.experiments.planning.costs.bench import Bench, ProbeJob, Trained
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.costs.measured import measured
 from gpipe_bench.experiments.planning.costs.probes import probe
@@ -30,12 +29,10 @@ from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.harness.timing.rounds import turns
 from gpipe_bench.harness.timing.usage import Usage
-from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.times.clock import conditions
 
-OPTIMIZER = "sgd"
 MEMORY_BYTES = 2**40  # no cap: what is asked is time
 
 
@@ -76,7 +73,7 @@ def work(job: PlanJob) -> PlanResult:
     torch.manual_seed(job.seed)
     subject = job.planned
     sizes = tuple(sorted(subject.batch_size // number for number in subject.numbers))
-    bench = Bench(ProbeJob(subject.subject, sizes, subject.rounds, OPTIMIZER, job.seed, job.device))
+    bench = Bench(ProbeJob(subject.subject, sizes, subject.rounds, subject.optimizer, job.seed, job.device))
     start_s = perf_counter()
     everyone = bench.everyone(probe(bench))
     probes_s = perf_counter() - start_s
@@ -86,7 +83,7 @@ def work(job: PlanJob) -> PlanResult:
     ranking = bench.everyone(planned(costs, request, subject.numbers) if bench.rank == 0 else None)[0]
     plan_s = perf_counter() - start_s
     chosen = with_replicas(to_run(ranking, subject.chosen, subject.others), ranking)
-    runs = {title(each.candidate): _run_of(bench, each) for _, each in chosen}
+    runs = {title(each.candidate): _Run(bench, each) for _, each in chosen}
     for each in runs.values():
         for _ in range(2):
             each.step()
@@ -116,15 +113,26 @@ def work(job: PlanJob) -> PlanResult:
 class _Run:
     """A candidate over all processes."""
 
-    def __init__(self, bench: Bench, pipeline: Pipeline, step: Callable[[], object], mine: list[int]) -> None:
-        self.bench, self.pipeline, self._step, self._mine = bench, pipeline, step, mine
+    def __init__(self, bench: Bench, prediction: Prediction) -> None:
+        candidate = prediction.candidate
+        schedule = schedule_of(candidate)
+        # torch divides parameters in place, and for good.
+        layers = bench.fresh_layers() if candidate.fsdp > 1 else bench.layers
+        self.pipeline, self._step = bench.pipeline(
+            schedule, candidate.microbatch_size(prediction.batch_size), candidate.cut,
+            over=processes_of(candidate, bench.device.type), layers=layers,
+        )  # fmt: skip
+        self.bench = bench
+        self.trained = bench.trained if layers is bench.layers else Trained(layers, bench.job.optimizer)
+        worker = bench.rank % candidate.num_workers
+        self._mine = [layer for stage in schedule.stages_of(worker) for layer in candidate.cut[stage]]
         self._taken: list[tuple[int, float]] = []
 
     def step(self) -> float:
         """One step and the optimizer's, in seconds of this process."""
-        seconds = time_step(self._step, self.bench.layers, device=self.bench.device)
+        seconds = time_step(self._step, self.trained.layers, device=self.bench.device)
         start_s = perf_counter()
-        self.bench.update(self._mine)
+        self.trained.update(self._mine, self.bench.device)
         return seconds + perf_counter() - start_s
 
     def take(self) -> None:
@@ -135,17 +143,6 @@ class _Run:
     def found(self) -> Ran:
         speeds = [self.bench.speed(before, self.bench.reference_s) for before, _ in self._taken]
         return Ran([seconds for _, seconds in self._taken], speeds, self.pipeline.timeline)
-
-
-def _run_of(bench: Bench, prediction: Prediction) -> _Run:
-    candidate = prediction.candidate
-    schedule = schedule_of(candidate)
-    size = candidate.microbatch_size(prediction.batch_size)
-    over = processes_of(candidate, bench.device.type)
-    pipeline, step = bench.pipeline(schedule, size, candidate.cut, over=over)
-    worker = bench.rank % candidate.num_workers
-    mine = [layer for stage in schedule.stages_of(worker) for layer in candidate.cut[stage]]
-    return _Run(bench, pipeline, step, mine)
 
 
 def at_reference_s(prediction: Prediction, costs: Costs, request: Request, ran: list[Ran]) -> list[float]:
@@ -167,7 +164,7 @@ def request_of(costs: Costs, planned_model: Planned, processes: int) -> Request:
     """What was asked of the plan."""
     return Request(
         accelerators=processes, memory_bytes=MEMORY_BYTES, batch_size=planned_model.batch_size,
-        link=costs.link or FREE, optimizer=OPTIMIZER,
+        link=costs.link or FREE, optimizer=planned_model.optimizer,
     )  # fmt: skip
 
 

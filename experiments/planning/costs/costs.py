@@ -28,11 +28,12 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 KINDS = ("F", "G", "R", "B", "I", "W")
 FIRST = " first"
 """Behind B or W: the first one of a step."""
+ONCE = "once"
 
 Run = tuple[tuple[float, ...], ...]
 """By process: what single actions of one step took, each over the median of its kind."""
 
-FORMAT = 2
+FORMAT = 3
 """Of a costs file; another one is refused."""
 
 
@@ -44,6 +45,8 @@ class SizeCosts:
         layers_s: by kind, seconds of each layer; "B first" and "W first" where they differ
         action_s: by kind, seconds of an action whatever the number of its layers
         whole_s: by kind, seconds of an action on a stage of all layers, where one was timed
+        shards_s: by fsdp's level, the same where every process holds a part of all parameters, and as ONCE
+            what a step of it takes once: gathers and sums that are in no single action
         activation_bytes: over a cut behind each layer but the last, forward
         gradient_bytes: the same for the way back
 
@@ -54,6 +57,7 @@ class SizeCosts:
     layers_s: Mapping[str, Sequence[float]]
     action_s: Mapping[str, float] = field(default_factory=dict)
     whole_s: Mapping[str, float] = field(default_factory=dict)
+    shards_s: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     activation_bytes: Sequence[float] = ()
     gradient_bytes: Sequence[float] = ()
 
@@ -68,6 +72,7 @@ class SizeCosts:
             **self.layers_s,
             "action_s": tuple(self.action_s.values()),
             "whole_s": tuple(self.whole_s.values()),
+            "shards_s": tuple(value for each in self.shards_s.values() for value in each.values()),
         }
         for name in ("activation_bytes", "gradient_bytes"):
             values = named[name] = getattr(self, name)
@@ -103,6 +108,28 @@ class SizeCosts:
         return sums[span.stop] - sums[span.start] + self.action_s.get(plain, 0.0)
 
 
+@dataclass(frozen=True)
+class ShardCosts:
+    """What parameters in parts (fsdp) add to a stage of replicas, as it was timed.
+
+    Args:
+        more_s: by kind, of each layer, what a pass takes more; less than nothing where the clock says so
+        once_s: of each layer, in a step
+        update_s: of the optimizer, of each layer's parts
+    """
+
+    more_s: Mapping[str, Sequence[float]]
+    once_s: Sequence[float]
+    update_s: Sequence[float]
+
+    def more(self, kind: str, span: range) -> float:
+        """Of an action of that kind on a stage of these layers."""
+        plain = kind.removesuffix(FIRST)
+        like = {"F": "G", "R": "G", "I": "B"}.get(plain, plain)  # a W gathers nothing
+        each = self.more_s.get(kind, self.more_s.get(like, ()))
+        return sum(each[span.start : span.stop])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """What a model takes on one kind of device.
@@ -111,6 +138,8 @@ class Costs:
         sizes: by the size of the micro-batch
         update_s: of the optimizer, of each layer
         parameter_bytes: of each parameter that is trained, of each layer
+        shard_update_s: of the optimizer, of each layer's part where `timed_shards` processes hold one each
+        timed_shards: processes that held parts; 0 where none were timed
         gap_s: between two actions of a worker: the engine, and messages that it hands over
         step_s: of a step on the first worker, before its first action: dividing the mini-batch, agreeing
         link: between two processes as it was measured; None where nothing was
@@ -128,6 +157,8 @@ class Costs:
     sizes: Mapping[int, SizeCosts]
     update_s: Sequence[float] = ()
     parameter_bytes: Sequence[Sequence[int]] = ()
+    shard_update_s: Sequence[float] = ()
+    timed_shards: int = 0
     gap_s: float = 0.0
     step_s: float = 0.0
     link: Link | None = None
@@ -142,7 +173,7 @@ class Costs:
         numbers = {each.num_layers for each in self.sizes.values()}
         if len(numbers) != 1:
             raise ValueError(f"costs of {sorted(numbers)} layers; give one model at one size or more")
-        for name in ("update_s", "parameter_bytes"):
+        for name in ("update_s", "parameter_bytes", "shard_update_s"):
             if len(values := getattr(self, name)) not in (0, *numbers):
                 raise ValueError(f"{name} has {len(values)} entries for {self.num_layers} layers")
         if not 0 < self.low <= 1 <= self.high < inf:
@@ -166,6 +197,27 @@ class Costs:
         """The link of sums over what messages take `link` between; None unless it is the measured one."""
         return self.sum_link if link == self.link else None
 
+    def shards(self, microbatch_size: int, shards: int, level: int, link: Link) -> ShardCosts | None:
+        """Of so many parts at that level, over what messages take `link` between; None unless that is the
+        measured one and parts were timed.
+
+        Of other numbers than were timed, what is sent follows the ring, (n - 1) / n of all parameters; the
+        optimizer's step is that of the parts that were timed, or of smaller ones in their share.
+        """
+        size = self.at(microbatch_size)
+        timed, total = size.shards_s.get(level), sum(map(sum, self.parameter_bytes))
+        if shards == 1 or timed is None or link != self.link or not total:
+            return None
+        ring = (1 - 1 / shards) / (1 - 1 / self.timed_shards)
+        share = [ring * sum(each) / total for each in self.parameter_bytes]
+        every = range(self.num_layers)
+        more = {kind: timed[kind] - size.seconds(kind, every) for kind in timed if kind != ONCE}
+        return ShardCosts(
+            {kind: [seconds * part for part in share] for kind, seconds in more.items()},
+            [timed[ONCE] * part for part in share],
+            [each * min(1.0, self.timed_shards / shards) for each in self.shard_update_s],
+        )
+
     def to_data(self) -> dict[str, Any]:
         """As plain data, without the profiles."""
         return {
@@ -175,6 +227,7 @@ class Costs:
                     "layers_s": {kind: list(seconds) for kind, seconds in each.layers_s.items()},
                     "action_s": dict(each.action_s),
                     "whole_s": dict(each.whole_s),
+                    "shards_s": {str(level): dict(kinds) for level, kinds in each.shards_s.items()},
                     "activation_bytes": list(each.activation_bytes),
                     "gradient_bytes": list(each.gradient_bytes),
                 }
@@ -182,6 +235,8 @@ class Costs:
             },
             "update_s": list(self.update_s),
             "parameter_bytes": [list(layer) for layer in self.parameter_bytes],
+            "shard_update_s": list(self.shard_update_s),
+            "timed_shards": self.timed_shards,
             "gap_s": self.gap_s,
             "step_s": self.step_s,
             "link": _link_data(self.link),
@@ -203,6 +258,8 @@ class Costs:
             sizes={int(size): _size_of(each) for size, each in data["sizes"].items()},
             update_s=tuple(data["update_s"]),
             parameter_bytes=tuple(tuple(layer) for layer in data["parameter_bytes"]),
+            shard_update_s=tuple(data["shard_update_s"]),
+            timed_shards=data["timed_shards"],
             gap_s=data["gap_s"],
             step_s=data["step_s"],
             link=_link_of(data["link"]),
@@ -238,6 +295,7 @@ def _size_of(data: Mapping[str, Any]) -> SizeCosts:
         layers_s={kind: tuple(seconds) for kind, seconds in data["layers_s"].items()},
         action_s=data["action_s"],
         whole_s=data["whole_s"],
+        shards_s={int(level): kinds for level, kinds in data["shards_s"].items()},
         activation_bytes=tuple(data["activation_bytes"]),
         gradient_bytes=tuple(data["gradient_bytes"]),
     )

@@ -14,14 +14,17 @@ library and `pipeline.plan` are imported.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.planning.costs.costs import FIRST, Costs, Run, SizeCosts
-from gpipe_bench.experiments.planning.costs.wholes import whole_s
-from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.experiments.planning.costs.costs import FIRST, ONCE, Costs, Run, SizeCosts
+from gpipe_bench.experiments.planning.costs.wholes import LEVELS, whole_s
+from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.pipeline.plan.links import LINKS, Link
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.planning.costs.probes import Probed, ProbeRun
@@ -43,12 +46,32 @@ def measured(
         for size in first.activation_bytes
     }
     coarse = [run for each in found for run in each.runs if not run.fine]
-    kinds = {(run.size, run.fine) for run in first.runs}
-    timed = f"measured, {len(found)} processes at once, {len(first.runs) // (2 * len(kinds))} rounds"
+    rounds = sorted({number // 2 for number in Counter((run.size, run.fine) for run in first.runs).values()})
+    ends = " to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
+    timed = f"measured, {len(found)} processes at once, {ends} rounds"
     timed += where and f" on {where}"
     gap_s = median([gap for run in coarse for gap in run.gaps_s] or [0.0])
     messages = [each for run in coarse for each in run.messages]
     step_s = median([run.beyond_s for run in first.runs if not run.fine] or [0.0])
+    parts = [run for each in found for run in each.wholes if run.level]
+    update_s: list[list[float]] = [[] for _ in first.update_s]
+    for run in parts:
+        for layer, seconds in run.update_s:
+            update_s[layer].append(seconds)
+    for size, at in sizes.items():
+        sizes[size] = replace(
+            at,
+            shards_s={
+                level: kinds
+                | {
+                    ONCE: max(
+                        0.0, median(r.sum_s for r in parts if (r.size, r.level) == (size, level)) - step_s
+                    )
+                }
+                for level in LEVELS
+                if (kinds := whole_s(parts, size, level))
+            },
+        )
     return Costs(
         sizes=sizes,
         update_s=tuple(
@@ -56,6 +79,8 @@ def measured(
             for layer in range(len(first.update_s))
         ),
         parameter_bytes=first.parameter_bytes,
+        shard_update_s=tuple(median(samples or [0.0]) for samples in update_s) if parts else (),
+        timed_shards=len(found) if parts else 0,
         gap_s=gap_s,
         step_s=step_s,
         link=_link(messages, gap_s) if messages else None,
@@ -64,6 +89,13 @@ def measured(
         provenance={"layers": timed, "links": timed if messages else "none: one process", "update": timed},
         profiles=profiles,
     )
+
+
+def as_measured(request: Request, costs: Costs) -> Request:
+    """Loopback is what connects the processes of this machine; where several were timed, it was, too."""
+    if costs.link is None or request.link != LINKS["loopback"]:
+        return request
+    return replace(request, link=costs.link)
 
 
 def _size(
@@ -115,7 +147,7 @@ def _sum_link(found: Sequence[Probed], step_s: float) -> Link | None:
     None where they were no replicas.
     """
     processes = len(found)
-    sums = [max(run.sum_s - step_s, 1e-9) for each in found for run in each.wholes]
+    sums = [max(run.sum_s - step_s, 1e-9) for each in found for run in each.wholes if not run.level]
     num_bytes = sum(map(sum, found[0].parameter_bytes))
     if not sums or not num_bytes:
         return None

@@ -20,7 +20,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import inf
 from statistics import median
+from time import perf_counter
 from typing import NamedTuple
 
 from torch import distributed as dist
@@ -29,6 +31,7 @@ from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.experiments.planning.costs.bench import ALONE, NUM_MICROBATCHES, Bench
 from gpipe_bench.experiments.planning.costs.boundaries import boundaries, messages, receives
 from gpipe_bench.experiments.planning.costs.costs import kinds_of
+from gpipe_bench.experiments.planning.costs.spending import About, affordable
 from gpipe_bench.experiments.planning.costs.wholes import Whole, WholeRaw, WholeRun, run_of, take, wholes
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.partition import Partition, partition
@@ -100,64 +103,135 @@ class _Raw(NamedTuple):
 
 def probe(bench: Bench) -> Probed:
     """Takes all probes of a job. All processes must call."""
-    job, layers = bench.job, bench.layers
-    sizes = {size: boundaries(bench, size) for size in job.sizes}
+    job, layers, start_s = bench.job, bench.layers, perf_counter()
+    limited = job.budget.seconds < inf
+
+    def tell(what: str) -> None:
+        if bench.rank == 0:
+            job.budget.tell(what, perf_counter() - start_s)
+
+    tell("warming up")
+    chosen = list(job.sizes)
+    if limited:
+        reference_s = min(bench.references[bench.reference()] for _ in range(4))  # the first ones warm up
+        example_s = reference_s / (2 * bench.size)
+        mine = affordable(chosen, example_s, reference_s, NUM_MICROBATCHES, job.budget.seconds)
+        chosen = bench.everyone(mine)[0]  # the first process decides for all
+    warm = 1 if limited else 2
+    sizes = {size: boundaries(bench, size) for size in chosen}
     fine_cut = partition([1.0] * len(layers), len(layers))
     probes = [
-        _probe(bench, size, way, fine_cut, sizes[size][0], fine=True) for size in job.sizes for way in WAYS
+        _probe(bench, size, way, fine_cut, sizes[size][0], fine=True) for size in chosen for way in WAYS
     ]
+    opened: list[_Probe | Whole] = list(probes)
     cost = [0.0] * len(layers)
-    for number in range(2 * len(probes)):  # the first ones warm up
+    for number in range(warm * len(probes)):  # the first ones warm up
         each = probes[number % len(probes)]
         time_step(each.step, layers, device=bench.device)
-        bench.update(range(len(layers)))
-        for event in each.pipeline.timeline.events if number >= len(probes) else ():
+        bench.trained.update(range(len(layers)), bench.device)
+        for event in each.pipeline.timeline.events if number >= (warm - 1) * len(probes) else ():
             cost[event.action.stage] += event.duration_s
     cost = [sum(column) for column in zip(*bench.everyone(cost), strict=True)]
     stages = max(ALONE, bench.processes)
     if len(layers) > stages:
         cut = partition(cost, stages)
         coarse = [
-            _probe(bench, size, way, cut, sizes[size][0], fine=False) for size in job.sizes for way in WAYS
+            _probe(bench, size, way, cut, sizes[size][0], fine=False) for size in chosen for way in WAYS
         ]
-        for each in (*coarse, *coarse):
+        for each in coarse * warm:
             time_step(each.step, layers, device=bench.device)
         probes += coarse
-    whole = wholes(bench)
-    for replica in (*whole, *whole):
-        time_step(replica.step, layers, device=bench.device)
+        opened += coarse
+    whole = wholes(bench, chosen)
+    opened += whole
+    for replica in whole * warm:
+        time_step(replica.step, replica.trained.layers, device=bench.device)
+        replica.trained.update(range(len(layers)), bench.device)  # the first one makes its state
     settle()
     first = bench.reference()
     raw: list[_Raw] = []
     raw_wholes: list[WholeRaw] = []
     everything: list[_Probe | Whole] = [*probes, *whole]
+    turns = everything
     generator = random.Random(job.seed)
-    for _ in range(job.rounds):
-        for turn in generator.sample(everything, len(everything)):
+
+    def found() -> Probed:
+        bench.reference_s = median(bench.references[first:])
+        return Probed(
+            tuple(_run(bench, number, each) for number, each in enumerate(raw)),
+            tuple(
+                tuple(
+                    each.update_s[layer] / bench.speed(each.before, bench.reference_s)
+                    for each in raw
+                    if layer in each.update_s
+                )
+                for layer in range(len(layers))
+            ),
+            tuple(tuple(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers),
+            {size: sizes[size][0] for size in chosen},
+            {size: sizes[size][1] for size in chosen},
+            bench.reference_s,
+            tuple(run_of(bench, each) for each in raw_wholes),
+        )
+
+    for number in range(job.rounds):
+        before_s = perf_counter()
+        tell(f"round {number + 1}, {len(turns)} of {len(everything)} probes")
+        order = generator.sample(turns, len(turns))
+        if limited and number == 0:  # the smallest first: a size that there is no time for is left out
+            order.sort(key=lambda each: each.size)
+        for place, turn in enumerate(order):
+            if limited and number == 0 and place and turn.size != order[place - 1].size:
+                now_s = perf_counter()
+                next_s = (now_s - before_s) / sum(each.size for each in order[:place])
+                next_s *= sum(each.size for each in order if each.size == turn.size)
+                if not bench.everyone(job.budget.lasts(now_s - start_s, next_s))[0]:
+                    chosen = [size for size in chosen if size < turn.size]
+                    everything = turns = [each for each in everything if each.size in chosen]
+                    break
             if isinstance(turn, _Probe):
                 raw.append(_take(bench, turn))
             else:
                 raw_wholes.append(take(bench, turn))
             bench.reference()
-    bench.reference_s = median(bench.references[first:])
-    for turn in everything:
-        turn.pipeline.close()
-    return Probed(
-        tuple(_run(bench, number, each) for number, each in enumerate(raw)),
-        tuple(
-            tuple(
-                each.update_s[layer] / bench.speed(each.before, bench.reference_s)
-                for each in raw
-                if layer in each.update_s
-            )
-            for layer in range(len(layers))
-        ),
-        tuple(tuple(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers),
-        {size: found[0] for size, found in sizes.items()},
-        {size: found[1] for size, found in sizes.items()},
-        bench.reference_s,
-        tuple(run_of(bench, each) for each in raw_wholes),
-    )
+        if limited and number + 1 < job.rounds:
+            turns = _again(bench, found(), everything, number, start_s, before_s)
+            if not turns:
+                break
+    tell("done")
+    for each_opened in opened:
+        each_opened.pipeline.close()
+    return found()
+
+
+def _again(
+    bench: Bench,
+    found: Probed,
+    everything: Sequence[_Probe | Whole],
+    number: int,
+    start_s: float,
+    before_s: float,
+) -> list[_Probe | Whole]:
+    """What is timed in the next round: what the best ways depend on, if there is time for it. The first
+    process decides for all.
+    """
+    job, everyone = bench.job, bench.everyone(found)
+    places: list[int] = []
+    if bench.rank == 0:
+        now_s = perf_counter()
+        matters = job.matters(everyone) if job.matters is not None else None
+        places = [
+            place for place, each in enumerate(everything) if matters is None or _about(each) in matters
+        ]
+        taken = len(everything) if number == 0 else len(places)
+        round_s = (now_s - before_s) * len(places) / max(1, taken)
+        if not job.budget.lasts(perf_counter() - start_s, round_s):
+            places = []
+    return [everything[place] for place in bench.everyone(places)[0]]
+
+
+def _about(each: _Probe | Whole) -> About:
+    return About(each.size, "layers" if isinstance(each, _Probe) else each.level)
 
 
 def _probe(
@@ -183,7 +257,7 @@ def _take(bench: Bench, each: _Probe) -> _Raw:
         wall_s,
         mine.events,
         each.pipeline.gather_timeline().events if shared else (),
-        bench.update(sorted(held)),
+        bench.trained.update(sorted(held), bench.device),
     )
 
 

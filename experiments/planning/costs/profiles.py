@@ -8,9 +8,8 @@ from functools import cache
 import torch
 
 from gpipe_bench.experiments.planning.subjects import Subject
-from gpipe_bench.experiments.table1.model_costs import ModelProfile
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 
 
 def profiles_of(subject: Subject) -> Callable[[int, bool, int], ModelProfile]:

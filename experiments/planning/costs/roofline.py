@@ -36,10 +36,9 @@ from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.published.accelerator_steps.accelerators import UPDATE_BYTES, Accelerator
-from gpipe_bench.experiments.table1.model_costs import PRECISIONS
 from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import LossLayer, fake_copy
+from gpipe_bench.pipeline.memory.profile import PRECISIONS, LossLayer, fake_copy
 from gpipe_bench.pipeline.signature import signature
 
 MIDDLE = 0.8

@@ -19,7 +19,7 @@ from math import inf
 from gpipe_bench.experiments.planning.models import Tie
 from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.experiments.planning.searching.space import Way
-from gpipe_bench.experiments.table1.model_costs import ModelProfile
+from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stages.peaks import rule_of
 from gpipe_bench.pipeline.plan.cutting.times import LayerTimes
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule

@@ -20,7 +20,7 @@ from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
-from gpipe_bench.experiments.table1.model_costs import ModelProfile
+from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing, shared_stage
 from gpipe_bench.pipeline.memory.stages.layerwise import Passes, passes

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.costs.costs import Costs
+from gpipe_bench.experiments.planning.costs.costs import Costs, ShardCosts
 from gpipe_bench.experiments.planning.links import Topology
 from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from gpipe_bench.pipeline.plan.cutting.times import LayerTimes
@@ -55,8 +55,18 @@ def grid_of(candidate: Candidate) -> Grid:
     return Grid(candidate.num_workers, candidate.dp, candidate.fsdp, candidate.fsdp_level, candidate.tp)
 
 
-def times_on(grid: Grid, costs: Costs, microbatch_size: int, near: Topology, *, split: bool) -> LayerTimes:
-    """The times of the layers on a grid; `split` where the schedule has I and W in the place of B."""
+def times_on(
+    grid: Grid,
+    costs: Costs,
+    microbatch_size: int,
+    near: Topology,
+    *,
+    split: bool,
+    shards: ShardCosts | None = None,
+) -> LayerTimes:
+    """The times of the layers on a grid; `split` where the schedule has I and W in the place of B. What
+    `shards` of parameters were timed to add takes the place of fsdp's collectives.
+    """
     size = costs.at(microbatch_size)
     if grid.tp > 1:
         sums_s = [2 * all_reduce_s(each, grid.tp, near.ring("tp")) for each in (*size.activation_bytes, 0.0)]
@@ -73,16 +83,27 @@ def times_on(grid: Grid, costs: Costs, microbatch_size: int, near: Topology, *, 
     takes_s = {kind: list(size.layers_s.get(kind, size.layers_s[ahead])) for kind in (ahead, "R", *backs)}
     held = [sum(layer) for layer in costs.parameter_bytes] or [0] * costs.num_layers
     gathers_s = [all_gather_s(each, grid.fsdp, near.ring("fsdp")) for each in held]
+    if shards is not None:
+        gathers_s = [0.0] * len(held)
+        for kind, seconds in takes_s.items():
+            takes_s[kind] = [
+                max(0.0, each + shards.more(kind, range(layer, layer + 1)))
+                for layer, each in enumerate(seconds)
+            ]
     if grid.fsdp_level == 3:
         takes_s = {kind: list(map(max, seconds, gathers_s)) for kind, seconds in takes_s.items()}
     reduce_s = [0.0] * len(held)
     if grid.fsdp > 1:
         reduce_s = [reduce_scatter_s(each, grid.fsdp, near.ring("fsdp")) for each in held]
+    if shards is not None:
+        reduce_s = list(shards.once_s)
     if grid.dp > 1:
         reduce_s = _added(
             reduce_s, [all_reduce_s(each / grid.fsdp, grid.dp, near.ring("dp")) for each in held]
         )
     update_s = [each / grid.fsdp for each in costs.update_s] or [0.0] * len(held)
+    if shards is not None:
+        update_s = list(shards.update_s)
     if grid.fsdp_level == 2:
         update_s = _added(update_s, gathers_s)
     more_s = {"F": size.action_s.get(ahead, 0.0), **{kind: size.action_s.get(kind, 0.0) for kind in "RBIW"}}
@@ -108,7 +129,7 @@ def divided(costs: Costs, microbatch_size: int, tp: int) -> Costs:
     layers_s = {kind: [each / tp for each in seconds] for kind, seconds in size.layers_s.items()}
     return replace(
         costs,
-        sizes={microbatch_size: replace(size, layers_s=layers_s, whole_s={})},
+        sizes={microbatch_size: replace(size, layers_s=layers_s, whole_s={}, shards_s={})},
         update_s=[each / tp for each in costs.update_s],
         parameter_bytes=[[each // tp for each in layer] for layer in costs.parameter_bytes],
     )

@@ -80,8 +80,11 @@ class Parts:
         key = (way.grid, way.microbatch_size, way.splits)
         if key not in self._times:
             self._times[key] = times_on(
-                way.grid, self.costs, way.microbatch_size, self.topology(way), split=way.splits
-            )
+                way.grid, self.costs, way.microbatch_size, self.topology(way), split=way.splits,
+                shards=None if way.grid.tp > 1 else self.costs.shards(
+                    way.microbatch_size, way.grid.fsdp, way.grid.fsdp_level, self.request.link
+                ),
+            )  # fmt: skip
         return self._times[key]
 
     def room(self, way: Way) -> Room:

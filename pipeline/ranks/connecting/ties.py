@@ -115,6 +115,12 @@ class Ties:
             return error
         return let_down(error) if self.job.is_grid else None
 
+    def leave(self) -> None:
+        """In a process that was forked: the ties stay its parent's."""
+        self._closed = True
+        for connection in self._connections:
+            connection.leave()
+
     def close(self) -> None:
         """Waits until everything sent is gone, takes leave of the other ranks and shuts down; once."""
         if self._closed or self._failed is not None:

@@ -12,6 +12,10 @@ only waits itself. Each writes for whom it waits, and who is waited for but does
 stopped. If the store does not answer either, it is the process that holds it. Where ranks give signs of life
 (`heartbeats`) they say more: of those who may be meant, it is the one that is silent.
 
+All of them ask at the same time, and one process answers. So what they write is one list, which is one
+question however many they are, and only the first of them asks for signs of life and concludes; the others
+wait for what it says, and conclude themselves if it says nothing.
+
 The store goes with the process that holds it. So that one, before it raises what may end it, stays for a
 moment until the others know.
 """
@@ -34,7 +38,8 @@ from gpipe_bench.pipeline.ranks.store import Store
 # closes anything; one that waited in vain writes for whom, but gloo has closed its connections by then, and
 # it may have begun to wait a little later.
 EXPLANATION_S = 2.0
-_LOOK_S = 0.02
+_FIRST_S = 1.0  # beyond that, how long the others wait for the one that began first
+_LOOK_S, _LONGEST_LOOK_S = 0.02, 0.32  # between two looks, which double
 
 Watch = Callable[[Callable[[], bool], float], Callable[[], None]]
 """Takes what to call again and again and the seconds between; gives how to end it."""
@@ -48,7 +53,6 @@ class Blackboard:
         store: the keys that they share.
         rank: this one.
         ranks: all of them.
-        alone: whether these wait for nobody but each other.
         alive: whether they give signs of life.
         coordinates: where a rank is on the grid.
         now: the time they wait in, seconds.
@@ -61,14 +65,13 @@ class Blackboard:
         rank: int,
         ranks: Collection[int],
         *,
-        alone: bool = True,
         alive: bool = False,
         coordinates: Callable[[int], str] = lambda rank: "",
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store, self._rank, self._ranks = store, rank, tuple(ranks)
-        self._alone, self._alive, self._coordinates = alone, alive, coordinates
+        self._alive, self._coordinates = alive, coordinates
         self._now, self._sleep = now, sleep
 
     def report(self, error: ActionError) -> ActionError:
@@ -90,21 +93,25 @@ class Blackboard:
         """What happened, as far as anybody knows, when a peer cannot be reached."""
         found: _Record = {"action": str(error.action or ""), "rank": error.peer, "cause": error.cause}
         try:
-            self._store.set(f"waiting {self._rank}", json.dumps(found))
-            deadline = self._now() + EXPLANATION_S
-            testimonies = {self._rank: found}
-            before = signs(self._store, self._ranks) if self._alive else {}
-            certain = False
+            self._store.append("waiting", json.dumps([self._rank, found]) + "\n")
+            is_first = self._testimonies(1).keys() == {self._rank}
+            before = signs(self._store, self._ranks) if self._alive and is_first else {}
+            deadline = self._now() + EXPLANATION_S + (0 if is_first else _FIRST_S)
+            certain, look_s = False, _LOOK_S
             while not certain and self._now() < deadline:
                 written = self._store.get("failure")
                 if written is not None:
                     return self._read(written)
-                self._sleep(_LOOK_S)
-                self._hear(testimonies)
-                heard = set(testimonies) | {self._last(testimonies, self._rank)["rank"]}
-                # Who is cut off by a rank that has timed out hears of it only now.
-                certain = self._alone and error.timed_out and heard == set(self._ranks)
-            quiet = silent(before, signs(self._store, before)) if before and not certain else set()
+                self._sleep(look_s)
+                look_s = min(2 * look_s, _LONGEST_LOOK_S)
+                if error.timed_out:  # who is cut off by a rank that has timed out hears of it only now
+                    testimonies = self._testimonies()
+                    heard = {*testimonies, self._last(testimonies, self._rank)["rank"]}
+                    certain = heard == set(self._ranks)
+            quiet = set[int]()
+            if not certain:
+                testimonies = self._testimonies()
+                quiet = silent(before, signs(self._store, before))
             found = self._blamed(testimonies, quiet, timed_out=error.timed_out)
         except StoreError as gone:
             host = self._store.host
@@ -119,30 +126,27 @@ class Blackboard:
         moment until all know, but the one that failed.
         """
         deadline = self._now() + EXPLANATION_S
+        to_know = {str(rank).encode() for rank in self._ranks if rank not in (self._rank, failure.rank)}
         try:
-            self._store.set(f"knows {self._rank}", "1")
-            to_know = [rank for rank in self._ranks if rank not in (self._rank, failure.rank)]
-            while self._rank == self._store.host and to_know and self._now() < deadline:
-                if self._store.get(f"knows {to_know[-1]}") is not None:
-                    to_know.pop()
-                else:
-                    self._sleep(_LOOK_S)
+            self._store.append("knows", f"{self._rank} ")
+            while self._rank == self._store.host and self._now() < deadline:
+                if to_know <= set((self._store.get("knows") or b"").split()):
+                    break
+                self._sleep(_LOOK_S)
         except StoreError:
             pass
 
-    def _hear(self, testimonies: dict[int, _Record]) -> None:
-        """Adds for whom the other ranks wait in vain."""
-        for rank in self._ranks:
-            if rank not in testimonies:
-                written = self._store.get(f"waiting {rank}")
-                if written is not None:
-                    testimonies[rank] = json.loads(written)
+    def _testimonies(self, most: int | None = None) -> dict[int, _Record]:
+        """For whom the ranks wait in vain that have said so, this one among them; or only the first ones."""
+        return dict(map(json.loads, (self._store.get("waiting") or b"").splitlines()[:most]))
 
     def _blamed(self, testimonies: dict[int, _Record], quiet: set[int], *, timed_out: bool) -> _Record:
         """Whom to blame, as far as can be told from who waits for whom and who is quiet."""
         found = self._last(testimonies, self._rank)
         if not self._alive:
             return self._missing(testimonies) if found["rank"] is None and timed_out else found
+        if found["rank"] not in (None, *testimonies) and (not quiet or found["rank"] in quiet):
+            return found
         # A rank that waits for somebody in a collective does not know for whom; others may.
         ends = [found, *(self._last(testimonies, rank) for rank in testimonies)]
         ends = [end for end in ends if end["rank"] is not None and end["rank"] not in testimonies]

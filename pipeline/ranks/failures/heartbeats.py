@@ -67,7 +67,8 @@ class Heartbeats:
 
 def signs(store: Store, ranks: Iterable[int]) -> dict[int, bytes | None]:
     """The latest sign of life of each rank; who lives has given another one a second later, or left."""
-    return {rank: store.get(_key(rank)) for rank in ranks}
+    known = tuple(ranks)
+    return dict(zip(known, store.get_all([_key(rank) for rank in known]), strict=True))
 
 
 def silent(before: Mapping[int, bytes | None], after: Mapping[int, bytes | None]) -> set[int]:

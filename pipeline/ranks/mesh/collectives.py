@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -55,11 +56,11 @@ class OverBackend:
         return self.replicas.size
 
     def sum(self, numbers: Tensor) -> Work:
-        return self.backend.allreduce([numbers])  # type: ignore[no-any-return]
+        return self.replicas.bounded(lambda: self.backend.allreduce([numbers]))  # type: ignore[no-any-return]
 
     def gather(self, numbers: Tensor) -> tuple[Work, list[Tensor]]:
         found = [torch.empty_like(numbers) for _ in range(self.size)]
-        return self.backend.allgather([found], [numbers]), found
+        return self.replicas.bounded(lambda: self.backend.allgather([found], [numbers])), found
 
     def wait(self, work: Work) -> None:
         self.replicas.bounded(work.wait)
@@ -75,7 +76,8 @@ class OverBackend:
                 flat = Room(some).empty()
                 for view, tensor in zip(flat.views, some, strict=True):
                     view.copy_(tensor)
-                self.wait(self.backend.broadcast([flat.memory.view(torch.uint8)], _from_first()))
+                broadcast = partial(self.backend.broadcast, [flat.memory.view(torch.uint8)], _from_first())
+                self.wait(self.replicas.bounded(broadcast))
                 for view, tensor in zip(flat.views, some, strict=True):
                     tensor.copy_(view)
 

@@ -8,6 +8,7 @@ and what is given back is the mean over all: of the loss, and of the gradients o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,9 @@ from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
 from gpipe_bench.pipeline.ranks.mesh.shares import GlobalShares, MeanOfAll
 from gpipe_bench.pipeline.ranks.mesh.tree import Tree
 from gpipe_bench.pipeline.ranks.replicas import Replicas
-from gpipe_bench.pipeline.stage.parts import local
+from gpipe_bench.pipeline.stage.parts import is_divided, local
 from gpipe_bench.pipeline.stage.reduced import Reduction
+from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.times.journal import Journal
 
@@ -52,7 +54,9 @@ class Joint:
     ) -> None:
         self.replicas, self._by_tree, self._bucket_bytes = replicas, by_tree, bucket_bytes
         self._divided = divided
+        self._stages: list[Stage] = []
         self._reductions: dict[int, Reduction] = {}
+        self._alike: list[nn.Parameter] = []  # of the stages, with the values of the first replica
         self.journal = Journal(device)
         self._collectives = self._of_hosts = None
         if replicas is not None:
@@ -77,6 +81,34 @@ class Joint:
         with torch.no_grad():
             self._collectives.take_over([local(value) for _, value in values])
 
+    def _go_on_alike(self) -> None:
+        """The same for parameters that have come since, be it in a layer or with a loss that is a module.
+
+        `ValueError` where the replicas have other ones, or where two stages would both sum one.
+        """
+        now = [parameter for stage in self._stages for parameter in stage.parameters]
+        if len(now) == len(self._alike) and all(map(is_, now, self._alike)):
+            return
+        received = [parameter for stage in self._stages for parameter in stage.receiving]
+        if len(set(received)) < len(received):
+            raise ValueError(
+                "a parameter that belongs to one stage has come to another one too, or to loss_fn, since the "
+                "pipeline was built, and both would sum its gradients over replicas; tie weights before the "
+                "pipeline is built, and give loss_fn parameters of its own"
+            )
+        if self.replicas is not None and self._collectives is not None:
+            known = set(self._alike)
+            new = [p for p in dict.fromkeys(now) if p not in known and not is_divided(p)]
+            forms = [(parameter.shape, parameter.dtype) for parameter in now]
+            if any(theirs != forms for theirs in self.replicas.share(forms)):
+                raise ValueError(
+                    "the replicas of a stage have been given different parameters since the pipeline was "
+                    "built; change the layers, and loss_fn, alike on all ranks"
+                )
+            with torch.no_grad():
+                self._collectives.take_over([parameter.detach() for parameter in new])
+        self._alike = now
+
     def reduction(self, stage: Stage) -> Reduction:
         """What joins the gradients of a stage of this process."""
         found: Reduction | None
@@ -87,6 +119,8 @@ class Joint:
         else:
             found = self._buckets(stage)
         assert found is not None
+        self._stages.append(stage)
+        self._alike += stage.parameters
         self._reductions[stage.index] = found
         return found
 
@@ -105,10 +139,15 @@ class Joint:
             return num_microbatches
         return min(self.replicas.share(num_microbatches))
 
-    def begin(self, lengths: Sequence[int], *, sync: bool, has_loss: bool) -> Sequence[float]:
+    def begin(
+        self, lengths: Sequence[int], loss_fn: LossFn | None, *, sync: bool, has_loss: bool
+    ) -> Sequence[float]:
         """A training step with micro-batches of `lengths` examples begins; what each of them counts for, on
         the process that has the loss.
         """
+        for stage in self._stages:
+            stage.look(loss_fn)
+        self._go_on_alike()
         for reduction in self._reductions.values():
             reduction.begin(len(lengths), sync=sync)
         if self._of_hosts is not None:

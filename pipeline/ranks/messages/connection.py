@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks.host import not_inherited
 from gpipe_bench.pipeline.ranks.messages.aside import wait_aside
 from gpipe_bench.pipeline.ranks.messages.holders import Holders
 from gpipe_bench.pipeline.ranks.messages.neighbour import Arrival, Departure, Neighbour
@@ -186,6 +187,11 @@ class Connection:
                     work = self._backend.recv([torch.empty(1)], peer, _NEVER_SENT)
                     work.wait(timedelta(milliseconds=1))
 
+    def leave(self) -> None:
+        """In a process that was forked: gives up what it must not hold, without a word to others."""
+        for neighbour in self._neighbours.values():
+            neighbour.leave()
+
     def close(self) -> None:
         """Ends the connection in good order, when everything sent is gone."""
         for neighbour in self._neighbours.values():
@@ -207,7 +213,8 @@ def backend(store: Store, rank: int, size: int, *, name: str, accelerated: bool,
         return dist.ProcessGroupNCCL(keys, rank, size, nccl_options(dist.ProcessGroupNCCL, timeout))
 
     try:
-        return bounded(connect, timeout_s + 1)  # its own timeout does not cover a store that is silent
+        with not_inherited():
+            return bounded(connect, timeout_s + 1)  # its own timeout does not cover a store that is silent
     except (RuntimeError, TimeoutError) as error:
         cause = f"not all ranks connected within {timeout_s:g} s: {str(error).splitlines()[0]}"
         raise PeerError(None, None, cause, timed_out=True) from error

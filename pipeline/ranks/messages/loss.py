@@ -52,6 +52,8 @@ class Loss:
         if source is None or self._work is not None:
             return
         if self._buffer is None or not form.fits(self._buffer.tensor):
+            if self._buffer is not None:
+                self._connection.give_back(self._buffer, source)
             self._buffer = self._connection.buffer(form, source, self._device)
         self._work = self._connection.receive(self._buffer, source, _TAG)
         self._connection.flush(source)

@@ -9,7 +9,9 @@ or waits. A process that dies closes its socket, so that its neighbours know at 
     receiver   empty --- post(tag, place) ----------------- wait ............ arrived
     sender                       '--> knows the place   copy, done(tag) ------'
 
-The memory is anonymous (memfd), handed over through the socket, and gone with the processes.
+Every buffer is memory of its own: made by the one that receives, anonymous (memfd), so that nothing is left
+in the file system when a process dies, and handed over through the socket. What is given back is used again,
+for a smaller message too; what would make it more than twice the most that was in use at a time is let go.
 """
 
 from __future__ import annotations
@@ -30,15 +32,21 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.ranks.messages.holders import Holders
-from gpipe_bench.pipeline.ranks.messages.segment import Segment
 
-_RECORD = struct.Struct("<BBIIQ")  # kind, channel, tag, segment, offset or size
-_SEGMENT, _POSTED, _DONE = 1, 2, 3
+_RECORD = struct.Struct("<BBIIQ")  # kind, channel, tag, number of a buffer, its size
+_NEW, _LET_GO, _POSTED, _DONE = 1, 2, 3, 4
 _READ_BYTES = 227 * _RECORD.size
-_ALIGNMENT = 64  # bytes; of every buffer, as torch's allocator has it
-_SMALLEST_SEGMENT = 1 << 20
 
 Key = tuple[int, int]  # channel and tag
+
+
+class Memory:
+    """Bytes that a neighbour maps and writes; in whole pages."""
+
+    __slots__ = ("bytes", "holders", "number")
+
+    def __init__(self, number: int, mapped: Tensor) -> None:
+        self.number, self.bytes, self.holders = number, mapped, Holders(mapped)
 
 
 class Neighbour:
@@ -56,14 +64,14 @@ class Neighbour:
         self._poll.register(link, select.POLLIN)
         self._unread = self._unwritten = b""
         self._descriptors: deque[int] = deque()
-        self._mine: list[Segment] = []  # memory to receive into
-        self.buffer_bytes = 0  # of it, what buffers take; they are used again, and stay
-        self._places: dict[int, tuple[int, int]] = {}  # address of a buffer -> segment, offset
-        self._holders: dict[int, Holders] = {}  # address of a buffer -> whether tensors live in it
-        self._unused: dict[int, list[Tensor]] = {}  # buffers that were given back, by their length
-        self._theirs: list[mmap.mmap] = []  # memory of the other process
-        self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
-        self._posted: dict[Key, deque[tuple[int, int]]] = {}  # where the other process wants its messages
+        self._mine: dict[int, Memory] = {}  # to receive into, by its address
+        self.buffer_bytes = 0  # of it all
+        self._asked_bytes = self._most_in_use = 0  # of it, for what is in use; and the most of that at a time
+        self._num_made = 0
+        self._unused: dict[int, list[Memory]] = {}  # what was given back, by the length that it had
+        self._theirs: dict[int, Tensor] = {}  # memory of the other process, by its number
+        self._views: dict[int, Tensor] = {}  # of it, as the latest message into it saw it
+        self._posted: dict[Key, deque[int]] = {}  # where the other process wants its messages
         self._arrived: dict[Key, int] = {}
         self._pending: deque[tuple[Key, Tensor, Departure]] = deque()  # sent, but not posted over there yet
 
@@ -76,32 +84,68 @@ class Neighbour:
 
     def empty(self, num_bytes: int) -> Tensor:
         """A buffer of bytes to receive into, which no other tensor lives in."""
-        unused = self._unused.get(num_bytes, [])
-        for position, buffer in enumerate(unused):
-            if not self._holders[buffer.data_ptr()].others:
-                return unused.pop(position)
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if not self._mine or self._mine[-1].free < size:
-            self._mine.append(Segment(max(size, _SMALLEST_SEGMENT)))
-            self._announce(self._mine[-1])
-        offset = self._mine[-1].take(size)
-        self.buffer_bytes += size
-        buffer = torch.frombuffer(self._mine[-1].memory, dtype=torch.uint8, count=num_bytes, offset=offset)
-        self._places[buffer.data_ptr()] = (len(self._mine) - 1, offset)
-        self._holders[buffer.data_ptr()] = Holders(buffer)
-        return buffer
+        self._asked_bytes += _whole_pages(num_bytes)
+        for position, memory in enumerate(self._unused.get(num_bytes, ())):
+            if not memory.holders.others:
+                del self._unused[num_bytes][position]
+                return memory.bytes[:num_bytes]
+        return self._other(_whole_pages(num_bytes)).bytes[:num_bytes]
 
     def give_back(self, buffer: Tensor) -> None:
-        """Allows a buffer of `empty` to be used again, once no other tensor lives in it."""
-        self._unused.setdefault(len(buffer), []).append(buffer)
+        """Allows a buffer of `empty` to be used again, once no tensor lives in it."""
+        self._asked_bytes -= _whole_pages(len(buffer))
+        self._unused.setdefault(len(buffer), []).append(self._mine[buffer.data_ptr()])
+
+    def _other(self, size: int) -> Memory:
+        """Memory that was of another length so far, of which it may not be half, or new one."""
+        free, in_use = [], self._asked_bytes
+        self._unused = {length: unused for length, unused in self._unused.items() if unused}
+        for length, unused in self._unused.items():
+            for memory in unused:
+                if memory.holders.others:
+                    in_use += _whole_pages(length)
+                else:
+                    free.append((unused, memory))
+        self._most_in_use = max(self._most_in_use, in_use)
+        fitting = [pair for pair in free if size <= len(pair[1].bytes) <= 2 * size]
+        if fitting:
+            unused, memory = min(fitting, key=lambda pair: len(pair[1].bytes))
+            unused.remove(memory)
+            return memory
+        for unused, memory in free:
+            if self.buffer_bytes + size <= 2 * self._most_in_use:
+                break
+            unused.remove(memory)
+            self._let_go(memory)
+        return self._made(size)
+
+    def _made(self, size: int) -> Memory:
+        descriptor = os.memfd_create("pipeline")
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # a lack of memory is an error here, not a signal later
+            memory = Memory(self._num_made, _map(descriptor, size))
+            self.flush()
+            handed = array.array("i", [descriptor])
+            record = _RECORD.pack(_NEW, 0, 0, memory.number, size)
+            self._write(record, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, handed)])
+        finally:
+            os.close(descriptor)
+        self._mine[memory.bytes.data_ptr()] = memory
+        self._num_made += 1
+        self.buffer_bytes += size
+        return memory
+
+    def _let_go(self, memory: Memory) -> None:
+        self._unwritten += _RECORD.pack(_LET_GO, 0, 0, memory.number, 0)
+        self.buffer_bytes -= len(memory.bytes)
+        del self._mine[memory.bytes.data_ptr()]
 
     def post(self, channel: int, tag: int, buffer: Tensor) -> Arrival:
         """Lets the next message of this channel and tag come into a buffer made by `empty`.
 
         The other process learns of it at the next `flush`, `send` or wait.
         """
-        segment, offset = self._places[buffer.data_ptr()]
-        self._unwritten += _RECORD.pack(_POSTED, channel, tag, segment, offset)
+        self._unwritten += _RECORD.pack(_POSTED, channel, tag, self._mine[buffer.data_ptr()].number, 0)
         return Arrival(self, (channel, tag))
 
     def flush(self) -> None:
@@ -120,14 +164,10 @@ class Neighbour:
         return departure
 
     def _deliver(self, key: Key, tensor: Tensor, departure: Departure) -> None:
-        segment, offset = self._posted[key].popleft()
-        place = (segment, offset, tensor.numel(), tensor.dtype)
-        view = self._views.get(place)
-        if view is None:
-            view = torch.frombuffer(
-                self._theirs[segment], dtype=tensor.dtype, count=tensor.numel(), offset=offset
-            )
-            self._views[place] = view
+        number = self._posted[key].popleft()
+        view = self._views.get(number)
+        if view is None or view.dtype != tensor.dtype or len(view) != tensor.numel():
+            view = self._views[number] = self._theirs[number][: tensor.nbytes].view(tensor.dtype)
         view.copy_(tensor.view(-1))
         self._write(_RECORD.pack(_DONE, key[0], key[1], 0, 0))
         departure.gone = True
@@ -183,8 +223,15 @@ class Neighbour:
             self._link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection; the other process notices."""
+        """Ends the connection; the other process notices, whoever else was forked with it."""
+        self.cut()
         self._link.close()
+
+    def leave(self) -> None:
+        """Gives up the connection and the memory in a process that was forked; nobody notices."""
+        self._link.close()
+        for memory in (self._mine, self._unused, self._theirs, self._views):
+            memory.clear()
 
     def _read(self) -> bool:
         """Takes in some records; False if there is nothing more to read."""
@@ -202,14 +249,17 @@ class Neighbour:
         data = self._unread + data
         whole = len(data) - len(data) % _RECORD.size
         self._unread = data[whole:]
-        for kind, channel, tag, segment, number in _RECORD.iter_unpack(data[:whole]):
+        for kind, channel, tag, number, size in _RECORD.iter_unpack(data[:whole]):
             if kind == _DONE:
                 self._arrived[channel, tag] = self._arrived.get((channel, tag), 0) + 1
             elif kind == _POSTED:
-                self._posted.setdefault((channel, tag), deque()).append((segment, number))
+                self._posted.setdefault((channel, tag), deque()).append(number)
+            elif kind == _LET_GO:
+                del self._theirs[number]
+                self._views.pop(number, None)
             else:
                 descriptor = self._descriptors.popleft()
-                self._theirs.append(mmap.mmap(descriptor, number))
+                self._theirs[number] = _map(descriptor, size)
                 os.close(descriptor)
         return more
 
@@ -230,18 +280,24 @@ class Neighbour:
         """Until the other process has read some of its many records; it may be waiting for the same of this
         one.
         """
-        readable, writable, _ = select.select([self._link], [self._link], [], self._timeout_s)
-        if readable:
-            self._read()
-        elif not writable:
+        poll = select.poll()
+        poll.register(self._link, select.POLLIN | select.POLLOUT)
+        found = poll.poll(self._timeout_s * 1e3)
+        if not found:
             raise RuntimeError(f"timed out after {self._timeout_s:g} s")
+        if found[0][1] & ~select.POLLOUT:
+            self._read()
 
-    def _announce(self, segment: Segment) -> None:
-        self.flush()
-        record = _RECORD.pack(_SEGMENT, 0, 0, 0, segment.size)
-        descriptors = array.array("i", [segment.descriptor])
-        self._write(record, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-        os.close(segment.descriptor)
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _map(descriptor: int, size: int) -> Tensor:
+    """The bytes of a file that processes share; unlike with `mmap`, no descriptor stays open."""
+    storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", shared=True, nbytes=size)
+    with torch.inference_mode(mode=False):  # what is evaluated first may be trained on later
+        return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 
 
 def move_along(neighbours: Collection[Neighbour], until: int) -> None:

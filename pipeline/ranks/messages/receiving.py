@@ -194,6 +194,7 @@ class Receiver:
             return buffers
         if kept is not None:
             self._give_back(kept[1])
+            self._slots[slot] = kept = None  # or its tensors would keep the memory from being used again
         buffers = self._make(outline)
         self._slots[slot] = (outline, buffers)
         return buffers

@@ -44,18 +44,19 @@ class Holders:
 
     def gather(self, whole: Tensor, mine: Tensor) -> Any:
         """Begins to make `whole` of the parts of all holders, end to end."""
-        return self._parts._allgather_base(whole, mine)
+        return self.replicas.bounded(lambda: self._parts._allgather_base(whole, mine))
 
     def scatter(self, mine: Tensor, whole: Tensor, op: Any) -> Any:
         """Begins to make `mine` of this holder's part of what `whole` is on all holders together."""
         options = dist.ReduceScatterOptions()
         options.reduceOp = op
-        return self._parts._reduce_scatter_base(mine, whole, options)
+        return self.replicas.bounded(lambda: self._parts._reduce_scatter_base(mine, whole, options))
 
     def sum_copies(self, mine: Tensor) -> None:
         """Makes `mine` the sum over its copies."""
-        assert self._copies is not None
-        self.wait(self._copies.allreduce([mine]))
+        copies = self._copies
+        assert copies is not None
+        self.wait(self.replicas.bounded(lambda: copies.allreduce([mine])))
 
     def wait(self, work: Any) -> None:
         """Until it is done, or, on an accelerator, before what is enqueued next; errors as in `Replicas`."""

@@ -42,6 +42,7 @@ from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.ranks.mesh.divided.gathering import Gather, Holders, Scatter
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
+from gpipe_bench.pipeline.stage.parts import is_divided
 from gpipe_bench.pipeline.stage.stage import Stage
 
 
@@ -153,8 +154,15 @@ class Shards:
     def begin(self, num_microbatches: int, *, sync: bool) -> None:
         """The parameters of the step are fetched while the stage waits for its first micro-batch.
 
-        Gradients are kept in parts whatever `sync` says, so there is nothing to put off.
+        Gradients are kept in parts whatever `sync` says, so there is nothing to put off. `ValueError` for a
+        parameter that is not divided, whose gradients nobody would sum.
         """
+        if any(not is_divided(parameter) for parameter in self._stage.trainable):
+            raise ValueError(
+                f"stage {self._stage.index} trains a parameter that is not divided along 'fsdp': it is of "
+                "loss_fn, or has come to a layer since the pipeline was built; build the pipeline of layers "
+                "that have all their parameters, or use the dimension 'dp' instead"
+            )
         self._watched = False
         if self._zero == 2:
             for layer in self._layers:

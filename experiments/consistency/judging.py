@@ -1,0 +1,413 @@
+"""How consistent training is judged: by a protocol that was frozen before the runs, from records alone.
+
+A number of runs, a seed or a margin that may change after a look at the results makes any verdict possible.
+So all of them stand in results/consistency-protocol.toml; the runs take them from there and from nowhere
+else, every record names the file's digest, and records made under another file are not judged. Nothing is
+called equal to a baseline that did not learn: weights that never moved are always equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gpipe_bench.harness.judging.entry import Entry
+from gpipe_bench.harness.places import PUBLISHED
+from gpipe_bench.harness.records.record import Quantity, Record, of_case
+
+PATH = PUBLISHED / "consistency-protocol.toml"
+METRICS = {"images": "held-out accuracy", "text": "held-out perplexity"}
+
+
+def cells(records: Sequence[Record]) -> list[Entry]:
+    """The paper's four cells: the trainings on images with their own seeds."""
+    found = []
+    for num_stages in load_protocol().plans["images"].stages:
+        finding = statistical(records, "images", num_stages)
+        quantity, distance, row = None, finding.distance, "distance to the sequential mean"
+        if distance is not None and not finding.reason:
+            quantity = Quantity(
+                name=row, value=distance.value, unit="standard deviations", low=distance.low,
+                high=distance.high, provenance="measured", higher_is_better=False,
+                note=f"the mean of {len(finding.scores)} runs; 90 % interval: two one-sided tests at 5 %, "
+                "all of it within the margin",
+            )  # fmt: skip
+        compared = finding.word == "not comparable"
+        found.append(
+            Entry(
+                table="consistency", row=row, column=f"pipeline-{num_stages}", quantity=quantity,
+                note="AmoebaNet-D scaled down, on digits unless other images were given; the paper trains "
+                "(2, 128) on ImageNet",
+                not_comparable=finding.reason if compared else "", reason="" if compared else finding.reason,
+            )
+        )  # fmt: skip
+    return found
+
+
+# The protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The runs of one model.
+
+    Args:
+        sequential: seeds of the sequential runs
+        initial: seeds of the initial weights: run number i of the sequential ones and of every K begins with
+            the weights of number i
+        stages: number of stages K -> seeds of its runs
+        joint: whether `power` is that of all K together, not of one
+    """
+
+    sequential: tuple[int, ...]
+    initial: tuple[int, ...]
+    stages: Mapping[int, tuple[int, ...]]
+    joint: bool
+
+    @property
+    def runs(self) -> int:
+        """Of each number of stages."""
+        return len(next(iter(self.stages.values())))
+
+    @property
+    def roles(self) -> dict[str, tuple[int, ...]]:
+        """All seeds by what they are for, in the file's words and order."""
+        stages = {f"K={count}": seeds for count, seeds in self.stages.items()}
+        return {"initial": self.initial, "sequential": self.sequential, **stages}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Protocol:
+    """The whole file.
+
+    Args:
+        margin: distance in standard deviations of the sequential runs up to which accuracies are the same
+        alpha: of each of the two one-sided tests; the interval that must lie inside the margin has the
+            confidence 1 - 2 alpha
+        power: the least probability of finding equal what is equal
+        split_seed: of the choice of held-out examples
+        plans: by model
+        sha256: of the file's bytes
+    """
+
+    margin: float
+    alpha: float
+    power: float
+    split_seed: int
+    plans: Mapping[str, Plan]
+    sha256: str
+
+    @property
+    def digest(self) -> str:
+        """The beginning of `sha256`, as records' keys and the pages have it."""
+        return self.sha256[:12]
+
+
+def drawn(text: str, *what: object) -> int:
+    """The seed that the rule gives: the first 31 bits of the SHA-256 of the words, joined by spaces."""
+    words = " ".join(map(str, (text, *what)))
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4]) >> 1
+
+
+@cache
+def load_protocol(path: Path = PATH) -> Protocol:
+    """The file, checked.
+
+    Raises ValueError with the file and what is wrong: a seed that the rule does not give, that stands twice
+    or that was used before the protocol; numbers of runs that do not agree; a margin, alpha or power that is
+    none.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"the protocol can't be read from {path}: {error.strerror or error}") from error
+    try:
+        return _checked(tomllib.loads(content.decode()), hashlib.sha256(content).hexdigest())
+    except KeyError as error:
+        raise ValueError(f"{path}: it lacks {error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _checked(content: Mapping[str, Any], sha256: str) -> Protocol:
+    draw, judged, plans, every = content["draw"], content["judged"], {}, set[int]()
+    for model in METRICS:
+        given = content[model]
+        plan = plans[model] = Plan(
+            sequential=tuple(given["sequential"]),
+            initial=tuple(given["initial"]),
+            stages={int(count): tuple(seeds) for count, seeds in given["stages"].items()},
+            joint=given["power_of"] == "all K together",
+        )
+        _check_counts(model, plan)
+        for role, seeds in plan.roles.items():
+            for number, seed in enumerate(seeds, start=1):
+                run = f"{model}: {role} run {number} has the seed {seed}"
+                for low, high in content["before"][model]:
+                    if low <= seed <= high:
+                        raise ValueError(
+                            f"{run}, and {low} to {high} were used before the protocol; a seed must be new"
+                        )
+                wanted = drawn(draw["text"], model, role, number)
+                if seed != wanted:
+                    raise ValueError(f"{run}; the rule gives {wanted}")
+                if seed in every:
+                    raise ValueError(f"the seed {seed} stands twice; every run has one of its own")
+                every.add(seed)
+    margin, alpha, power = (float(judged[name]) for name in ("margin", "alpha", "power"))
+    if not (margin > 0 and 0 < alpha < 0.5 and 0 < power < 1):
+        raise ValueError(
+            f"margin {margin:g}, alpha {alpha:g}, power {power:g}: the margin is positive, alpha lies "
+            "between 0 and 0.5, power between 0 and 1"
+        )
+    split_seed = int(draw["split_seed"])
+    return Protocol(
+        margin=margin, alpha=alpha, power=power, split_seed=split_seed, plans=plans, sha256=sha256
+    )
+
+
+def _check_counts(model: str, plan: Plan) -> None:
+    counts = {len(seeds) for seeds in plan.stages.values()}
+    if len(counts) != 1 or 0 in counts:
+        raise ValueError(
+            f"{model}: the numbers of stages have {sorted(counts)} runs; all need the same number"
+        )
+    if len(plan.sequential) != len(plan.initial) or plan.runs > len(plan.initial):
+        raise ValueError(
+            f"{model}: {len(plan.initial)} initial weights for {len(plan.sequential)} sequential runs and "
+            f"{plan.runs} of each number of stages; there is one for each sequential run, and no fewer than "
+            "runs of a number of stages"
+        )
+    if len(plan.sequential) < 3:
+        raise ValueError(
+            f"{model}: {len(plan.sequential)} sequential runs make no standard deviation worth the name; "
+            "3 are the least"
+        )
+
+
+# The test. The margin is in standard deviations of the sequential runs, which are estimated from the same
+# few runs that make their mean. So the distance follows a noncentral t, its interval is exact, and so is the
+# power.
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of two means, in standard deviations of one run, with the interval of the true one."""
+
+    value: float
+    low: float
+    high: float
+
+    def word(self, margin: float) -> str:
+        """Whether the interval lies within the margin, on both sides of its end, or outside."""
+        if self.high <= margin:
+            return "reproduced"
+        return "undecided" if self.low <= margin else "above"
+
+
+def interval(distance: float, runs: int, baseline_runs: int, alpha: float) -> tuple[float, float]:
+    """The true distances that neither of two one-sided tests at `alpha` rejects; 0 stands for less than
+    none.
+    """
+    from scipy.special import nctdtrinc
+
+    scale, freedom = _scale(runs, baseline_runs), baseline_runs - 1
+    # Centres of the distributions of which this much lies below what was observed.
+    low, high = (float(nctdtrinc(freedom, share, distance / scale)) for share in (1 - alpha, alpha))
+    return scale * max(0.0, low), scale * high
+
+
+def farthest(runs: int, baseline_runs: int, margin: float, alpha: float) -> float:
+    """The observed distance up to which the whole interval lies within the margin; negative if none does."""
+    from scipy.special import nctdtrit
+
+    scale = _scale(runs, baseline_runs)
+    return scale * float(nctdtrit(baseline_runs - 1, margin / scale, alpha))
+
+
+def power(runs: int, baseline_runs: int, margin: float, alpha: float) -> float:
+    """How often one group is found equal that is equal."""
+    from scipy.special import stdtr
+
+    most = farthest(runs, baseline_runs, margin, alpha) / _scale(runs, baseline_runs)
+    return max(0.0, float(2 * stdtr(baseline_runs - 1, most) - 1))
+
+
+def joint_power(groups: int, runs: int, baseline_runs: int, margin: float, alpha: float) -> float:
+    """How often all of several equal groups are found equal, which share a baseline.
+
+    Given the baseline's mean and standard deviation they are independent; the midpoint rule over the
+    probabilities of these two.
+    """
+    import numpy
+    from scipy.special import chdtri, ndtr, ndtri
+
+    most = farthest(runs, baseline_runs, margin, alpha)
+    if most <= 0:
+        return 0.0
+    shares = (numpy.arange(500) + 0.5) / 500
+    mean = (ndtri(shares) / math.sqrt(baseline_runs))[:, None]
+    deviation = numpy.sqrt(chdtri(baseline_runs - 1, shares) / (baseline_runs - 1))[None, :]
+    reach, unit = most * deviation, math.sqrt(runs)
+    inside = ndtr((mean + reach) * unit) - ndtr((mean - reach) * unit)
+    return float((inside**groups).mean())
+
+
+def _scale(runs: int, baseline_runs: int) -> float:
+    """Standard deviation of the difference of the two means, in those of one run."""
+    return math.sqrt(1 / runs + 1 / baseline_runs)
+
+
+# The records
+
+
+def select(records: Sequence[Record], part: str, model: str) -> list[Record]:
+    """Of the trainings under the present protocol."""
+    return of_case(records, part=part, model=model, protocol=load_protocol().digest)
+
+
+def score_of(record: Record) -> float | None:
+    """The final score of a finished training; None if it diverged or did not finish."""
+    quantity = record.quantity(METRICS[str(record.case["model"])])
+    value = quantity.value if quantity is not None and record.status == "done" else None
+    return None if value is None else float(value)
+
+
+def learned(record: Record) -> bool:
+    """Whether the training met its own stated requirement."""
+    score = score_of(record)
+    return score is not None and _suffices(score, record, "required")
+
+
+def _suffices(score: float, record: Record, what: str) -> bool:
+    """Whether the score reaches the record's "required" or "floor"."""
+    wanted = float(record.details[what])
+    return score >= wanted if record.details["higher_is_better"] else score <= wanted
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the protocol's test says of one number of stages.
+
+    `word` is the judge's: "reproduced", "undecided", "above", or with a `reason` "not comparable", "not run".
+    """
+
+    scores: tuple[float, ...] = ()
+    distance: Distance | None = None
+    word: str = "not run"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The sequential runs of one model.
+
+    `missing` says what has to be run before anything can be held against them, `problem` why nothing can; at
+    least one of them is empty.
+    """
+
+    scores: tuple[float, ...]
+    mean: float
+    deviation: float
+    missing: str
+    problem: str
+
+    def distance(self, scores: Sequence[float], alpha: float) -> Distance:
+        """Of the mean of these scores from ours, in standard deviations of one run."""
+        away = abs(statistics.fmean(scores) - self.mean)
+        value = away / self.deviation if away else 0.0
+        return Distance(value, *interval(value, len(scores), len(self.scores), alpha))
+
+
+def baseline(records: Sequence[Record], model: str) -> Baseline | None:
+    """None without records of it under the present protocol."""
+    runs = select(records, "baseline", model)
+    if not runs:
+        return None
+    protocol = load_protocol()
+    scores = tuple(score for run in runs if (score := score_of(run)) is not None)
+    mean = statistics.fmean(scores) if scores else 0.0
+    deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    missing = _missing(runs, protocol.plans[model].sequential, "sequential runs")
+    problem = "" if missing else _problem(runs, scores, mean, deviation, protocol)
+    return Baseline(scores, mean, deviation, missing, problem)
+
+
+def _missing(runs: Sequence[Record], seeds: Sequence[int], what: str) -> str:
+    """Which of the protocol's runs have not been finished."""
+    done = {run.case["seed"] for run in runs if run.status == "done"}
+    count = sum(seed in done for seed in seeds)
+    return "" if count == len(seeds) else f"{count} of the protocol's {len(seeds)} {what} are finished"
+
+
+def _problem(
+    runs: Sequence[Record], scores: Sequence[float], mean: float, deviation: float, protocol: Protocol
+) -> str:
+    """Why nothing can be held against these sequential runs."""
+    sources = {tuple(sorted(run.options.items())) for run in runs}
+    if len(sources) > 1:
+        return "the sequential runs are of several data sets or devices; keep each in a folder of its own"
+    if runs[0].options.get("seed", protocol.split_seed) != protocol.split_seed:
+        return f"the held-out examples are chosen by another seed than the protocol's {protocol.split_seed}"
+    if len(scores) < len(runs):
+        return f"{len(runs) - len(scores)} of {len(runs)} sequential runs diverged"
+    failed = sum(not _suffices(score, runs[0], "floor") for score in scores)
+    if failed:
+        return f"{failed} of {len(runs)} sequential runs failed, so nothing is called equal to them"
+    if not _suffices(mean, runs[0], "required"):
+        return f"the sequential runs did not learn ({runs[0].details['requirement']})"
+    if deviation == 0:
+        return "all sequential runs end with the same score, so there is no standard deviation"
+    return ""
+
+
+def statistical(records: Sequence[Record], model: str, num_stages: int) -> Finding:
+    """The test of the runs with seeds of their own, by their mean."""
+    protocol = load_protocol()
+    plan: Plan = protocol.plans[model]
+    runs = [r for r in select(records, "own seeds", model) if r.case["num_stages"] == num_stages]
+    scores = tuple(score for run in runs if (score := score_of(run)) is not None)
+    found = baseline(records, model)
+    if not runs or found is None:
+        if found is not None or not of_case(records, part="baseline", model=model):
+            return Finding(scores)
+        return Finding(
+            scores, word="not comparable",
+            reason="the records were made under another protocol than results/consistency-protocol.toml is "
+            "now; run again",
+        )  # fmt: skip
+    missing = _missing(runs, plan.stages[num_stages], f"runs with K = {num_stages}") or found.missing
+    if missing:
+        return Finding(scores, reason=missing)
+    problem = found.problem
+    if not problem and any(run.options != select(records, "baseline", model)[0].options for run in runs):
+        problem = "the runs are of other data than the sequential ones; keep each in a folder of its own"
+    if not problem and len(scores) < len(runs):
+        problem = f"{len(runs) - len(scores)} of {len(runs)} runs diverged, so they have no mean"
+    if problem:
+        return Finding(scores, word="not comparable", reason=problem)
+    distance = found.distance(scores, protocol.alpha)
+    word = distance.word(protocol.margin)
+    if word != "above" and not _suffices(statistics.fmean(scores), runs[0], "required"):
+        return Finding(scores, distance, "not comparable", "the runs did not learn")
+    return Finding(scores, distance, word)
+
+
+def exact(record: Record) -> str:
+    """The verdict on a training that began like its reference and should have ended like it."""
+    largest = record.quantity("largest weight difference")
+    reference = record.quantity("reference " + METRICS[str(record.case["model"])])
+    if record.status != "done" or largest is None or largest.value is None:
+        return f"not run: {record.reason}" if record.reason else "not run"
+    if not learned(record) or reference is None or reference.value is None:
+        return "not judged: the training did not learn"
+    different = record.quantity("numbers that differ")
+    same = largest.value == 0 and different is not None and different.value == 0
+    return "identical" if same else "deviates"

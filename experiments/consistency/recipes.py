@@ -1,0 +1,292 @@
+"""What a consistency run trains and how: every setting of the recipes, and on whose data, as plain data.
+
+The image recipe is the one with which AmoebaNet-D was submitted to DAWNBench (tensorflow/tpu
+`models/official/amoeba_net`): the paper's consistency experiment trains AmoebaNet-D (2, 128) for 35 epochs;
+its first version counts the normal cells of one stack, so that is (6, 128) here. The text recipe is Lingvo's
+for its one-billion-word GPipe model. Scaled-down variants change sizes and lengths and nothing else.
+
+Profile and options choose a `Subject`: a recipe, and the user's data or ours. It is a description instead of
+the task itself, because it travels to the processes of a run, each of which loads its data alone, and because
+the cases are listed from it without torch. The user's data are looked at before anything is trained on them,
+so that a wrong path is one line at once. Nothing is decoded for that: what only decoding shows (a broken
+image) is reported by the case that meets it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpipe_bench.harness.experiment import RunOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRecipe:
+    """AmoebaNet-D and its training.
+
+    Args:
+        num_layers, num_filters, image_size: of the model; images are scaled to `image_size` pixels.
+        stem_filters: None: the reference's 32, which would be most of a small model.
+        learning_rate_per_example: times the mini-batch is the rate that the warm-up reaches.
+        decay_per_epoch: factor of the rate, as a staircase counted from the first step, down to
+            `lowest_rate` of the initial one. The warm-up, linear from 0, replaces it while it lasts.
+        epsilon: inside the root (see `RMSPropTF`).
+        weight_decay: L2, of convolution and dense weights only.
+        average_decay: of the moving average of the weights, with TensorFlow's ramp.
+        augment: random box crops and horizontal flips; digits must not be flipped.
+        required_accuracy: held-out share right that trainings must reach, in the mean, to count as learned;
+            0: ten points more than always naming the commonest class.
+        floor_accuracy: the share that a single one may not miss; 0: the required one.
+    """
+
+    num_layers: int
+    num_filters: int
+    image_size: int
+    stem: str = "imagenet"
+    stem_filters: int | None = None
+    dropout: float = 0.5
+    batch_size: int = 1024
+    num_epochs: int = 35
+    learning_rate_per_example: float = 0.0025
+    decay_per_epoch: float = 0.88
+    lowest_rate: float = 1e-4
+    warmup_epochs: float = 0.35
+    rms_decay: float = 0.9
+    momentum: float = 0.9
+    epsilon: float = 1.0
+    weight_decay: float = 4e-5
+    label_smoothing: float = 0.1
+    average_decay: float = 0.9999
+    augment: bool = True
+    required_accuracy: float = 0.0
+    floor_accuracy: float = 0.0
+    num_microbatches: int = 16
+
+    def learning_rate(self, step: int, steps_per_epoch: int) -> float:
+        """Of step number `step`, counted from 0."""
+        initial = self.learning_rate_per_example * self.batch_size
+        warmup_steps = self.warmup_epochs * steps_per_epoch
+        if step < warmup_steps:
+            return initial * step / warmup_steps
+        decayed = self.decay_per_epoch ** (step // steps_per_epoch)
+        return initial * max(decayed, self.lowest_rate)
+
+
+DAWNBENCH = ImageRecipe(num_layers=6, num_filters=128, image_size=224, required_accuracy=0.7)
+"""The paper's experiment. No published run has 128 filters; with 256 the recipe ends at 76 %."""
+
+DIGITS = replace(
+    DAWNBENCH,
+    num_layers=3, num_filters=16, stem="cifar", stem_filters=16, image_size=10, dropout=0.1, batch_size=32,
+    num_epochs=7, learning_rate_per_example=0.0075, decay_per_epoch=0.6, weight_decay=1e-3, augment=False,
+    required_accuracy=0.97, floor_accuracy=0.94, num_microbatches=2,
+)  # fmt: skip
+"""Scaled down to seconds on a laptop: NASNet's stem for small images, a rate that falls almost as far in 7
+epochs as in 35; a higher rate because 308 steps must do, and more weight decay because 1,438 images invite
+learning by heart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRecipe:
+    """A Transformer and its training.
+
+    Args:
+        vocab_size: pieces of the tokenizer, trained on the training text.
+        seq_len: tokens of an example.
+        learning_rate: times the transformer schedule, d^-0.5 min(step^-0.5, step * warmup_steps^-1.5), with
+            steps counted from 1.
+        deep_init, logit_clip: the paper's remedies for deep translation models.
+        required_ratio: held-out perplexity over that of the unigram model that must be undercut.
+    """
+
+    num_layers: int
+    d_model: int
+    ffn_dim: int
+    num_heads: int
+    vocab_size: int
+    seq_len: int
+    batch_size: int = 32
+    num_steps: int
+    learning_rate: float
+    warmup_steps: int
+    beta1: float = 0.9
+    beta2: float = 0.98
+    epsilon: float = 1e-9
+    dropout: float = 0.1
+    deep_init: bool = False
+    logit_clip: float | None = None
+    required_ratio: float = 0.5
+    num_microbatches: int = 32
+
+    def rate(self, step: int) -> float:
+        """Learning rate of step number `step`, counted from 0."""
+        number = step + 1
+        shape = min(number**-0.5, number * float(self.warmup_steps) ** -1.5)
+        return float(self.learning_rate * self.d_model**-0.5 * shape)
+
+
+BILLION_WORDS = TextRecipe(
+    num_layers=13, d_model=2048, ffn_dim=8192, num_heads=32, vocab_size=32_000, seq_len=1024,
+    num_steps=200_000, learning_rate=0.5, warmup_steps=40_000,
+)  # fmt: skip
+"""Pipeline-1 of Table 1 with Lingvo's training; for a GPU and a large text."""
+
+TOPICS = replace(
+    BILLION_WORDS,
+    num_layers=6, d_model=48, ffn_dim=192, num_heads=4, vocab_size=512, seq_len=48, batch_size=32,
+    num_steps=80, learning_rate=0.5, warmup_steps=20, num_microbatches=4,
+)  # fmt: skip
+"""Scaled down to seconds on a laptop."""
+
+DEEP = replace(
+    TOPICS,
+    num_layers=64, d_model=16, ffn_dim=64, num_heads=2, seq_len=24, batch_size=16, num_steps=40,
+    learning_rate=0.01, warmup_steps=1, dropout=0.0,
+)  # fmt: skip
+"""The deep narrow Transformer of the trainability experiment; `learning_rate` is constant there."""
+
+
+SMALL_SAMPLE = 1797
+"""Images taken of the user's own in the scaled-down profiles: as many as there are digits."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained, in a form that travels to another process."""
+
+    model: str
+    recipe: ImageRecipe | TextRecipe
+    data: str | None = None
+    text: str | None = None
+    parallel_text: str | None = None
+    split_seed: int = 0
+    limit: int | None = None
+
+
+def subject_of(model: str, options: RunOptions) -> Subject:
+    """The recipe of the profile on the user's data or the default."""
+    full, smoke = options.profile == "full", options.profile == "smoke"
+    if model == "text":
+        recipe = BILLION_WORDS if full else replace(TOPICS, num_steps=8) if smoke else TOPICS
+        return Subject(
+            model, recipe, text=options.text, parallel_text=options.parallel_text, split_seed=options.seed
+        )
+    images = DAWNBENCH if full else DIGITS
+    if smoke:
+        images = replace(DIGITS, num_filters=8, image_size=9, num_epochs=1)
+    if options.data is not None:
+        if not full:
+            images = replace(images, augment=True, required_accuracy=0.0, floor_accuracy=0.0)
+        if holds_idx(Path(options.data)):
+            images = replace(images, augment=False)  # there are digits among such sets
+    limit = None if full else SMALL_SAMPLE
+    return Subject(model, images, data=options.data, split_seed=options.seed, limit=limit)
+
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+CIFAR10 = "cifar-10-batches-py"
+PARTS = (("train", "val"), ("train", "test"))
+"""Folders of training and held-out images, as ImageNet and others are laid out."""
+
+
+_IDX = re.compile(r"(?P<part>train|t10k|test)-(?P<what>images|labels)[-.]idx(?P<axes>[13])-ubyte(\.gz)?$")
+IDX_AXES = {"images": 3, "labels": 1}
+
+
+def image_layout(path: str) -> str:
+    """`"cifar10"`, `"idx"`, `"train/val"`, `"train/test"` or `"classes"` (one folder per class, still to be
+    split).
+
+    Raises ValueError for a path that is none of these, or with fewer than two classes.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise ValueError(f"--data {path}: there is no such folder; give one with a folder per class")
+    if not root.is_dir():
+        raise ValueError(f"--data {path}: this is a file; give a folder that holds a folder per class")
+    if holds_idx(root):
+        idx_files(root)
+        return "idx"
+    if (root / CIFAR10).is_dir():
+        parts = ("data_batch_1", "test_batch", "batches.meta")
+        missing = [name for name in parts if not (root / CIFAR10 / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"--data {path}: {CIFAR10} lacks {', '.join(missing)}; unpack the whole CIFAR-10 "
+                "archive there"
+            )
+        return "cifar10"
+    for train, held_out in PARTS:
+        if (root / train).is_dir() and (root / held_out).is_dir():
+            different = sorted(set(_classes(root / train, path)) ^ set(_classes(root / held_out, path)))
+            if different:
+                raise ValueError(
+                    f"--data {path}: {train} and {held_out} have different classes ({different[0]} is in one "
+                    "of them only); both need the same folders"
+                )
+            return f"{train}/{held_out}"
+    _classes(root, path)
+    return "classes"
+
+
+def _classes(folder: Path, path: str) -> list[str]:
+    """Names of the class folders; at least two, each with an image."""
+    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    if len(classes) < 2:
+        found = f"one class ({classes[0]})" if classes else "no class"
+        raise ValueError(
+            f"--data {path}: {folder} holds {found}; give a folder with at least two folders of images, one "
+            "per class"
+        )
+    for name in classes:
+        files = (file for _, _, files in os.walk(folder / name) for file in files)
+        if not any(file.lower().endswith(IMAGE_SUFFIXES) for file in files):
+            raise ValueError(
+                f"--data {path}: {folder / name} holds no image; allowed are {', '.join(IMAGE_SUFFIXES)}"
+            )
+    return classes
+
+
+def holds_idx(folder: Path) -> bool:
+    """Whether files of the folder are named like idx files, the format of MNIST and its kin."""
+    return folder.is_dir() and any(_IDX.search(path.name) for path in folder.iterdir())
+
+
+def idx_files(folder: Path) -> dict[tuple[str, str], Path]:
+    """The four files of a folder by ("train" or "t10k", "images" or "labels").
+
+    Raises ValueError where one of them is missing or stands there twice.
+    """
+    found: dict[tuple[str, str], list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        match = _IDX.search(path.name)
+        if match and int(match["axes"]) == IDX_AXES[match["what"]]:
+            part = "train" if match["part"] == "train" else "t10k"
+            found.setdefault((part, match["what"]), []).append(path)
+    for part in ("train", "t10k"):
+        for what, axes in IDX_AXES.items():
+            paths = found.get((part, what), [])
+            if len(paths) != 1:
+                names = ", ".join(path.name for path in paths) or "none"
+                raise ValueError(
+                    f"--data {folder}: of the files {part}-{what}-idx{axes}-ubyte, packed or not, it must "
+                    f"hold one; it holds {names}"
+                )
+    return {key: paths[0] for key, paths in found.items()}
+
+
+def read_text(path: str, option: str = "--text") -> str:
+    """The content of a text file in UTF-8. Raises ValueError where there is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path}: byte {error.start} is not UTF-8; convert the file") from error
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path}: {error.strerror or error}; give a text file that can be read"
+        ) from error
+    if not text.strip():
+        raise ValueError(f"{option} {path}: the file has no text in it")
+    return text

@@ -1,1 +1,0 @@
-"""What is trained: images and text, from a library, from folders or made up, and how."""

@@ -1,0 +1,429 @@
+"""Figure 2 and the formulas from their records alone, as tables and as figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
+from math import isnan, nan
+from typing import TYPE_CHECKING
+
+from gpipe_bench.experiments.figure2.computed import UNIT, VARIANTS
+from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
+from gpipe_bench.harness.judging.compare import Comparison
+from gpipe_bench.harness.judging.units import show
+from gpipe_bench.harness.records.record import Record, Scalar, find, of_case
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.shown import KeptTimeline, Plot
+from gpipe_bench.pipeline.plan.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GIB = 2**30
+SHOWN_STAGES = 4
+SHOWN_MICROBATCHES = (4, 8, 16, 32, 128)
+MOST_STAGES = 8
+"""Of the paper's Table 2, about which it says that M >= 4K is enough. Bubbles are drawn up to this K; more
+lines would hide each other."""
+
+
+def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+    """Everything that `run` and `compare` print: what is judged, then what the figures draw."""
+    parts = [text_table(comparisons)] if comparisons else []
+    parts += [
+        table(found)
+        for part, table in (
+            ("chart", _steps),
+            ("bubble", _fractions),
+            ("bubble", _rule),
+            ("memory", _sizes),
+            ("traffic", _sent),
+        )
+        if (found := of_part(records, part))
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """Every figure the records suffice for."""
+    plots = [
+        Plot(
+            name=f"figure2-schedules-m{count}",
+            caption=f"The schedules of Figure 2 for M = {count}, replayed",
+            alt="Gantt charts of the schedules; the same timelines are interactive charts in this report.",
+            draw=partial(_charts, of_case(records, "done", part="chart", num_microbatches=count)),
+            style=paper_style,
+            of_timelines=True,
+        )
+        for count in dict.fromkeys(record.case["num_microbatches"] for record in of_part(records, "chart"))
+    ]
+    drawn: tuple[tuple[str, Callable[[Sequence[Record]], Figure], str, str], ...] = (
+        (
+            "bubble",
+            _bubbles,
+            "Idle share of the device time over the number of micro-batches",
+            "For each K the idle share falls as M grows; replayed marks lie on the lines of the closed form, "
+            "and at M = 4K it is below 20 percent.",
+        ),
+        (
+            "memory",
+            _memory,
+            "Activation memory by the paper's formula and by the memory model",
+            "Stacked bars of boundary inputs, saved activations and transients per number of stages, formula "
+            "beside memory model.",
+        ),
+        (
+            "traffic",
+            _traffic,
+            "Bytes sent per step by a pipeline and by data parallelism",
+            "For each model, the bytes that the busiest device sends in one step under either scheme, on a "
+            "logarithmic axis.",
+        ),
+    )
+    return plots + [
+        Plot(name=f"figure2-{part}", caption=caption, alt=alt, draw=partial(draw, found), style=paper_style)
+        for part, draw, caption, alt in drawn
+        if (found := of_part(records, part))
+    ]
+
+
+def timelines(records: Sequence[Record]) -> list[KeptTimeline]:
+    """The replayed schedules, in forwards of one micro-batch, which have no length in seconds."""
+    return [
+        KeptTimeline(
+            record=record,
+            data=record.details["timeline"],
+            title=f"{VARIANTS[str(record.case['schedule'])].title}, M={record.case['num_microbatches']}",
+            unit=UNIT,
+        )
+        for record in of_part(records, "chart")
+    ]
+
+
+def of_part(records: Sequence[Record], part: str) -> list[Record]:
+    """The finished records of one part, in order; fewer stages first."""
+    found = of_case(records, "done", part=part)
+    return sorted(found, key=lambda r: (str(r.case.get("model", "")), int(str(r.case.get("num_stages", 0)))))
+
+
+def _value(record: Record | None, name: str, **key: Scalar) -> float:
+    """Not a number where there is none."""
+    quantity = record.quantity(name, **key) if record is not None else None
+    return nan if quantity is None or quantity.value is None else quantity.value
+
+
+def _said(number: float, form: str = "g") -> str:
+    return "-" if isnan(number) else format(number, form)
+
+
+def _percent(number: float) -> str:
+    return "-" if isnan(number) else f"{100 * number:.1f} %"
+
+
+def _stages(record: Record) -> int:
+    return int(str(record.case["num_stages"]))
+
+
+def _table(title: str, headers: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
+
+
+# Tables -----------------------------------------------------------------------------------------------------
+
+
+def _steps(found: Sequence[Record]) -> str:
+    """The drawn steps: how long, how idle, how much is kept."""
+    counts = list(dict.fromkeys(record.case["num_microbatches"] for record in found))
+    headers = ["schedule"]
+    for count in counts:
+        headers += [f"M={count}: step", "idle", "graphs"]
+    lines = []
+    for name, variant in VARIANTS.items():
+        line = [variant.title]
+        for count in counts:
+            record = find(found, schedule=name, num_microbatches=count)
+            alive = _said(_value(record, "graphs alive on the first stage"))
+            line += [_said(_value(record, "step")), _percent(_value(record, "bubble")), alive]
+        lines.append(line)
+    title = (
+        f"The schedules drawn, K = {SHOWN_STAGES} (replayed): step in forwards of one micro-batch on one "
+        "stage,\nidle share of the device time, most micro-batches whose graph the first stage keeps"
+    )
+    return _table(title, headers, lines)
+
+
+def _fractions(found: Sequence[Record]) -> str:
+    """Closed form and replay as fractions for one K, and whether all others agree."""
+    record = find(found, num_stages=SHOWN_STAGES)
+    if record is None:
+        return ""
+    lines = []
+    for name, variant in VARIANTS.items():
+        pairs = [record.details["fractions"][f"{name} M={count}"] for count in SHOWN_MICROBATCHES]
+        lines += [
+            [variant.title, variant.formula, *(each["closed form"] for each in pairs)],
+            ["", "replay", *(each["replay"] for each in pairs)],
+            ["", "", *(_percent(float(Fraction(each["replay"]))) for each in pairs)],
+        ]
+    total = sum(len(each.details["fractions"]) for each in found)
+    differing = sum(_value(each, "fractions that differ from the closed form") for each in found)
+    title = (
+        f"Bubble, K = {SHOWN_STAGES}: the closed form above, the replay below it (replayed)\n"
+        f"Over K = {', '.join(str(_stages(each)) for each in found)}, replay and closed form are equal in "
+        f"{total - differing:g} of {total} fractions"
+    )
+    headers = ["schedule", "closed form", *(f"M={count}" for count in SHOWN_MICROBATCHES)]
+    return _table(title, headers, lines)
+
+
+def _rule(found: Sequence[Record]) -> str:
+    """What M >= 4K buys."""
+    lines = []
+    for name in ("gpipe", "gpipe-early"):
+        for ratio in (1, 2, 3, 4, 8):
+            bubbles = [_value(each, "bubble", schedule=name, M=ratio * _stages(each)) for each in found]
+            title = VARIANTS[name].title if ratio == 1 else ""
+            lines.append([title, f"M = {ratio}K" if ratio > 1 else "M = K", *map(_percent, bubbles)])
+    headers = ["schedule", "micro-batches", *(f"K={_stages(record)}" for record in found)]
+    return _table("The rule M >= 4K: bubble left (replayed)", headers, lines)
+
+
+def _sizes(found: Sequence[Record]) -> str:
+    """Formula and memory model side by side."""
+    lines = []
+    for record in found:
+        layers, stages = record.details["num_layers"], _stages(record)
+        for count in record.details["num_microbatches"]:
+            names = ("kept without re-materialization", "formula", "peak activations")
+            kept, formula, peak = (_value(record, name, M=count) for name in names)
+            units = (1 + layers / stages / count) / layers
+            transients = record.details["bytes"][f"M={count}"]["transients"]
+            shares = map(_percent, (units, formula / kept, peak / kept))
+            sizes = (f"{size / GIB:.2f}" for size in (formula, peak, transients, kept))
+            lines.append([record.details["title"], stages, count, *shares, *sizes])
+    size = found[0].details["batch_size"]
+    title = (
+        f"Activations at the fullest moment of the fullest stage, N = {size}, re-materialization, float32 "
+        "(modelled)\nas shares of O(N L), what one device keeps without a pipeline and re-materialization:\n"
+        "  formula       (N + (L/K)(N/M)) / (N L), constants of 1\n"
+        "  own bytes     the same with the model's bytes: inputs of N + activations of N/M examples\n"
+        "  memory model  all that is alive, transients of a backward pass included"
+    )
+    headers = [
+        "model", "K", "M", "formula", "own bytes", "memory model", "GiB: own", "memory model", "transients",
+        "O(N L)",
+    ]  # fmt: skip
+    return _table(title, headers, lines)
+
+
+def _sent(found: Sequence[Record]) -> str:
+    """Who sends more, and from which mini-batch on, for the fewest and the most stages."""
+    counts = sorted({count for record in found for count in record.details["num_stages"]})
+    ends = (counts[0], counts[-1])
+    lines = []
+    for record in found:
+        line = [
+            f"{record.case['model']} {record.case['size']}",
+            show(_value(record, "parameters"), "parameters", 3),
+            f"{_value(record, 'mini-batch'):g}",
+        ]
+        for count in ends:
+            names = ("pipeline, busiest device", "data parallelism, each device")
+            sent = [_value(record, name, K=count) for name in names]
+            line += ["-" if isnan(size) else show(size / 1e9, "number", 3) for size in sent]
+            line.append(_said(_value(record, "break-even mini-batch", K=count), ",.0f"))
+        lines.append(line)
+    headers = ["model", "parameters", "N"]
+    for count in ends:
+        headers += [f"K={count}: pipeline", "data par.", "even at N"]
+    title = (
+        "GB that the busiest device sends in one step of N examples, float32 (modelled)\n"
+        "  pipeline   activations forward and their gradients back at K - 1 cuts of equal FLOPs\n"
+        "  data par.  ring all-reduce, 2 (K-1)/K of the gradient bytes, whatever N\n"
+        "  even at N  the mini-batch up to which the pipeline sends less"
+    )
+    return _table(title, headers, lines)
+
+
+# Figures ----------------------------------------------------------------------------------------------------
+
+
+def _charts(records: Sequence[Record]) -> Figure:
+    """The schedules of one M below each other; the pipelined ones on one time axis."""
+    from matplotlib.figure import Figure
+
+    by_name = {name: find(records, schedule=name) for name in VARIANTS}
+    drawn = {name: record for name, record in by_name.items() if record is not None}
+    timelines = {name: Timeline.from_data(record.details["timeline"]) for name, record in drawn.items()}
+    spans = {name: each.makespan_s for name, each in timelines.items()}
+    longest = max([spans[name] for name in drawn if not VARIANTS[name].microbatches_at_once], default=0)
+    num_stages = max(timeline.num_stages for timeline in timelines.values())
+    figure = Figure(figsize=(7.2, 1.28 * len(drawn) + 0.9), layout="constrained")
+    rows = figure.subplots(len(drawn), 1, squeeze=False)
+    for axes, (name, record) in zip(rows[:, 0], drawn.items(), strict=True):
+        own_scale = VARIANTS[name].microbatches_at_once or not longest
+        width = spans[name] if own_scale else longest
+        paint(axes, timelines[name], unit_s=1, width=width)
+        axes.set_xlim(0, width)
+        axes.grid(False)
+        if not own_scale and axes is not rows[-1, 0]:
+            axes.tick_params(labelbottom=False)
+        alive = _value(record, "graphs alive on the first stage")
+        kept = "1 graph" if alive == 1 else f"{alive:g} graphs"
+        facts = f"{spans[name]:g} {UNIT}, {_value(record, 'bubble'):.1%} idle, {kept} on stage 0"
+        if own_scale and longest:
+            facts += " (own time scale)"
+        axes.set_title(VARIANTS[name].title, loc="left", fontsize=8.5, fontweight="bold", pad=3)
+        axes.set_title(facts, loc="right", fontsize=8, pad=3)
+    rows[-1, 0].set_xlabel(f"time ({UNIT} of one micro-batch on one stage)")
+    legend(figure, timelines.values())
+    figure.suptitle(
+        f"K = {num_stages}, M = {records[0].case['num_microbatches']}; replayed: equal stages, free link, "
+        "forward : recompute : backward = 1 : 1 : 2",
+        fontsize=9,
+    )
+    return figure
+
+
+def _bubbles(records: Sequence[Record]) -> Figure:
+    """Closed form as a line, replay as marks, over M for every K."""
+    import seaborn
+    from matplotlib.figure import Figure
+
+    found = [record for record in records if _stages(record) <= MOST_STAGES]
+    palette = seaborn.color_palette("colorblind", len(found))
+    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    grid = range(1, max(SHOWN_MICROBATCHES) + 1)
+    marks = {"gpipe": ("o", "-"), "gpipe-early": ("^", "--")}
+    for record, color in zip(found, palette, strict=True):
+        num_stages = _stages(record)
+        for name, (mark, line) in marks.items():
+            closed = [float(VARIANTS[name].closed_form(num_stages, count)) for count in grid]
+            axes.plot(grid, closed, line, color=color, linewidth=1.1)
+            counts = record.details["num_microbatches"]
+            replayed = [_value(record, "bubble", schedule=name, M=count) for count in counts]
+            axes.plot(
+                counts, replayed, mark, color=color, markersize=4.5, markeredgecolor="white",
+                label=f"K = {num_stages}" if name == "gpipe" else None,
+            )  # fmt: skip
+        at = 4 * num_stages
+        axes.plot(
+            [at], [_value(record, "bubble", schedule="gpipe", M=at)], "o", markersize=10,
+            markerfacecolor="none", markeredgecolor=color, label="M = 4K" if record is found[-1] else None,
+        )  # fmt: skip
+    axes.plot([], [], "ko-", markersize=4.5, label="no re-materialization")
+    axes.plot([], [], "k^--", markersize=4.5, label="recomputing early")
+    axes.axhline(0.2, color="0.4", linewidth=0.8, linestyle=":")
+    axes.annotate("20 %", (1.02, 0.205), fontsize=7.5, color="0.3", va="bottom")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8, 16, 32, 64, 128], ["1", "2", "4", "8", "16", "32", "64", "128"])
+    axes.set_xlim(0.93, 140)
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.set_xlabel("micro-batches M")
+    axes.set_ylabel("idle share of the device time")
+    axes.set_title("Bubble: closed form (lines) and replay (marks)", fontsize=9.5)
+    axes.legend(fontsize=8)
+    seaborn.despine(figure)
+    return figure
+
+
+def _memory(records: Sequence[Record]) -> Figure:
+    """Formula and memory model as stacked bars for every K, at the most micro-batches."""
+    import seaborn
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(record.case["model"] for record in records))
+    figure = Figure(figsize=(3.6 * len(models), 3.3), layout="constrained")
+    panels = figure.subplots(1, len(models), squeeze=False)
+    for axes, model in zip(panels[0], models, strict=True):
+        _draw_memory(axes, of_case(records, model=model))
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.suptitle(
+        "Activations at the fullest moment of the fullest stage, modelled\n"
+        "hatched: O(N + (L/K)(N/M)) with the model's own bytes; plain: memory model",
+        fontsize=9 if len(models) > 1 else 7,
+    )
+    seaborn.despine(figure)
+    return figure
+
+
+def _draw_memory(axes: Axes, records: Sequence[Record]) -> None:
+    import seaborn
+
+    colors = seaborn.color_palette("colorblind")
+    parts = (
+        (-0.2, "formula_boundary", colors[0], "//", "N inputs of the stage"),
+        (-0.2, "formula_activations", colors[1], "//", "saved for N/M examples"),
+        (0.2, "boundary", colors[0], "", "boundary inputs"),
+        (0.2, "activations", colors[1], "", "saved activations"),
+        (0.2, "transients", colors[2], "", "transients"),
+    )  # fmt: skip
+    count = records[0].details["num_microbatches"][-1]
+    bases: dict[tuple[int, float], float] = {}
+    for place, record in enumerate(records):
+        for shift, part, color, hatch, label in parts:
+            height = record.details["bytes"][f"M={count}"][part] / GIB
+            base = bases.get((place, shift), 0.0)
+            axes.bar(
+                place + shift, height, 0.38, base, color=color, hatch=hatch, edgecolor="white", linewidth=0.4,
+                label=label if place == 0 else None,
+            )  # fmt: skip
+            bases[place, shift] = base + height
+    kept = _value(records[0], "kept without re-materialization", M=count) / GIB
+    details = records[0].details
+    facts = f"N = {details['batch_size']}, M = {count}; O(N L): {kept:.0f} GiB"
+    axes.set_title(f"{details['title']}\n{facts}", fontsize=8.5)
+    axes.set_xticks(range(len(records)), [f"K={record.case['num_stages']}" for record in records])
+    axes.set_ylabel("GiB per device")
+    axes.grid(False, axis="x")
+
+
+def _traffic(records: Sequence[Record]) -> Figure:
+    """Bytes of the busiest device, one line per model."""
+    import seaborn
+    from matplotlib.figure import Figure
+
+    num_stages = max(count for record in records for count in record.details["num_stages"])
+    rows = []
+    for record in records:
+        if num_stages in record.details["num_stages"]:
+            ours = _value(record, "pipeline, busiest device", K=num_stages) / 1e9
+            theirs = _value(record, "data parallelism, each device", K=num_stages) / 1e9
+            name = f"{record.case['model']} {record.case['size']}, N = {_value(record, 'mini-batch'):g}"
+            rows.append((theirs / ours, name, ours, theirs))
+    rows.sort()
+    blue, orange = seaborn.color_palette("colorblind")[:2]
+    figure = Figure(figsize=(7.2, 0.27 * len(rows) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    for place, (ratio, _, ours, theirs) in enumerate(rows):
+        axes.plot([ours, theirs], [place, place], color="0.7", linewidth=1.5, zorder=1)
+        axes.annotate(
+            f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2f}x", (max(ours, theirs), place), (6, 0),
+            textcoords="offset points", fontsize=7.5, va="center", color="0.25",
+        )  # fmt: skip
+    places = range(len(rows))
+    for column, color, marker, size, label in (
+        (2, blue, "o", 32, "pipeline"),
+        (3, orange, "s", 30, "data parallelism"),
+    ):
+        sent = [row[column] for row in rows]
+        axes.scatter(sent, places, color=color, marker=marker, s=size, label=label, zorder=2)
+    axes.set_xscale("log")
+    axes.set_yticks(places, [row[1] for row in rows], fontsize=7.5)
+    axes.set_ylim(-0.6, len(rows) - 0.3)
+    axes.set_xlabel("GB sent by the busiest device in one step (logarithmic)")
+    axes.margins(x=0.1)
+    figure.suptitle(
+        f"K = {num_stages}, modelled: what data parallelism sends in multiples of what a pipeline sends",
+        fontsize=9,
+    )
+    axes.legend(fontsize=8, loc="lower right", frameon=True)
+    axes.grid(False, axis="y")
+    seaborn.despine(figure)
+    return figure

@@ -1,0 +1,389 @@
+"""Real training steps against the memory model: scaled-down models whole, Table 1's stages alone.
+
+The whole models are scaled down so that a laptop trains them in a blink; everything else is what Table 1
+models: the engine, RMSProp with momentum, every stage owning its boundary tensors as on a device of its own.
+
+K accelerators are not needed to see what one of them must hold. A stage alone gets made-up boundary tensors
+of the right shape where its neighbours would send theirs, and drops what it would send. Every distinct stage
+of a column runs under the paper's cap, so a measured "fits" for the 128-stage Transformer takes one GPU. On a
+CPU the same code counts storages instead (used by tests).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gpipe_bench.experiments.paper_models import GIB, HALVES, Column, column
+from gpipe_bench.experiments.paper_profiles import meta_model
+from gpipe_bench.experiments.table1.largest import Placement, Setting, place_anyhow
+from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.running.execution import memory_error
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline import Pipeline, devices, engine
+from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.stage.microbatch import Message, split
+from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+from gpipe_bench.pipeline.times.clock import Clock
+from gpipe_bench.pipeline.transport import InProcess
+
+NUM_STEPS = 2  # the optimizer's state exists from the second step on
+
+
+class MadeUp(InProcess):
+    """Stands for the neighbours of one stage: sends it random tensors and takes what it sends."""
+
+    def __init__(
+        self, inputs: Boundary, outputs: Boundary, unused: frozenset[int], device: torch.device
+    ) -> None:
+        super().__init__()
+        self._inputs, self._outputs, self._unused, self._device = inputs, outputs, unused, device
+
+    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
+        """Dropped at once, as if it had left."""
+
+    def receive_activation(self, stage: int, microbatch: int) -> Message:
+        specs = [self._inputs.tensors[index] for index in self._inputs.distinct]
+        places = {index: place for place, index in enumerate(self._inputs.distinct)}
+        structure = tuple(places[first] for first in self._inputs.same_as) if self._inputs.is_tuple else None
+        tensors = tuple(self._make(spec) for spec in specs)
+        return Message(tensors, structure, tuple(spec.requires_grad for spec in specs))
+
+    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
+        """Dropped at once, as if it had left."""
+
+    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
+        ends = self._outputs
+        return tuple(
+            self._make(ends.tensors[index])
+            if ends.tensors[index].requires_grad and index not in self._unused
+            else None
+            for index in ends.distinct
+        )
+
+    def _make(self, spec: TensorSpec) -> torch.Tensor:
+        if spec.dtype.is_floating_point:
+            return torch.randn(spec.shape, dtype=spec.dtype, device=self._device)
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is needed to run one stage of a placement."""
+
+    index: int
+    layers: range
+    memory: StageMemory
+    profiles: tuple[LayerProfile, ...]
+
+
+def distinct_parts(setting: Setting, placement: Placement) -> list[Part]:
+    """The stages that differ in their layers or in being first or last."""
+    profile = setting.profile(placement.num_layers, placement.num_filters, placement.num_microbatches)
+    found: dict[object, Part] = {}
+    last = len(placement.partition) - 1
+    for index, (layers, memory) in enumerate(zip(placement.partition, placement.stages, strict=True)):
+        profiles = profile.layers[layers.start : layers.stop]
+        key = (tuple(map(id, profiles)), index == 0, index == last)
+        found.setdefault(key, Part(index, layers, memory, profiles))
+    return list(found.values())
+
+
+class Peak(NamedTuple):
+    """Bytes of a stage at its fullest moment, and what the device's libraries keep for themselves beside
+    it.
+    """
+
+    num_bytes: int
+    workspace_bytes: int
+
+
+class Storages:
+    """On a CPU: the storages of tensors, from their birth to their death.
+
+    `counting` is what the step runs in, `peak` the most since `reset`.
+    """
+
+    def __init__(self) -> None:
+        self._memory = LiveMemory()
+
+    def counting(self, held: list[torch.Tensor]) -> AbstractContextManager[object]:
+        self._memory.watch(held)
+        return self._memory
+
+    def reset(self) -> None:
+        self._memory.reset_peaks()
+
+    def peak(self) -> Peak:
+        return Peak(self._memory.peak_bytes[""], 0)
+
+
+class Allocator:
+    """On an accelerator: what its allocator has given out, beyond what it had when this was made.
+
+    Libraries take workspaces of tens of MiB when they are first used, which belong to no stage; so they are
+    used once before counting begins, by the thread of the forward and by that of the backward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        before = self._now()
+        warm_up(device)
+        self._baseline = self._now()
+        self.workspace_bytes = self._baseline - before
+
+    def counting(self, held: list[torch.Tensor]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def reset(self) -> None:
+        devices.reset_peak(self._device)
+
+    def peak(self) -> Peak:
+        devices.synchronize(self._device)
+        return Peak(devices.peak_bytes(self._device) - self._baseline, self.workspace_bytes)
+
+    def _now(self) -> int:
+        gc.collect()
+        devices.reset_peak(self._device)
+        return devices.peak_bytes(self._device)
+
+
+def warm_up(device: torch.device) -> None:
+    """Makes the libraries of matrix products and convolutions take their workspaces."""
+    linear, convolution = nn.Linear(64, 64, device=device), nn.Conv2d(4, 4, 3, device=device)
+    linear(torch.ones(64, 64, device=device)).sum().backward()
+    convolution(torch.ones(1, 4, 16, 16, device=device)).sum().backward()
+    devices.synchronize(device)
+
+
+def measure(
+    part: Part, model: nn.Sequential, half: str, schedule: Schedule, options: dict[str, Any], batch_size: int,
+    device: torch.device, counter: Storages | Allocator | None = None,
+) -> Peak:  # fmt: skip
+    """A steady training step of one stage with RMSProp, one parameter updated at a time."""
+    if counter is None:
+        counter = Allocator(device) if devices.is_accelerator(device) else Storages()
+    layers = [_materialized(model[layer], device) for layer in part.layers]
+    is_last = part.index == schedule.num_stages - 1
+    stage = Stage(part.index, layers, part.layers.start, device=device, is_last=is_last)
+    inputs, target = example_batch(HALVES[half].model, batch_size, device=device, **options)
+    first, final = part.profiles[0], part.profiles[-1]
+    transport = MadeUp(first.inputs, final.outputs, final.unused, device)
+    program = engine.prepare(schedule, {part.index: stage})
+    clock = Clock([step.action for step in program], [torch.device("cpu")] * schedule.num_stages)
+    parameters = _parameters(layers)
+    optimizer = torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.9, foreach=False)
+    compute_loss, count = loss_fn(HALVES[half].model, **options), schedule.num_microbatches
+    feed = split(inputs, count) if stage.is_first else ()
+    targets = split(target, count) if is_last else ()
+    held = [*parameters, *(buffer for layer in layers for buffer in layer.buffers())]
+    held += _tensors(inputs) if stage.is_first else ()
+    held += _tensors(target) if is_last else ()
+    del inputs, target  # what a stage does not need, no stage holds
+    with counter.counting(held):
+        del held
+        for step in range(NUM_STEPS):
+            if step == NUM_STEPS - 1:
+                counter.reset()
+            stage.begin(
+                step, count, training=True, feed=feed, targets=targets,
+                loss_fn=compute_loss if is_last else None, shares=(1 / count,) * count if is_last else (),
+            )  # fmt: skip
+            engine.run(program, transport, clock)
+            stage.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+    return counter.peak()
+
+
+def _materialized(layer: nn.Module, device: torch.device) -> nn.Module:
+    """A layer of the meta model with real memory and harmless values."""
+    layer = layer.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(1.0)
+        for name, buffer in layer.named_buffers():
+            buffer.fill_(1) if name.endswith("running_var") else buffer.zero_()
+    return layer.train()
+
+
+def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+
+def run_column(half: str, name: str) -> Outcome:
+    """Every distinct stage of a column of Table 1 on this GPU, under the paper's cap.
+
+    The cap holds for the caching allocator, fragmentation and the libraries' workspaces included; a stage
+    that runs out of memory is a result. Modelled peaks are of the same placement, without receives posted
+    ahead.
+    """
+    size: Column = column(half, name)
+    data = HALVES[half]
+    setting = Setting(
+        half, size.num_stages, size.is_naive, "float32", "fused" if half == "transformer" else "none"
+    )
+    placement = place_anyhow(setting, size.num_layers, size.num_filters, setting.microbatch_counts()[-1])
+    schedule = setting.schedule(placement.num_microbatches)
+    device = devices.current(devices.default_type())
+    limit = torch.get_device_module(device).set_per_process_memory_fraction
+    limit(min(1.0, data.cap_gib * GIB / devices.total_memory_bytes(device)), device)
+    stages: list[dict[str, Any]] = []
+    try:
+        for part in distinct_parts(setting, placement):
+            shape = {"num_layers": size.num_layers}
+            if half == "amoebanet":
+                shape["num_filters"] = size.num_filters
+            model = meta_model(half, **shape)
+            found: Peak | None = None
+            try:
+                found = measure(part, model, half, schedule, dict(data.options), data.batch_size, device)
+            except RuntimeError as error:
+                if memory_error(error) is None:
+                    raise
+            stages.append(
+                {
+                    "stage": part.index,
+                    "measured": None if found is None else found.num_bytes,
+                    "workspace": None if found is None else found.workspace_bytes,
+                    "modelled": part.memory.peak,
+                }
+            )
+            del model
+            gc.collect()
+            devices.empty_cache(device)
+    finally:
+        limit(1.0, device)
+    fits = all(stage["measured"] is not None for stage in stages)
+    fullest = max(stages, key=lambda stage: stage["modelled"])
+    peaks = [stage["measured"] for stage in stages if stage["measured"] is not None]
+    workspaces = [stage["workspace"] for stage in stages if stage["workspace"] is not None]
+    return Outcome(
+        (
+            Quantity(
+                name="measured peak", value=max(peaks, default=None), unit="bytes", provenance="measured"
+            ),
+            Quantity(
+                name="workspace", value=max(workspaces, default=None), unit="bytes", provenance="measured",
+                note="taken by the device's libraries at their first use; not part of the measured peak",
+            ),
+            Quantity(name="modelled peak", value=fullest["modelled"], unit="bytes", provenance="modelled"),
+        ),
+        {
+            "fits": fits, "cap_gib": data.cap_gib, "stages": stages,
+            "num_microbatches": placement.num_microbatches, "device": devices.name(device),
+        },
+    )  # fmt: skip
+
+
+BATCH_SIZE = 8  # divisible by every number of micro-batches below
+SCALED_DOWN: dict[str, dict[str, Any]] = {
+    "amoebanet-d": {
+        "num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True,
+    },
+    "transformer-lm": {
+        "num_layers": 6, "vocab_size": 512, "d_model": 64, "ffn_dim": 256, "num_heads": 4, "seq_len": 64,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Peak bytes of each stage: counted in a real step, and modelled."""
+
+    tracked: tuple[int, ...]
+    modelled: tuple[StageMemory, ...]
+
+    @property
+    def largest_error(self) -> float:
+        """Largest relative difference over the stages."""
+        return max(
+            abs(model.peak - peak) / peak for model, peak in zip(self.modelled, self.tracked, strict=True)
+        )
+
+
+def verify(name: str, num_stages: int, remat: str, num_microbatches: int, seed: int = 0) -> Verification:
+    """Train a scaled-down model for two steps and compare the second one's peaks with the model's."""
+    options = SCALED_DOWN[name]
+    torch.manual_seed(seed)
+    model, compute_loss = MODELS[name](**options), loss_fn(name, **options)
+    memory = LiveMemory()
+    pipeline = Pipeline(
+        model,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        schedule="gpipe",
+        remat=remat,
+        transport=InProcess(copy=True, observe_transfer=memory.owned_by),
+    )
+    tracked = _train(pipeline, name, options, compute_loss, memory)
+    microbatch = example_batch(name, BATCH_SIZE // num_microbatches, device="meta", **options)
+    profiler = _profiler()
+    layers, loss = profiler.model(model, compute_loss, *map(Boundary.of, microbatch))
+    modelled = pipeline_memory(layers, loss, pipeline.partition, pipeline.schedule, "rmsprop")
+    return Verification(tracked, modelled)
+
+
+@cache
+def _profiler() -> Profiler:
+    """Shared by all cases: they differ in the cut and in the micro-batches, not in the layers."""
+    return Profiler()
+
+
+def _train(
+    pipeline: Pipeline, name: str, options: dict[str, Any], compute_loss: Any, memory: LiveMemory
+) -> tuple[int, ...]:
+    """Peak bytes owned by each stage in its second step: the optimizer's state exists from then on.
+
+    The first one is not followed operation by operation, which takes longer than the step itself. What it
+    left behind is counted all the same: whatever tensor a stage still refers to, for what reason ever.
+    """
+    stages = pipeline.stages
+    optimizers = [
+        torch.optim.RMSprop(_parameters(stage.layers), lr=1e-3, momentum=0.9, foreach=False)
+        for stage in stages
+    ]
+    inputs, target = example_batch(name, BATCH_SIZE, **options)
+
+    def step() -> None:
+        pipeline.step(inputs, target, compute_loss, observe=lambda action: memory.owned_by(action.stage))
+        for stage, optimizer in zip(stages, optimizers, strict=True):
+            with memory.owned_by(stage.index):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    step()
+    with memory:
+        for stage, optimizer in zip(stages, optimizers, strict=True):
+            with memory.owned_by(stage.index):
+                memory.watch(tensors_behind(stage, optimizer))
+        memory.reset_peaks()
+        step()
+    # The mini-batch is the first stage's, its targets the last one's; both are the user's.
+    data = {0: inputs, len(stages) - 1: target} if len(stages) > 1 else {0: (inputs, target)}
+    return tuple(memory.peak_bytes[stage.index] + _num_bytes(data.get(stage.index, ())) for stage in stages)
+
+
+def _parameters(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for layer in layers for parameter in layer.parameters()]
+
+
+def _num_bytes(value: Any) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(value))

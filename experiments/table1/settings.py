@@ -1,0 +1,243 @@
+"""What the paper leaves open about Table 1, and what its records say of every combination: no torch.
+
+The values come from results/unknowns.toml alone. A case computes all combinations of one half at once, in the
+order of `itertools.product`, so a record keeps one list of numbers for each column and no names; the ranges,
+what each setting does alone, quotients under one combination and the hypotheses are all read from these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from statistics import median
+
+from gpipe_bench.experiments.paper_models import HALVES, Column
+from gpipe_bench.harness.judging.hypotheses import Hypothesis, Key
+from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.judging.spread import Part, Spread
+from gpipe_bench.harness.judging.units import convert
+from gpipe_bench.harness.judging.unknowns import Unknown, Value, load_unknowns
+from gpipe_bench.harness.records.record import Quantity, Record, find
+
+SHARED = (
+    "activation_format", "gradient_copies", "kept_by", "tensor_layout", "boundary_tensors",
+    "partition_cost", "partition_rule",
+)  # fmt: skip
+"""Settings of both halves."""
+OWN = {"amoebanet": ("auxiliary_head", "num_classes"), "transformer": ("num_microbatches",)}
+"""Settings of one half, after the shared ones."""
+
+OWN_OF_MODEL: dict[str, tuple[str, ...]] = {"amoebanet": OWN["amoebanet"], "transformer": ()}
+"""Settings of one half that change the model's parameters."""
+
+CAP = "memory_cap_bytes"
+
+Combination = Mapping[str, Value]
+
+
+@cache
+def unknown(half: str) -> Mapping[str, Unknown]:
+    """The unknown settings of one half; the file is read once."""
+    return load_unknowns().of(HALVES[half].table)
+
+
+@cache
+def allowed(half: str) -> dict[str, tuple[Value, ...]]:
+    """The allowed values of each setting, by name, the shared settings first."""
+    return {name: unknown(half)[name].allowed for name in (*SHARED, *OWN[half])}
+
+
+@cache
+def combinations(half: str) -> tuple[Combination, ...]:
+    """All combinations, the last setting running fastest."""
+    names = allowed(half)
+    return tuple(dict(zip(names, values, strict=True)) for values in product(*names.values()))
+
+
+def num_microbatches(half: str, column: Column, combination: Combination) -> int:
+    """M of a column: one without a pipeline, the stated or the chosen one with it."""
+    if column.is_naive:
+        return 1
+    return int(combination.get("num_microbatches", HALVES[half].num_microbatches))
+
+
+def spread_of(
+    settings: Sequence[Combination], values: Sequence[float | None], names: Sequence[str]
+) -> Spread | None:
+    """The range over all combinations that have a number; None where none has.
+
+    What a setting does alone is the range of the medians over all else, one for each of its values, where all
+    of them were tried.
+    """
+    found = [(each, value) for each, value in zip(settings, values, strict=True) if value is not None]
+    if not found:
+        return None
+    numbers = [value for _, value in found]
+    return Spread(
+        low=min(numbers), high=max(numbers), parts=tuple(_parts(found, names)), combinations=len(numbers)
+    )
+
+
+def _parts(found: Sequence[tuple[Combination, float]], names: Sequence[str]) -> Iterator[Part]:
+    for name in names:
+        contexts: dict[tuple[Value, ...], dict[Value, float]] = {}
+        for settings, value in found:
+            rest = tuple(each for other, each in settings.items() if other != name)
+            contexts.setdefault(rest, {})[settings[name]] = value
+        # Only where all of its values were tried with the same others do they tell what it does.
+        most = max(map(len, contexts.values()))
+        matched = [values for values in contexts.values() if len(values) == most]
+        middles = [median(values[each] for values in matched if each in values) for each in matched[0]]
+        if min(middles) < max(middles):
+            yield Part(what=name, low=min(middles), high=max(middles))
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The combinations of a record and a number for each, by column; None where there can be none."""
+
+    names: tuple[str, ...]
+    settings: tuple[Combination, ...]
+    columns: Mapping[str, tuple[float | None, ...]]
+
+    def spread(self, column: str) -> Spread | None:
+        """The range of a column."""
+        return spread_of(self.settings, self.columns[column], self.names)
+
+    def quotient(self, over: str, under: str) -> tuple[float | None, ...]:
+        """One column over another under the same settings; None where the second is nothing."""
+        return tuple(
+            a / b if a is not None and b else None
+            for a, b in zip(self.columns[over], self.columns[under], strict=True)
+        )
+
+
+def activation_choices(record: Record) -> Choices:
+    """Peak activation memory in bytes."""
+    settings = _product(record.details["settings"])
+    columns = {name: tuple(column["bytes"]) for name, column in record.details["columns"].items()}
+    return Choices(tuple(record.details["settings"]), settings, columns)
+
+
+def parameter_choices(record: Record) -> Choices:
+    """Parameters of the columns' models, where settings change them."""
+    details = record.details["parameters"]
+    columns = {name: tuple(counts) for name, counts in details["columns"].items()}
+    return Choices(tuple(details["settings"]), _product(details["settings"]), columns)
+
+
+def capacity_choices(record: Record) -> Choices:
+    """Parameters of the largest models; 0 where nothing fits."""
+    names = tuple(record.details["settings"])
+    values = [record.details["settings"][name] for name in names]
+    settings = tuple(
+        {name: values[place][index] for place, (name, index) in enumerate(zip(names, indices, strict=True))}
+        for indices in record.details["combinations"]
+    )
+    columns = {name: tuple(column["parameters"]) for name, column in record.details["columns"].items()}
+    return Choices(names, settings, columns)
+
+
+def fitting(record: Record, column: str) -> tuple[int, float, float] | None:
+    """Under how many combinations a column's model fits, and the range of its memory then; None for none."""
+    found = record.details["columns"][column]
+    values = [
+        value for value, fits in zip(found["bytes"], found["fits"], strict=True) if fits == "1" and value
+    ]
+    return (len(values), min(values), max(values)) if values else None
+
+
+def ranged(name: str, unit: str, spread: Spread) -> Quantity:
+    """A prediction; its middle stands for it."""
+    return Quantity(name=name, value=(spread.low + spread.high) / 2, unit=unit, provenance="modelled")
+
+
+def hypothesis_record(records: Sequence[Record], half: str) -> Record | None:
+    """The record of a half's activation memory under every combination."""
+    return _done(find(records, part="hypotheses", half=half))
+
+
+def capacity_record(records: Sequence[Record], half: str) -> Record | None:
+    """The record of a half's largest models under every combination."""
+    return _done(find(records, part="capacity", half=half))
+
+
+def _done(record: Record | None) -> Record | None:
+    return record if record is not None and record.status == "done" else None
+
+
+def _product(settings: Mapping[str, Sequence[str | int | float | bool]]) -> tuple[Combination, ...]:
+    return tuple(dict(zip(settings, values, strict=True)) for values in product(*settings.values()))
+
+
+BASE = "the base"
+ROW = "peak activation memory"
+
+
+def hypotheses(records: Sequence[Record]) -> list[Hypothesis]:
+    """One for each combination of the settings of the halves on record; none without records."""
+    found = {half: record for half in HALVES if (record := hypothesis_record(records, half)) is not None}
+    if not found:
+        return []
+    choices = {half: activation_choices(record) for half, record in found.items()}
+    settings: dict[str, dict[Value, None]] = {}
+    for each in choices.values():
+        for combination in each.settings:
+            for name, value in combination.items():
+                settings.setdefault(name, {})[value] = None
+    shared = [name for name in settings if all(name in each.names for each in choices.values())]
+    order = [*shared, *(name for name in settings if name not in shared)]
+    values = {half: _values(half, each) for half, each in choices.items()}
+    base = {name: next(iter(settings[name])) for name in order}
+    made = []
+    for chosen in product(*(settings[name] for name in order)):
+        combination = dict(zip(order, chosen, strict=True))
+        numbers: dict[Key, float] = {}
+        for half, each in choices.items():
+            numbers |= values[half][tuple(combination[name] for name in each.names)]
+        made.append(Hypothesis(name=_named(combination, base), values=numbers, settings=combination))
+    return made
+
+
+def _values(half: str, choices: Choices) -> dict[tuple[Value, ...], dict[Key, float]]:
+    """The numbers of one half in the paper's units, by the values of its settings."""
+    table = HALVES[half].table
+    units = {cell.key: cell.unit for cell in load_paper() if cell.source == "paper"}
+    keys = {column: (table, ROW, column) for column in choices.columns}
+    found: dict[tuple[Value, ...], dict[Key, float]] = {}
+    for index, settings in enumerate(choices.settings):
+        numbers = {}
+        for column, values in choices.columns.items():
+            value = values[index]
+            if value is not None:
+                numbers[keys[column]] = convert(value, "bytes", units[keys[column]])
+        found[tuple(settings.values())] = numbers
+    return found
+
+
+def _named(settings: Mapping[str, Value], base: Mapping[str, Value]) -> str:
+    """What differs from the base."""
+    changed = {name: value for name, value in settings.items() if value != base[name]}
+    return ", ".join(_words(changed)) or BASE
+
+
+def _words(settings: Mapping[str, Value]) -> Iterator[str]:
+    """`bfloat16, gradients x1, cut by layers, M = 16`."""
+    for name, value in settings.items():
+        match name:
+            case "gradient_copies":
+                yield f"gradients x{value}"
+            case "boundary_tensors":
+                yield f"boundary {value}"
+            case "partition_cost":
+                yield f"cut by {value}"
+            case "num_microbatches":
+                yield f"M = {value}"
+            case "auxiliary_head":
+                yield "auxiliary head" if value else "no auxiliary head"
+            case "num_classes":
+                yield f"{value} classes"
+            case _:
+                yield str(value)

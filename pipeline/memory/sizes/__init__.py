@@ -1,1 +1,0 @@
-"""Profiles of layers of any size, from those of two or of one."""

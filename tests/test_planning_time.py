@@ -1,0 +1,118 @@
+"""Where the seconds for timing go, and what is kept of them: made-up probes and clocks, nothing is timed."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planning_models import costs_of, planned
+
+from gpipe_bench.experiments.planning.costs import kept
+from gpipe_bench.experiments.planning.costs.costs import Costs
+from gpipe_bench.experiments.planning.costs.spending import About, Budget, affordable, sizes_worth
+from gpipe_bench.experiments.planning.costs.timed import Timing
+from gpipe_bench.experiments.planning.likely import worth
+from gpipe_bench.experiments.planning.links import link_named
+from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.pipeline.plan.links import Link
+
+LOOPBACK = link_named("loopback")
+REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBACK)
+
+
+def test_sizes_that_there_is_no_time_for_are_left_out() -> None:
+    # A size of s takes 2 x 9 x 3 x s x 0.01 s and 8 references: 0.54 s x s + 0.8 s.
+    assert affordable([8, 1, 4, 2], 0.01, 0.1, 3, 60.0) == [1, 2, 4, 8]
+    assert affordable([8, 1, 4, 2], 0.01, 0.1, 3, 6.6) == [1, 2, 4]
+    assert affordable([8, 4], 0.01, 0.1, 3, 0.1) == [4]  # one in any case
+    assert sizes_worth([1, 2, 4, 8, 16], REQUEST) == [1, 2, 4, 8]
+    assert sizes_worth([16], REQUEST) == [16]
+    assert sizes_worth([1, 16], replace(REQUEST, accelerators=1)) == [1, 16]
+
+
+def test_what_the_fastest_ways_depend_on_is_timed_again() -> None:
+    costs = replace(costs_of(planned("plain")), link=LOOPBACK, timed_shards=2, shard_update_s=[0.001] * 6)
+    at = costs.sizes[4]
+
+    def sharing(factor: float) -> Costs:
+        whole = {kind: factor * at.seconds(kind, range(6)) for kind in ("G", "B")}
+        shared = replace(at, shards_s={2: {**whole, "once": 0.0}})
+        return replace(costs, sizes={**costs.sizes, 4: shared})
+
+    slow, fast = worth(REQUEST, sharing(3.0)), worth(REQUEST, sharing(0.3))
+    assert About(4, 2) not in slow
+    assert About(8, 0) in slow  # replicas, whose sums take no time over this link
+    assert not any(about.kind == "layers" for about in slow)  # two workers wait for each other
+    assert fast == {About(4, 2)}
+    sums = worth(REQUEST, replace(sharing(3.0), sum_link=Link("slow sums", 0.0, 1e3)))
+    assert {about.kind for about in sums} == {"layers"}
+    assert About(16, "layers") not in sums  # one worker after the other
+
+
+def test_a_budget_ends_before_a_round_that_it_has_no_time_for_and_says_how_far_it_is() -> None:
+    out = io.StringIO()
+    budget = Budget(60.0, shown=True, out=out)
+    assert budget.lasts(40.0, 20.0)
+    assert not budget.lasts(40.0, 21.0)
+    budget.tell("round 2", 24.0)
+    assert out.getvalue() == "timing layers: round 2, 24 s, at most 36 s to go\n"
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    budget.tell("round 3", 61.0)
+    assert out.getvalue().endswith(f"\r{'timing layers: round 3, 61 s, at most 0 s to go':<70}")
+    Budget(60.0, out=out).tell("nobody asked", 1.0)
+    assert "nobody" not in out.getvalue()
+    with pytest.raises(ValueError, match="--probe-s 0: give seconds above 0, such as 60"):
+        Timing(seconds=0)
+
+
+@pytest.fixture(name="asked")
+def of_a_model() -> tuple[dict[str, Any], Costs]:
+    model = planned("plain")
+    facts = kept.facts(model, REQUEST, sizes=[1, 2], processes=2, seconds=60.0, sharded=True)
+    return facts, replace(costs_of(model), profiles=None)
+
+
+def test_costs_are_kept_and_only_what_is_the_same_is_given_back(
+    tmp_path: Path, asked: tuple[dict[str, Any], Costs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts, costs = asked
+    folder = tmp_path / "costs"
+    assert kept.read(folder, facts) is None
+    kept.write(folder, facts, costs)
+    found = kept.read(folder, facts)
+    assert found is not None
+    assert found[0].to_data() == json.loads(json.dumps(costs.to_data()))
+    (path,) = folder.iterdir()
+    whole = path.read_text()
+    for key, other in (("torch", "0"), ("sizes", [1]), ("files", {}), ("cores", [9]), ("optimizer", "sgd")):
+        assert kept.read(folder, {**facts, key: other}) is None
+    # Under another's name, cut off, with a number changed, of the future, and too old.
+    data = json.loads(whole)
+    data["facts"]["torch"] = "0"
+    for damaged in (json.dumps(data), whole[:-100], whole.replace("0.001", "0.002", 1), "[]", "{}"):
+        path.write_text(damaged)
+        assert kept.read(folder, facts) is None
+    path.write_text(whole)
+    monkeypatch.setattr(kept, "time", lambda: found[1] + kept.MONTH_S + 1)
+    assert kept.read(folder, facts) is None
+    monkeypatch.setattr(kept, "time", lambda: found[1] - 1)
+    assert kept.read(folder, facts) is None
+
+
+def test_a_model_s_own_files_and_shapes_are_among_the_facts(asked: tuple[dict[str, Any], Costs]) -> None:
+    facts = asked[0]
+    assert any(name.endswith("planning_models.py") for name in facts["files"])
+    other = kept.facts(planned("tied"), REQUEST, sizes=[1, 2], processes=2, seconds=60.0, sharded=True)
+    assert other["layers"] != facts["layers"]
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(
+    tmp_path: Path, asked: tuple[dict[str, Any], Costs]
+) -> None:
+    (tmp_path / "file").write_text("")
+    kept.write(tmp_path / "file", *asked)
+    assert kept.read(tmp_path / "file", asked[0]) is None

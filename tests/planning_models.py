@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
 from gpipe_bench.experiments.planning.models import Model, model_of
@@ -58,7 +61,13 @@ def square(rows: int = 4096) -> tuple[list[nn.Module], Tensor, Tensor, Any]:
 
 def divided() -> tuple[Any, ...]:
     """With a plan of its own for tensor parallelism."""
-    return *plain(), lambda layers, mesh: None
+    return *plain(), divide
+
+
+def divide(layers: nn.Sequential, mesh: DeviceMesh) -> None:
+    """Each layer by the columns of its weight; what it gives is gathered."""
+    for layer in layers:
+        parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()))
 
 
 def indivisible() -> tuple[Any, ...]:
@@ -86,7 +95,7 @@ def costs_of(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Costs:
         low=0.9,
         high=1.2,
         provenance={"layers": "made up"},
-        profiles=lambda size, split: model.profile_of(size, "float32", split_backward=split),
+        profiles=lambda size, split, tp: model.profile_of(size, "float32", split_backward=split, tp=tp),
     )
 
 

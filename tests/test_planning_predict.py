@@ -139,7 +139,7 @@ def test_sums_take_the_link_of_their_own_dimension() -> None:
     """Of two hosts of four: shards inside a host, replicas across; or replicas of three that straddle."""
     given = costs(parameter_bytes=((2**20,),) * 4, update_s=(1.0,) * 4)
     two = request(NEAR, 8, 8, hosts=2, between=FAR)
-    one = dict(workers=1, number=1, fsdp=4)
+    one = {"workers": 1, "number": 1, "fsdp": 4}
     inside = predict(candidate(dp=2, fsdp_level=3, **one), given, two)
     sum_s = all_reduce_s(2**20, 2, FAR)  # of a quarter of four layers
     assert inside.parts_s["weight update"] == pytest.approx(1.0)  # a quarter of it

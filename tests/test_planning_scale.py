@@ -100,7 +100,7 @@ def test_what_fits_is_what_the_memory_says() -> None:
 
 
 def test_a_bound_is_below_every_step_and_knows_what_cannot_fit() -> None:
-    model = planned("plain")
+    model = planned("divided")
     hopeless = fitting = 0
     for cap in (4_500, 9_000, 12_000):
         request = replace(REQUEST, memory_bytes=cap, optimizer="sgd")

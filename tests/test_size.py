@@ -32,7 +32,8 @@ def test_the_largest_model_fits_and_one_layer_more_does_not(capsys: pytest.Captu
     assert max(peaks(out)) <= 24 * 2**30
     assert sum(found["layers_per_stage"]) == found["num_layers"] + 2
     given = (*asked, "--optimizer", "rmsprop", "--num-layers")
-    assert max(peaks(size(capsys, *given, found["num_layers"])[1])) == max(peaks(out))
+    counted = max(peaks(size(capsys, *given, found["num_layers"], "--cap-gib", 25)[1]))
+    assert 0 < counted - max(peaks(out)) < 2**28, "the buffers of messages, which Table 1 does not count"
     status, _, err = size(capsys, *given, found["num_layers"] + 1)
     assert status == 2
     assert "there are 24 GiB" in err

@@ -16,6 +16,7 @@ from gpipe_bench.experiments.planning import models as size_models
 from gpipe_bench.models import MODELS, SHAPES, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.rows.messages import Transport
 from gpipe_bench.pipeline.memory.stages.ties import shared_weights
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.schedule import gpipe
@@ -49,7 +50,7 @@ def test_the_stages_of_a_shape_are_the_memory_models(capsys: pytest.CaptureFixtu
     )
     first = found["layers_per_stage"][0]
     cut = (range(first), range(first, 5))
-    wanted = pipeline_memory(layers, loss, cut, gpipe(2, 4, "always"), "adam", receive_ahead=1)
+    wanted = pipeline_memory(layers, loss, cut, gpipe(2, 4, "always"), "adam", receive_ahead=Transport())
     assert peaks(found) == [each.peak for each in wanted]
     assert found["num_parameters"] == sum(p.numel() for p in tied.parameters()), "the tie counts once"
 
@@ -175,7 +176,7 @@ def test_1f1b_is_cut_for_what_each_stage_keeps(capsys: pytest.CaptureFixture[str
         return max(
             each.peak
             for each in pipeline_memory(
-                profile.layers, profile.loss, cut, schedule, "adam", receive_ahead=1,
+                profile.layers, profile.loss, cut, schedule, "adam", receive_ahead=Transport(),
                 ties=shared_weights(model.layers),
             )
         )  # fmt: skip

@@ -14,6 +14,7 @@ from gpipe_bench.experiments.commands.parsing.asked import (
     find_own_modules,
     memory_bytes,
     precision,
+    reserve_bytes,
 )
 from gpipe_bench.experiments.planning.links import link_named, link_within
 from gpipe_bench.experiments.planning.request import MEASURED, Request
@@ -81,6 +82,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         batch_size=arguments.batch_size, link=_link("--link", arguments.link, device),
         between=between, hosts=arguments.hosts, optimizer=arguments.optimizer,
         precision=precision(arguments), device_type=device, compiled=arguments.compiled,
+        reserve_bytes=reserve_bytes(arguments),
     )  # fmt: skip
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from math import inf
 from typing import Any
 
 from gpipe_bench.experiments.planning.accelerators import accelerator
+from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.costs.costs import Costs
 from gpipe_bench.experiments.planning.costs.measured import as_measured
 from gpipe_bench.experiments.planning.costs.timed import Timing
@@ -27,15 +27,19 @@ from gpipe_bench.experiments.planning.prediction import Prediction
 from gpipe_bench.experiments.planning.request import MEASURED, Request
 from gpipe_bench.experiments.planning.script import NAME, command, script
 from gpipe_bench.experiments.planning.searching.found import Found
-from gpipe_bench.experiments.planning.searching.grids import Grid
+from gpipe_bench.experiments.planning.searching.grids import grid_of
 from gpipe_bench.experiments.planning.searching.search import KEPT, Search
 from gpipe_bench.experiments.planning.searching.shortfall import nothing_fits, smallest
-from gpipe_bench.experiments.planning.searching.space import Space, Way, check, sizes_of
+from gpipe_bench.experiments.planning.searching.space import Space, check, sizes_of
 
 SHOWN = 5
 """Ways that are printed."""
-CAPS = (0.85, 0.7, 0.55, 0.4, 0.3, 0.2)
-"""Of the memory, under which the fastest ways are cut again for the frontier."""
+LESS = 0.85
+"""Of the best plan's peak, under which everything is searched again for the next point of the frontier."""
+MOST_POINTS = 8
+"""Of the frontier."""
+FEW = 2
+"""Ways that are kept for each point but the first: the best, and one that may be as good by the replay."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is done, how many of it, of how many."""
@@ -78,7 +82,7 @@ class Plan:
 
     def command(self, name: str = NAME) -> str:
         """The line that starts it."""
-        return command(self.request, name)
+        return command(self.request, name, self.best.candidate.accelerators)
 
     def describe(self) -> dict[str, Any]:
         """As plain data."""
@@ -88,6 +92,7 @@ class Plan:
             "num_parameters": self.model.num_parameters,
             "accelerators": request.accelerators,
             "memory_bytes": request.memory_bytes,
+            "reserve_bytes": request.held_back_bytes,
             "batch_size": request.batch_size,
             "optimizer": request.optimizer,
             "precision": request.precision,
@@ -141,18 +146,12 @@ def plan(
     """
     model = as_on(model, request)
     search = search_for(model, request, space=space, costs=costs, timing=timing, progress=progress)
-    found = search.run(max(KEPT, shown))
-    if not found:
-        raise ValueError(_too_large(model, search.request, search.space))
-    predictions = tuple(sorted((predicted(each, search) for each in found), key=lambda each: each.step_s))
-    return Plan(
-        model,
-        search.request,
-        predictions[:shown],
-        frontier(found, predictions, search),
-        search.tried,
-        search.skipped,
-    )
+    predictions, points = frontier(search, max(KEPT, shown))
+    if not predictions:
+        raise ValueError(
+            f"no way fits whose micro-batches have costs ({', '.join(map(str, search.costs.sizes))})"
+        )
+    return Plan(model, search.request, predictions[:shown], points, search.tried, search.skipped)
 
 
 def search_for(
@@ -168,28 +167,29 @@ def search_for(
     errors as of `plan`, but that it is not yet known whether a cut fits.
     """
     model, space = as_on(model, request), space or Space()
-    if why_whole(model, request):
+    given, num_layers = space, len(model.layers)
+    if model.why_whole(compiled=request.compiled):
         space = replace(space, sharded=False)
-    num_layers = len(model.layers)
     check(request, space, num_layers)
     for ranks in space.tp or (request.accelerators,):
-        if ranks > 1 and (why := why_whole(model, request)):
+        if ranks > 1 and (why := model.why_whole(compiled=request.compiled)):
             raise ValueError(f"--tp {ranks}: no layer can be divided, {why}; leave --tp out")
         model.check_divisible(ranks)
-    least = smallest(model, request, space, request.memory_bytes)
-    if least is None or least.peak > request.memory_bytes:
-        raise ValueError(_too_large(model, request, space))
+    least = smallest(model, request, space, request.usable_bytes)
+    assert least is not None  # `check` has found ways
+    if least.peak > request.usable_bytes:
+        raise ValueError(nothing_fits(model, request, given, least))
     if costs is None:
         sizes = sizes_of(request, space, num_layers)
         progress("layers", 0, len(sizes))
-        few = list(takewhile(partial(_may_fit, model, request), sizes))
+        few = list(takewhile(partial(_may_fit, model, request, space), sizes))
         costs = costs_for(
             model,
             request,
             few,
             replace(timing or Timing(), sharded=space.sharded, worth=partial(worth, request)),
         )
-    return Search(costs, as_measured(request, costs), space, model.ties, partial(progress, "ways"))
+    return Search(costs, as_measured(request, costs), space, model.ties, partial(progress, "ways"), least)
 
 
 def as_on(model: Model, request: Request) -> Model:
@@ -197,13 +197,6 @@ def as_on(model: Model, request: Request) -> Model:
     if request.device_type == MEASURED:
         return model
     return replace(model, attention=accelerator(request.device_type, request.precision).attention)
-
-
-def why_whole(model: Model, request: Request) -> str:
-    """Why the engine divides no parameters of this model, neither over fsdp nor over tp; empty if it does."""
-    if model.ties:
-        return "since layers share a weight"
-    return "since compiled layers keep their parameters whole" if request.compiled else ""
 
 
 def costs_for(model: Model, request: Request, sizes: Sequence[int], timing: Timing | None = None) -> Costs:
@@ -224,74 +217,55 @@ def predicted(found: Found, search: Search) -> Prediction:
         prediction,
         peak_bytes=tuple(each.peak for each in found.memory),
         peak_when=tuple(each.when for each in found.memory),
+        provenance={**prediction.provenance, "peak": _held(found, search.request)},
     )
 
 
-def frontier(found: Sequence[Found], predictions: Sequence[Prediction], search: Search) -> tuple[Point, ...]:
-    """The fastest steps under less and less memory, of the ways that were found and with fewer examples.
+def _held(found: Found, request: Request) -> str:
+    """What the fullest worker holds at its peak."""
+    worst = max(found.memory, key=lambda each: each.peak)
+    parts = {
+        "float32 weights": worst.parameters,
+        "gradients": worst.gradients,
+        "state of the optimizer": worst.optimizer_state,
+        "messages and inputs": worst.boundary,
+        "graphs": worst.activations,
+        "what an action needs": worst.transients + worst.buffers,
+    }
+    words = ", ".join(f"{what} {size / 2**30:.2f}" for what, size in parts.items())
+    if request.precision == "float32":
+        return f"{words} GiB"
+    return f"{words} GiB; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
 
-    `predictions` are those of what was found: by the replay steps and their order differ a little.
+
+def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[Point, ...]]:
+    """The best ways, the fastest first, and the fastest under less and less memory.
+
+    Each point is the fastest of all that the search finds under a cap, so a plan for as much memory is that
+    point. What is found with less is looked at with more, too: the search's steps differ a little from these.
     """
-    every = list(found)
-    request = search.request
-    ways = [_way(each, request) for each in found[:4]]
-    smaller = [
-        replace(way, num_microbatches=count, microbatch_size=size)
-        for way in ways[:2]
-        for size in search.costs.sizes
-        if size < way.microbatch_size
-        and (count := request.batch_size // way.grid.replicas // size) * size * way.grid.replicas
-        == request.batch_size
-    ]
-    for share in CAPS:
-        cap, least_s = int(share * max(each.peak for each in found)), inf
-        for way in dict.fromkeys([*ways, *smaller]):
-            # What is slower under this cap is asked again under the next one, which it may keep.
-            other = search.best_of(way, 50_000, cap, below_s=least_s)
-            if other is not None:
-                every.append(other)
-                least_s = other.step_s
-    every.sort(key=lambda each: (each.step_s, each.peak))
-    kept: list[Found] = []
+    known: dict[Candidate, Prediction] = {}
+    caps: list[int] = []
+    cap = None
+    while len(caps) < MOST_POINTS and (found := search.run(kept if cap is None else FEW, cap=cap)):
+        known |= {each.candidate: predicted(each, search) for each in found if each.candidate not in known}
+        caps.append(search.cap)
+        cap = int(LESS * found[0].peak)
+    every = sorted(known.values(), key=lambda each: (each.step_s, each.peak))
+    fastest = [next((each for each in every if each.peak <= cap), None) for cap in reversed(caps)]
+    different = {each.candidate: each for each in fastest if each is not None}
+    points = [Point(each.peak, each.step_s, each) for each in different.values()]
+    best: dict[object, Prediction] = {}
     for each in every:
-        if not kept or each.peak < kept[-1].peak:
-            kept.append(each)
-    known = {each.candidate: each for each in predictions}
-    known |= {each.candidate: predicted(each, search) for each in kept if each.candidate not in known}
-    points = sorted(
-        (Point(each.peak, each.step_s, each) for each in known.values()),
-        key=lambda point: (point.peak_bytes, point.step_s),
-    )
-    return tuple(
-        point
-        for index, point in enumerate(points)
-        if all(other.step_s > point.step_s for other in points[:index])
-    )
+        candidate = each.candidate
+        best.setdefault((grid_of(candidate), candidate.schedule, candidate.stages_per_worker), each)
+    return tuple(best.values()), tuple(points)
 
 
-def _way(found: Found, request: Request) -> Way:
-    candidate = found.candidate
-    return Way(
-        Grid(candidate.num_workers, candidate.dp, candidate.fsdp, candidate.fsdp_level, candidate.tp),
-        candidate.schedule, candidate.stages_per_worker, candidate.num_microbatches,
-        candidate.microbatch_size(request.batch_size),
-    )  # fmt: skip
-
-
-def _may_fit(model: Model, request: Request, size: int) -> bool:
+def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
     """Whether no single layer needs more than there is for a micro-batch of that size."""
-    profile = model.profile_of(size, request.precision, compiled=request.compiled)
+    ranks = max(n for n in space.tp or (1,) if n == 1 or model.is_divisible(n, compiled=request.compiled))
+    profile = model.profile_of(size, request.precision, compiled=request.compiled, tp=ranks)
     return all(
-        layer.inputs.num_bytes + layer.free.forward_peak <= request.memory_bytes for layer in profile.layers
+        layer.inputs.num_bytes + layer.free.forward_peak <= request.usable_bytes for layer in profile.layers
     )
-
-
-def _too_large(model: Model, request: Request, space: Space) -> str:
-    least = smallest(model, request, space)
-    assert least is not None  # `check` has found ways
-    if least.peak <= request.memory_bytes:
-        return (
-            f"no schedule of {', '.join(space.schedules)} fits, though {least.peak / 2**30:.2f} GiB would do "
-            f"under {least.schedule}: allow {least.schedule} or more re-materialization"
-        )
-    return nothing_fits(model, request, space, least)

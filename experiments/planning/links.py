@@ -5,9 +5,9 @@ counted as the plan's mesh has them, the pipeline outermost and tensor paralleli
 
     2 hosts of 4, mesh pp 2 x dp 2 x tp 2     host 0: pp 0, all of dp and tp     host 1: pp 1
 
-so what sends most is nearest. A ring of ranks that lie on several hosts goes over one card of each, where some
-libraries use all of them at a time (NCCL's rails): such sums are up to as many times faster as a host has
-cards, unless a link stands for all of them. Only the standard library and `pipeline.plan` are imported.
+so what sends most is nearest. A ring of ranks that lie on several hosts goes over one card of each, where
+some libraries use all of them at a time (NCCL's rails): such sums are up to as many times faster as a host
+has cards, unless a link stands for all of them. Only the standard library and `pipeline.plan` are imported.
 """
 
 from __future__ import annotations

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_bench.experiments.paper_models import HALVES, Half
 from gpipe_bench.models import MODELS, SHAPES, count_parameters, example_batch, loss_fn
+from gpipe_bench.models.parallel import check_divisible, tensor_parallel
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
-from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile, Profiler
+from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile, Profiler, fake_copy
 from gpipe_bench.pipeline.model.layers_of import layers_of
 
 BATCH_SIZE = 32
@@ -65,6 +70,7 @@ class Model:
         ties: what layers share; each of them is profiled with its own
         source: how a script makes it
         attention: of the device that it is profiled for, as `pipeline.memory.attention` has it
+        divide: (layers, mesh) -> what divides one's own layers over ranks; None for the zoo's
     """
 
     name: str
@@ -76,6 +82,7 @@ class Model:
     ties: tuple[Tie, ...] = ()
     source: Source = Source("", "")
     attention: str = "cpu"
+    divide: Callable[..., object] | None = field(default=None, repr=False, compare=False)
     _profiles: dict[tuple[object, ...], ModelProfile] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -86,7 +93,7 @@ class Model:
     def check_divisible(self, ranks: int) -> None:
         """`ValueError` where nothing says how the layers are divided over so many ranks (tp).
 
-        Whether the engine takes divided layers of this model is `answer.why_whole`'s to say.
+        Whether the engine takes divided layers of this model is `why_whole`'s to say.
         """
         if self.source.divides or ranks == 1:
             return
@@ -94,13 +101,25 @@ class Model:
             raise ValueError(
                 f"--tp {ranks}: nothing says how the layers of {self.name} are divided; return {DIVIDES}"
             )
-        from gpipe_bench.models.parallel import check_divisible
-
         named = OrderedDict((f"layer_{index}", layer) for index, layer in enumerate(self.layers))
         try:
             check_divisible(nn.Sequential(named), ranks)
         except ValueError as error:
             raise ValueError(f"--tp {ranks}: {self.name}: {error}; leave --tp out") from error
+
+    def is_divisible(self, ranks: int, *, compiled: bool) -> bool:
+        """Whether so many ranks may compute each of its layers together."""
+        try:
+            self.check_divisible(ranks)
+        except ValueError:
+            return False
+        return not self.why_whole(compiled=compiled)
+
+    def why_whole(self, *, compiled: bool) -> str:
+        """Why the engine divides none of its parameters, neither over fsdp nor over tp; empty if it does."""
+        if self.ties:
+            return "since layers share a weight"
+        return "since compiled layers keep their parameters whole" if compiled else ""
 
     def profile(
         self, num_microbatches: int, precision: str, *, compiled: bool = False, split_backward: bool = False
@@ -111,18 +130,53 @@ class Model:
         )
 
     def profile_of(
-        self, microbatch_size: int, precision: str, *, compiled: bool = False, split_backward: bool = False
+        self,
+        microbatch_size: int,
+        precision: str,
+        *,
+        compiled: bool = False,
+        split_backward: bool = False,
+        tp: int = 1,
     ) -> ModelProfile:
-        """The same of a micro-batch of that many examples."""
-        key = (microbatch_size, precision, compiled, split_backward, self.attention)
+        """The same of a micro-batch of that many examples, or what one rank has of it of `tp` that compute
+        every layer together.
+        """
+        key = (microbatch_size, precision, compiled, split_backward, self.attention, tp)
         if key not in self._profiles:
-            profiler = Profiler(
-                PRECISIONS[precision], compiled=compiled, attention=self.attention,
-                split_backward=split_backward, ties_apart=True,
-            )  # fmt: skip
             inputs, target = (resized(each, microbatch_size) for each in (self.inputs, self.target))
-            self._profiles[key] = ModelProfile(*profiler.model(self.layers, self.loss_fn, inputs, target))
+            with self._divided_over(tp) as divided:
+                profiler = Profiler(
+                    PRECISIONS[precision], compiled=compiled, attention=self.attention,
+                    split_backward=split_backward, ties_apart=True, divided=divided,
+                )  # fmt: skip
+                self._profiles[key] = ModelProfile(*profiler.model(self.layers, self.loss_fn, inputs, target))
         return self._profiles[key]
+
+    @contextmanager
+    def _divided_over(self, ranks: int) -> Iterator[Callable[[nn.Module], nn.Module] | None]:
+        """What a rank has of a layer, divided as in the script; of the ranks there is this one alone."""
+        if ranks == 1:
+            yield None
+            return
+        self.check_divisible(ranks)
+        if dist.is_initialized():
+            raise ValueError(
+                f"--tp {ranks} is planned with a group of its own: plan before processes join one"
+            )
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        try:
+            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+
+            def divided(layer: nn.Module) -> nn.Module:
+                mine = self.layers if self.divide is not None and layer in self.layers else (layer,)
+                copies = nn.Sequential(*map(fake_copy, mine))
+                if layer in self.layers:
+                    (self.divide or tensor_parallel)(copies, mesh)
+                return copies[mine.index(layer)]
+
+            yield divided
+        finally:
+            dist.destroy_process_group()
 
 
 def model_of(
@@ -249,6 +303,7 @@ def _own(name: str) -> Model:
             f"from {module} import {attribute}", attribute, has_loss=len(given) > 2,
             is_foreign=_is_foreign(given[0]), divides=len(given) == 5,
         ),
+        divide=given[4] if len(given) == 5 else None,
     )  # fmt: skip
 
 

@@ -263,7 +263,7 @@ def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str
     from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 
     split = any(action.kind is Kind.W for action in layout.schedule)
-    profile = layout.costs.profiles(layout.size, split)
+    profile = layout.costs.profiles(layout.size, split, candidate.tp)
     transport = Transport(request.accelerated)
     if candidate.replicas > 1:
         sharing = Sharing(candidate.dp, candidate.fsdp, candidate.fsdp_level or 2)

@@ -16,6 +16,13 @@ PRECISIONS = ("float32", "bfloat16")
 MEASURED = "measured"
 """The device type of a plan for the device that this machine has, on which the layers are timed."""
 
+RESERVED_BYTES = 3 * 2**29
+"""Of an accelerator, 1.5 GiB, for what a process holds beside tensors: the device's context and the kernels
+that are loaded (1 to 2 GB, 1.3 of them measured on a V100: Hugging Face, "Model training anatomy"),
+workspaces of products (32 MiB a stream on an H100) and buffers of collectives. Fragments of an allocator may
+be more.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -24,6 +31,8 @@ class Request:
     Args:
         accelerators: all of them, on all hosts
         memory_bytes: of one accelerator
+        reserve_bytes: of these, held back for what is no tensor; None for RESERVED_BYTES of an accelerator
+            that is named, none where the layers are timed here
         batch_size: examples of a mini-batch, over all replicas
         link: between two accelerators of one host
         between: between two accelerators of different hosts; None where there is one host
@@ -35,7 +44,8 @@ class Request:
 
     Raises:
         ValueError: a number below 1, hosts that do not divide the accelerators or have nothing between them,
-            an unknown optimizer or precision.
+            an unknown optimizer or precision, or
+            as much held back as there is.
     """
 
     accelerators: int
@@ -48,6 +58,7 @@ class Request:
     precision: str = "float32"
     device_type: str = MEASURED
     compiled: bool = False
+    reserve_bytes: int | None = None
 
     def __post_init__(self) -> None:
         counts = {
@@ -70,6 +81,23 @@ class Request:
             raise ValueError(f"optimizer is {self.optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is {self.precision!r}; choose one of {', '.join(PRECISIONS)}")
+        if not 0 <= self.held_back_bytes < self.memory_bytes:
+            raise ValueError(
+                f"{self.held_back_bytes / 2**30:g} GiB are held back of {self.memory_bytes / 2**30:g}"
+                ", for what is no tensor: give more memory, or hold back less (--reserve-gib)"
+            )
+
+    @property
+    def held_back_bytes(self) -> int:
+        """Of each accelerator, for what is no tensor."""
+        if self.reserve_bytes is not None:
+            return self.reserve_bytes
+        return RESERVED_BYTES if self.accelerated else 0
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of each accelerator, for tensors."""
+        return self.memory_bytes - self.held_back_bytes
 
     @property
     def accelerated(self) -> bool:

@@ -25,13 +25,14 @@ _OPTIMIZERS = {
 }
 
 
-def command(request: Request, name: str = NAME) -> str:
-    """The line that starts the script on every host."""
-    if request.hosts == 1:
-        return f"torchrun --nproc-per-node {request.accelerators} {name}"
+def command(request: Request, name: str = NAME, accelerators: int | None = None) -> str:
+    """The line that starts the script on every host, or on as many as so many accelerators are on."""
+    number = accelerators or request.accelerators
+    if number <= request.per_host:
+        return f"torchrun --nproc-per-node {number} {name}"
     return (
-        f"torchrun --nnodes {request.hosts} --nproc-per-node {request.per_host} --rdzv-backend c10d "
-        f"--rdzv-endpoint HOST:29400 {name}"
+        f"torchrun --nnodes {number // request.per_host} --nproc-per-node {request.per_host} "
+        f"--rdzv-backend c10d --rdzv-endpoint HOST:29400 {name}"
     )
 
 

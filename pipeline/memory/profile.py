@@ -38,7 +38,7 @@ from gpipe_bench.pipeline.memory.one_run import OneRun
 from gpipe_bench.pipeline.memory.passing import passed_on
 from gpipe_bench.pipeline.memory.split_profile import Halved
 from gpipe_bench.pipeline.memory.story import LayerProfile, SplitStory, Story
-from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections
+from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_this_rank
 from gpipe_bench.pipeline.signature import signature
 from gpipe_bench.pipeline.stage.state.batchnorm import Statistics
 
@@ -82,6 +82,8 @@ class Profiler:
 
     ``ties_apart`` profiles layers that share a parameter as if each had its own, as processes have that hold
     one of them each. Without it they are refused.
+
+    ``divided`` makes the fake copy of a layer that one rank has of it (tensor parallelism).
     """
 
     autocast: torch.dtype | None = None
@@ -91,6 +93,7 @@ class Profiler:
     with_shapes: bool = False
     split_backward: bool = False
     ties_apart: bool = False
+    divided: Callable[[nn.Module], nn.Module] | None = None
     _known: dict[tuple[object, ...], LayerProfile] = field(default_factory=dict, repr=False)
     _graphs: dict[tuple[object, ...], Halves | None] = field(default_factory=dict, repr=False)
 
@@ -161,7 +164,7 @@ class Profiler:
         return torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
 
     def _run(self, given: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
-        layer = fake_copy(given, self.number_format)
+        layer = self._copy(given, self.number_format)
         first, run = self._tell(layer, inputs, unused)
         outputs = run.ends
         stories = self._compiled(layer, inputs, outputs, unused) if self.compiled else None
@@ -175,9 +178,10 @@ class Profiler:
         has_gradient = [p.grad is not None for p in layer.parameters()]
         halves = None
         if self.split_backward:
-            halves = self._tell_halves(fake_copy(given, self.number_format), inputs, unused, first)
-        layer = fake_copy(given)
-        trained = [p for p, has in zip(layer.parameters(), has_gradient, strict=True) if has]
+            halves = self._tell_halves(self._copy(given, self.number_format), inputs, unused, first)
+        layer = self._copy(given)
+        held = [on_this_rank(p) for p in layer.parameters()]
+        trained = [p for p, has in zip(held, has_gradient, strict=True) if has]
         with EventLog() as added:
             statistics = Statistics([layer])
             statistics.begin()
@@ -186,8 +190,10 @@ class Profiler:
             inputs=inputs,
             outputs=outputs,
             unused=unused,
-            parameter_counts=tuple(p.numel() for p in layer.parameters() if p.requires_grad),
-            parameter_sizes=tuple(p.numel() * p.itemsize for p in layer.parameters()),
+            parameter_counts=tuple(
+                mine.numel() for mine, p in zip(held, layer.parameters(), strict=True) if p.requires_grad
+            ),
+            parameter_sizes=tuple(p.numel() * p.itemsize for p in held),
             trained_sizes=tuple(p.numel() * p.itemsize for p in trained),
             buffer_sizes=(*(b.numel() * b.itemsize for b in layer.buffers()), *added.sizes),
             free=free,
@@ -197,6 +203,9 @@ class Profiler:
             overwritten=run.overwritten,
             buffer_roles=roles(layer, run.moved),
         )
+
+    def _copy(self, given: nn.Module, number_format: torch.dtype | None = None) -> nn.Module:
+        return fake_copy(given, number_format) if self.divided is None else self.divided(given)
 
     def _compiled(
         self, layer: nn.Module, inputs: Boundary, outputs: Boundary, unused: frozenset[int]

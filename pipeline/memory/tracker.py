@@ -96,6 +96,13 @@ class StorageWatch(TorchDispatchMode):
 _DEVICE_OF = torch.ops.prim.device.default
 
 
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """What a rank has of a tensor that others have parts of, or that a collective has not finished yet."""
+    while hasattr(tensor, "__tensor_flatten__"):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return tensor
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, dict):
@@ -159,7 +166,21 @@ class EventLog(StorageWatch):
         self.sizes: list[int] = []
         self.shapes: list[tuple[int, ...]] = []  # of the tensor that made it, bytes of an element last
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # What a distributed tensor does is seen as what its rank does with its part.
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented
+        if func.namespace == "_c10d_functional" and func.__name__ == "wait_tensor.default":
+            return args[0]  # as of real tensors; of fake ones it would be another
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def serial_of(self, tensor: Tensor) -> int | None:
+        return super().serial_of(on_this_rank(tensor))
+
     def _register(self, tensor: Tensor) -> None:
+        tensor = on_this_rank(tensor)
         super()._register(tensor)
         if len(self.sizes) > len(self.shapes):
             self.shapes.append((*tensor.shape, tensor.itemsize))

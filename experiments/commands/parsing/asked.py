@@ -19,6 +19,18 @@ def memory_bytes(arguments: argparse.Namespace) -> int:
     return int(arguments.memory_gib * GIB)
 
 
+def reserve_bytes(arguments: argparse.Namespace) -> int | None:
+    """Held back of it; None where nobody says. `ValueError` for less than nothing."""
+    if arguments.reserve_gib is None:
+        return None
+    if not 0 <= arguments.reserve_gib < MOST_GIB:
+        raise ValueError(
+            f"--reserve-gib {arguments.reserve_gib:g}: give the GiB of each accelerator that are not for "
+            "tensors, 0 or more"
+        )
+    return int(arguments.reserve_gib * GIB)
+
+
 def check_counts(arguments: argparse.Namespace, *names: str) -> None:
     """`ValueError` for an option that is given with a number below 1, alone or in a list."""
     for name in names:

@@ -30,6 +30,7 @@ def plan_options(verbs: Any) -> None:
         "--accelerators", type=int, required=True, metavar="N", help="of all hosts together"
     )
     machines.add_argument("--memory-gib", type=float, required=True, metavar="GIB", help="of each")
+    _reserve(machines)
     machines.add_argument("--hosts", type=int, default=1, metavar="N", help="default: %(default)s")
     machines.add_argument(
         "--device-type", default="measured", metavar="NAME",
@@ -100,6 +101,7 @@ def size_options(verbs: Any) -> None:
     machines.add_argument(
         "--memory-gib", "--cap-gib", type=float, required=True, metavar="GIB", help="of each"
     )
+    _reserve(machines)
     machines.add_argument(
         "--device-type", metavar="NAME",
         help="an accelerator by its name, such as h100, whose attention keeps less; default: this CPU",
@@ -164,6 +166,15 @@ def _model(verb: argparse.ArgumentParser, without: str = "") -> None:
         + without,
     )  # fmt: skip
     verb.add_argument("--num-filters", type=int, metavar="D", help="of amoebanet-d, with --num-layers")
+
+
+def _reserve(machines: Any) -> None:
+    """What of the memory is not planned with."""
+    machines.add_argument(
+        "--reserve-gib", type=float, metavar="GIB",
+        help="of each, for what is no tensor: context, kernels, workspaces, buffers of collectives; default: "
+        "1.5 of an accelerator that is named, else 0",
+    )  # fmt: skip
 
 
 def _training(group: Any, default: str | None = "adam") -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from gpipe_bench.experiments.commands.parsing.asked import reserve_bytes
 from gpipe_bench.experiments.planning.accelerators import accelerator
 from gpipe_bench.experiments.planning.models import Model, model_of
-from gpipe_bench.experiments.planning.request import Request
+from gpipe_bench.experiments.planning.request import MEASURED, Request
 from gpipe_bench.experiments.planning.searching.shortfall import Manner, Smallest, nothing_fits, smallest
 from gpipe_bench.experiments.planning.searching.space import Space, divisors, splits
 from gpipe_bench.pipeline.plan.links import LINKS
@@ -35,8 +36,9 @@ def placed(arguments: argparse.Namespace, cap_bytes: int) -> tuple[Model, Reques
         accelerators=arguments.accelerators, memory_bytes=cap_bytes,
         batch_size=model.batch_size, link=LINKS["loopback"], optimizer=arguments.optimizer or "adam",
         precision=arguments.precision, compiled=arguments.compiled,
+        device_type=arguments.device_type or MEASURED, reserve_bytes=reserve_bytes(arguments),
     )  # fmt: skip
-    manner = _manner(arguments, model)
+    name, manner = _manner(arguments, model)
     counts = divisors(model.batch_size)
     number = arguments.num_microbatches
     if number is not None and number not in counts:
@@ -45,21 +47,22 @@ def placed(arguments: argparse.Namespace, cap_bytes: int) -> tuple[Model, Reques
             f"{', '.join(map(str, counts))}"
         )
     space = Space(
-        schedules=manner.schedules, pp=(request.accelerators,), sharded=False,
+        schedules=(name,), pp=(request.accelerators,), sharded=False,
         microbatches=None if number is None else (number,),
     )  # fmt: skip
-    check_remat(manner.remat, _num_stages(manner, request), number or counts[-1])
+    assert manner.remat is not None
+    check_remat(manner.remat, named(name, request.accelerators, 1).num_stages, number or counts[-1])
     most = _least(model, request, space, manner)
-    if most.peak > request.memory_bytes:
+    if most.peak > request.usable_bytes:
         raise ValueError(nothing_fits(model, request, space, most, manner))
     for count in () if number is not None else counts[:-1]:
         fewer = _least(model, request, replace(space, microbatches=(count,)), manner)
-        if fewer.peak <= request.memory_bytes:
+        if fewer.peak <= request.usable_bytes:
             return model, request, fewer
     return model, request, most
 
 
-def _manner(arguments: argparse.Namespace, model: Model) -> Manner:
+def _manner(arguments: argparse.Namespace, model: Model) -> tuple[str, Manner]:
     """The schedule and what is recomputed, as far as the model and its accelerators allow."""
     name = arguments.schedule or "gpipe"
     remat = from_text(arguments.remat or "always")
@@ -71,15 +74,10 @@ def _manner(arguments: argparse.Namespace, model: Model) -> Manner:
             f"--compiled with --schedule {name}: a compiled layer's backward is not split in two; choose one "
             f"of {whole}"
         )
-    manner = Manner((name,), remat, in_one=True)
     stages, layers = named(name, arguments.accelerators, 1).num_stages, len(model.layers)
     if stages > layers:
         raise ValueError(f"cannot cut {layers} layers into {stages} stages: use at most {layers}")
-    return manner
-
-
-def _num_stages(manner: Manner, request: Request) -> int:
-    return named(manner.schedules[0], request.accelerators, 1).num_stages
+    return name, Manner(remat, in_one=True)
 
 
 def _least(model: Model, request: Request, space: Space, manner: Manner) -> Smallest:

@@ -30,6 +30,7 @@ def text(model: Model, request: Request, found: Smallest) -> str:
         + what
         + (", layers compiled" if request.compiled else "")
         + (f", {model.attention} attention" if model.attention != "cpu" else "")
+        + (f", {request.held_back_bytes / GIB:g} GiB held back" if request.held_back_bytes else "")
     )
     lines = [
         (" ".join(map(str, stages)), found.layers_of(worker), memory)
@@ -62,6 +63,7 @@ def facts(model: Model, request: Request, found: Smallest) -> dict[str, Any]:
         "num_parameters": model.num_parameters,
         "accelerators": request.accelerators,
         "memory_bytes": request.memory_bytes,
+        "reserve_bytes": request.held_back_bytes,
         "batch_size": request.batch_size,
         "num_microbatches": found.num_microbatches,
         "schedule": found.schedule,

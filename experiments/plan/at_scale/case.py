@@ -112,7 +112,7 @@ def run(key: dict[str, Scalar]) -> Outcome:
     name = str(key["model"])
     scale = SCALES[name]
     model, request = _model(name, scale), request_of(scale)
-    search = search_for(model, request, space=Space(tp=scale.tp))
+    search = search_for(model, request, space=Space(tp=scale.tp, fewer=False))
     best = best_of_each_grid(search)
     rows = [_row(predicted(found, search), request, "") for found in best.values()]
     theirs = [
@@ -152,7 +152,7 @@ def request_of(scale: Scale) -> Request:
         accelerators=scale.accelerators, memory_bytes=scale.memory_bytes, batch_size=scale.batch_size,
         link=link_named(scale.link, scale.device_type), between=link_named(scale.between, scale.device_type),
         hosts=max(1, scale.accelerators // HOST), optimizer=scale.optimizer, precision=scale.precision,
-        device_type=scale.device_type,
+        device_type=scale.device_type, reserve_bytes=0,
     )  # fmt: skip
 
 

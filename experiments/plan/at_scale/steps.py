@@ -133,7 +133,7 @@ def _laid_out(step: Step, remat: str) -> Prediction:
         num_workers=step.pp, stages_per_worker=step.stages_per_worker, dp=step.dp, fsdp=step.fsdp,
         fsdp_level=step.level, tp=step.tp,
     )  # fmt: skip
-    search = Search(costs, request, Space(tp=(step.tp,)), model.ties)
+    search = Search(costs, request, Space(tp=(step.tp,), fewer=False), model.ties)
     uncounted = (StageMemory(0, 0, 0, 0, 0, 0, 0, ""),) * step.pp
     return laid_out(Found(candidate, 0.0, 0.0, uncounted), search)
 

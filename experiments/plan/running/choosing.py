@@ -48,7 +48,7 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
         for pp, schedules, counts in ((NUM_WORKERS, pipelines, tuple(numbers)), (1, replicas, shares)):
             if not schedules or not counts or (pp == 1 and not costs.parameter_bytes):
                 continue  # of replicas nothing is known of what they would sum
-            space = Space(schedules=schedules, microbatches=counts, pp=(pp,), remats=(remat,))
+            space = Space(schedules=schedules, microbatches=counts, pp=(pp,), remats=(remat,), fewer=False)
             for each in Search(costs, request, space).run(kept=None, of_each=lambda way: way):
                 candidate = each.candidate
                 schedule = schedule_of(candidate)

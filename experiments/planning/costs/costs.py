@@ -147,8 +147,8 @@ class Costs:
         jitter: of steps that were timed, how single actions differed from their median
         low, high: factors between which all seconds may lie for what is not known
         provenance: by "layers", "links" and others: how it was found, and on what
-        profiles: (micro-batch size, whether with I and W) -> profiles of the layers and of the loss, for the
-            memory model; not part of a file
+        profiles: (micro-batch size, whether with I and W, ranks that compute a layer together) -> profiles of
+            what a rank has of the layers and of the loss, for the memory model; not part of a file
 
     Raises:
         ValueError: no size, sizes of different models, factors that are no range.
@@ -167,7 +167,7 @@ class Costs:
     low: float = 1.0
     high: float = 1.0
     provenance: Mapping[str, str] = field(default_factory=dict)
-    profiles: Callable[[int, bool], Any] | None = field(default=None, repr=False, compare=False)
+    profiles: Callable[[int, bool, int], Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         numbers = {each.num_layers for each in self.sizes.values()}
@@ -248,7 +248,9 @@ class Costs:
         }
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any], profiles: Callable[[int, bool], Any] | None = None) -> Costs:
+    def from_data(
+        cls, data: Mapping[str, Any], profiles: Callable[[int, bool, int], Any] | None = None
+    ) -> Costs:
         """What `to_data` wrote. ValueError for data of another format."""
         if data.get("format") != FORMAT:
             raise ValueError(f"costs of format {data.get('format')!r}; this version reads {FORMAT}")
@@ -277,7 +279,7 @@ class Costs:
         beside.replace(path)
 
     @classmethod
-    def load(cls, path: Path, profiles: Callable[[int, bool], Any] | None = None) -> Costs:
+    def load(cls, path: Path, profiles: Callable[[int, bool, int], Any] | None = None) -> Costs:
         """What `save` wrote. ValueError for a file that holds no costs."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))

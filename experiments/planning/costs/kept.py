@@ -77,7 +77,7 @@ def facts(
 
 
 def read(
-    folder: Path, wanted: Mapping[str, Any], profiles: Callable[[int, bool], Any] | None = None
+    folder: Path, wanted: Mapping[str, Any], profiles: Callable[[int, bool, int], Any] | None = None
 ) -> tuple[Costs, float] | None:
     """The costs with these facts, and when they were timed; None unless all of it is whole and the same."""
     try:

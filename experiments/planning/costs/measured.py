@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def measured(
-    found: Sequence[Probed], where: str = "", profiles: Callable[[int, bool], Any] | None = None
+    found: Sequence[Probed], where: str = "", profiles: Callable[[int, bool, int], Any] | None = None
 ) -> Costs:
     """The costs that all processes together have found.
 

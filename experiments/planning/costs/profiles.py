@@ -12,11 +12,13 @@ from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 
 
-def profiles_of(subject: Subject) -> Callable[[int, bool], ModelProfile]:
-    """(micro-batch size, whether with I and W) -> profiles; each is made once."""
+def profiles_of(subject: Subject) -> Callable[[int, bool, int], ModelProfile]:
+    """(micro-batch size, whether with I and W, tp) -> profiles; each is made once."""
 
     @cache
-    def profile(size: int, split: bool) -> ModelProfile:
+    def profile(size: int, split: bool, tp: int) -> ModelProfile:
+        if tp > 1:
+            raise ValueError(f"profiles of whole layers are asked for tp {tp}; plan the model with tp 1")
         with torch.device("meta"):
             layers, loss = subject.build()
         ends = map(Boundary.of, subject.batch(size, "meta"))

@@ -108,8 +108,8 @@ def by_roofline(
             + (f", {request.between.name} between hosts" if request.between else ""),
             "memory": "modelled from profiles of the layers",
         },
-        profiles=lambda size, split: model.profile_of(
-            size, request.precision, compiled=request.compiled, split_backward=split
+        profiles=lambda size, split, tp: model.profile_of(
+            size, request.precision, compiled=request.compiled, split_backward=split, tp=tp
         ),
     )
 

@@ -82,8 +82,8 @@ def timed(
     processes = min(request.accelerators, len(os.sched_getaffinity(0)))
     subject = _subject(model)
 
-    def profiles(size: int, split: bool) -> Any:
-        return model.profile_of(size, request.precision, split_backward=split)
+    def profiles(size: int, split: bool, tp: int) -> Any:
+        return model.profile_of(size, request.precision, split_backward=split, tp=tp)
 
     facts: dict[str, Any] = {}
     if timing.folder is not None:

@@ -104,10 +104,7 @@ def equals_of(
     # Sums of many layers differ by rounding.
     work_s = min(times.least_s(number, number + 1) for number in numbers) * (1 - 1e-9)
     again_s = min(times.stage(n, n + 1).again_s - times.action_s.get("R", 0.0) for n in numbers)
-    return Equals(
-        len(numbers), work_s, max(0.0, again_s * (1 - 1e-9)), first / grid.tp, later / grid.tp,
-        one.first.kept_inside / grid.tp,
-    )  # fmt: skip
+    return Equals(len(numbers), work_s, max(0.0, again_s * (1 - 1e-9)), first, later, one.first.kept_inside)
 
 
 Graphs = tuple[tuple[int, int], ...]

@@ -43,7 +43,7 @@ class Parts:
     costs: Costs
     request: Request
     ties: tuple[Tie, ...] = ()
-    _footprints: dict[tuple[int, bool], Footprints] = field(default_factory=dict, repr=False)
+    _footprints: dict[tuple[int, bool, int], Footprints] = field(default_factory=dict, repr=False)
     _boundaries: dict[tuple[object, ...], tuple[Link, ...]] = field(default_factory=dict, repr=False)
     _times: dict[tuple[object, ...], LayerTimes] = field(default_factory=dict, repr=False)
     _schedules: Lately[Schedule] = field(default_factory=lambda: Lately[Schedule](), repr=False)
@@ -90,20 +90,20 @@ class Parts:
     def room(self, way: Way) -> Room:
         """The memory of its workers."""
         return Room(
-            self.footprints(way.microbatch_size, way.splits),
+            self.footprints(way.microbatch_size, way.splits, way.grid.tp),
             self.schedule(way),
             Rules(self.request.optimizer, way.grid, self.ties),
             self._walked.of(rows_of(way), Walked),
         )
 
-    def footprints(self, microbatch_size: int, split: bool) -> Footprints:
-        key = (microbatch_size, split)
+    def footprints(self, microbatch_size: int, split: bool, tp: int = 1) -> Footprints:
+        key = (microbatch_size, split, tp)
         if key not in self._footprints:
             if self.costs.profiles is None:
                 raise ValueError(
                     "these costs have no profiles, so nobody knows what fits: time the layers anew"
                 )
-            self._footprints[key] = Footprints(self.costs.profiles(microbatch_size, split))
+            self._footprints[key] = Footprints(self.costs.profiles(microbatch_size, split, tp))
         return self._footprints[key]
 
     def quick(self, way: Way) -> QuickSteps:
@@ -116,7 +116,7 @@ class Parts:
         if key not in self._equals:
             self._equals[key] = None
             if self.costs.profiles is not None:
-                profile = self.costs.profiles(way.microbatch_size, False)
+                profile = self.costs.profiles(way.microbatch_size, False, way.grid.tp)
                 self._equals[key] = equals_of(
                     profile, self.times(way), way.grid, self.request.optimizer, self.ties
                 )

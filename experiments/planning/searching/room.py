@@ -2,9 +2,8 @@
 
 The model is `pipeline.memory`: a worker's row walked with what its stages hold, and what a grid adds to it or
 shares out. Here each stage's footprint, each row and each answer is made once, whichever cut asks; equal
-layers in a row are one content wherever they stand. Two things are only known here:
+layers in a row are one content wherever they stand. One thing is only known here:
 
-    tp               all that a layer holds is divided; what passes between layers is whole
     a tied weight    one with one state where one worker has all its layers, but a gradient of each of its
                      uses until a step ends; where others have some, for a moment their gradient, too
 
@@ -69,7 +68,8 @@ class Room:
     def __init__(
         self, footprints: Footprints, schedule: Schedule, rules: Rules, walked: Walked | None = None
     ) -> None:
-        self._footprints, self._schedule, self._rules = footprints, schedule, rules
+        self._footprints, self.schedule, self._rules = footprints, schedule, rules
+        self.layers = footprints.profile.layers
         self._walked = walked or Walked()
         self._ahead = 1 if schedule.num_workers > 1 else 0
         grid = rules.grid
@@ -89,14 +89,27 @@ class Room:
             received = self._received_bytes(stages)
             if received:
                 found = max(found, self._summing(worker, held, received), key=lambda each: each.peak)
-            self._known[key] = self._divided(found)
+            self._known[key] = found
         return self._known[key]
+
+    def counted(
+        self, stages: Sequence[range], remat: Sequence[Choice], accelerated: bool
+    ) -> tuple[StageMemory, ...]:
+        """All workers at their fullest, with what their messages take."""
+        schedule = self.schedule
+        homes = [schedule.stages_of(worker) for worker in range(schedule.num_workers)]
+        alone = [
+            self.memory(worker, tuple(stages[s] for s in mine), tuple(remat[s] for s in mine))
+            for worker, mine in enumerate(homes)
+        ]
+        more = self.messages(stages, remat, accelerated)
+        return tuple(replace(e, boundary=e.boundary + m) for e, m in zip(alone, more, strict=True))
 
     def messages(self, stages: Sequence[range], remat: Sequence[Choice], accelerated: bool) -> list[int]:
         """What rings of buffers and messages on their way make of each worker's fullest moment, beyond what
-        `memory` counts, which may be less than nothing. They are whole where layers are divided (tp).
+        `memory` counts, which may be less than nothing.
         """
-        schedule = self._schedule
+        schedule = self.schedule
         workers = range(schedule.num_workers)
         if len(workers) == 1:
             return [0]
@@ -137,8 +150,7 @@ class Room:
         """Whether a worker has room for stages of these layers, which recompute so much."""
         held = self._between_steps()
         least = sum(held[stage.stop] - held[stage.start] for stage in stages) - self._all_ties
-        room = cap * self._rules.grid.tp
-        if least > room or (len(stages) > 1 and self._with_graphs(worker, stages, remat) > room):
+        if least > cap or (len(stages) > 1 and self._with_graphs(worker, stages, remat) > cap):
             return False
         return self.memory(worker, stages, remat).peak <= cap
 
@@ -152,7 +164,7 @@ class Room:
         saved = [each.step.saved_bytes * (what == "never") for each, what in zip(held, remat, strict=True)]
         if worker not in self._walked.graphs:
             self._walked.graphs[worker] = most_graphs(
-                self._schedule.actions[worker], self._schedule.stages_of(worker)
+                self.schedule.actions[worker], self.schedule.stages_of(worker)
             )
         graphs = max(
             sum(count * size for count, size in zip(counts, saved, strict=True))
@@ -162,8 +174,16 @@ class Room:
 
     def least_bytes(self) -> int:
         """What the fullest worker holds between steps at least, however the model is cut: an equal share."""
-        shared_out = self._rules.grid.tp * self._schedule.num_workers
-        return (self._between_steps()[-1] - self._all_ties) // shared_out
+        return (self._between_steps()[-1] - self._all_ties) // self.schedule.num_workers
+
+    def floor(self) -> list[int]:
+        """Bytes that each layer adds to any stage: its parameters, their state; a tied one's may be there."""
+        tied = {layer for tie in self._rules.ties for layer in tie.layers}
+        state, shards = rule_of(self._rules.optimizer).state, self._rules.grid.fsdp
+        return [
+            0 if index in tied else (layer.parameter_bytes + state * sum(layer.trained_sizes)) // shards
+            for index, layer in enumerate(self.layers)
+        ]
 
     def _between_steps(self) -> list[int]:
         """Weights, gradients and the optimizer's state of all layers before each one, ties counted twice."""
@@ -178,9 +198,9 @@ class Room:
     def _alone(self, worker: int, held: HeldStage, remat: Choice) -> StageMemory:
         key = (worker, remat)
         if key not in self._walked.demands:
-            row = with_recomputation(self._schedule, worker, (remat,))
+            row = with_recomputation(self.schedule, worker, (remat,))
             self._walked.demands[key] = demands(row, self._ahead)
-        rule, count = rule_of(self._rules.optimizer), self._schedule.num_microbatches
+        rule, count = rule_of(self._rules.optimizer), self.schedule.num_microbatches
         state, more = optimizer_state(held.rest, rule), max((*held.first, *held.last))
         rest, step = (with_shadows(each, self._walked.demands[key]) for each in (held.rest, held.step))
         fullest = memory_at(rest, None, rule, state, count, is_first=worker == 0)
@@ -193,14 +213,14 @@ class Room:
     def _together(self, worker: int, held: Sequence[HeldStage], remat: Sequence[Choice]) -> StageMemory:
         key = (worker, tuple(remat))
         if key not in self._walked.moments:
-            row = with_recomputation(self._schedule, worker, remat)
-            self._walked.moments[key] = worker_moments(self._schedule, worker, row, self._ahead)
-        mine = self._schedule.stages_of(worker)
+            row = with_recomputation(self.schedule, worker, remat)
+            self._walked.moments[key] = worker_moments(self.schedule, worker, row, self._ahead)
+        mine = self.schedule.stages_of(worker)
         found = worker_memory(
             self._walked.moments[key],
             dict(zip(mine, [each.step for each in held], strict=True)),
             dict(zip(mine, [each.rest for each in held], strict=True)),
-            self._schedule.num_microbatches,
+            self.schedule.num_microbatches,
             self._rules.optimizer,
         )
         more = max(max((*each.first, *each.last)) for each in held)
@@ -210,13 +230,13 @@ class Room:
         """A stage in the optimizer's step."""
         rule = rule_of(self._rules.optimizer)
         return memory_at(
-            held.rest, None, rule, optimizer_state(held.rest, rule), self._schedule.num_microbatches,
+            held.rest, None, rule, optimizer_state(held.rest, rule), self.schedule.num_microbatches,
             is_first=worker == 0,
         )  # fmt: skip
 
     def _summing(self, worker: int, held: Sequence[HeldStage], received: int) -> StageMemory:
         """A worker that has the gradients of all its uses of tied weights, and one from another owner."""
-        mine = self._schedule.stages_of(worker)
+        mine = self.schedule.stages_of(worker)
         rests = [self._at_rest(stage, each) for stage, each in zip(mine, held, strict=True)]
         names = ("parameters", "buffers", "gradients", "optimizer_state", "boundary")
         parts = {name: sum(getattr(rest, name) for rest in rests) for name in names}
@@ -241,12 +261,6 @@ class Room:
                 stage = next(index for index, each in enumerate(stages) if layer in each)
                 found[stage] = _without(found[stage], self._sharing.part(tie.num_bytes))
         return found
-
-    def _divided(self, memory: StageMemory) -> StageMemory:
-        """Without what others hold that compute the same layers."""
-        tp = self._rules.grid.tp
-        names = ("parameters", "gradients", "optimizer_state", "activations", "transients")
-        return replace(memory, **{name: -(-getattr(memory, name) // tp) for name in names})
 
 
 def _is_split(tie: Tie, stages: tuple[range, ...]) -> bool:

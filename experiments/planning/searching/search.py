@@ -29,8 +29,10 @@ from gpipe_bench.experiments.planning.searching.found import Found
 from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.experiments.planning.searching.parts import Parts, rows_of
 from gpipe_bench.experiments.planning.searching.room import Room
+from gpipe_bench.experiments.planning.searching.shortfall import Smallest
 from gpipe_bench.experiments.planning.searching.space import Space, Way, ways
 from gpipe_bench.pipeline.plan.cutting.best import EFFORT, Cut, best_cut
+from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
 from gpipe_bench.pipeline.plan.cutting.times import StageTimes
 
 KEPT = 8
@@ -57,6 +59,7 @@ class Search:
         request, space: what is given, what may be chosen
         ties: of the model
         progress: told how many ways are done, of how many
+        least: a cut that is known to fit, which is found where nothing else is
     """
 
     costs: Costs
@@ -64,17 +67,23 @@ class Search:
     space: Space
     ties: tuple[Tie, ...] = ()
     progress: Callable[[int, int], None] = lambda done, total: None
+    least: Smallest | None = None
     tried: int = 0
     skipped: int = 0  # whose bounds were too high
     _number: int = 0  # of all ways
     _even: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
     _least: dict[Grid, int] = field(default_factory=dict, repr=False)
+    _best: dict[tuple[Way, int], Found] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        self.cap = self.request.usable_bytes
         self.parts = Parts(self.costs, self.request, self.ties)
 
     def run(
-        self, kept: int | None = KEPT, of_each: Callable[[Way], Hashable] = grid_and_schedule
+        self,
+        kept: int | None = KEPT,
+        of_each: Callable[[Way], Hashable] = grid_and_schedule,
+        cap: int | None = None,
     ) -> tuple[Found, ...]:
         """The best of each group of ways, the fastest first, so many of them; none where nothing fits.
 
@@ -83,9 +92,12 @@ class Search:
         Args:
             kept: groups of which the best is wanted; None for every group that has a way that fits
             of_each: the group of a way
+            cap: bytes of an accelerator, those that the request leaves if not given; caps become lower from
+                search to search
         """
+        self.cap = self.request.usable_bytes if cap is None else cap
         best: dict[Hashable, tuple[Found, Way]] = {}
-        limit_s = inf
+        limit_s, tried = inf, 0
         for bound_s, way in self._in_order():
             if bound_s >= limit_s:
                 break
@@ -93,17 +105,35 @@ class Search:
             if group in best and bound_s >= best[group][0].step_s:
                 continue
             found = self.best_of(way, FIRST_EFFORT, below_s=best[group][0].step_s if group in best else inf)
-            self.tried += 1
+            tried += 1
             if found is not None:
                 best[group] = (found, way)
                 if kept is not None and len(best) >= kept:
                     limit_s = sorted(each.step_s for each, _ in best.values())[kept - 1]
-        self.skipped = self._number - self.tried
+        if cap is None:
+            self.tried, self.skipped = tried, self._number - tried
         leading = sorted(best.values(), key=lambda each: each[0].step_s)[:kept]
         again = [
             found if found.is_best_cut else (self.best_of(way, EFFORT) or found) for found, way in leading
         ]
+        least = self.least
+        if not again and least is not None and least.peak <= self.cap:
+            again = list(self._as_found(least))
         return tuple(sorted(again, key=lambda found: found.step_s))
+
+    def _as_found(self, least: Smallest) -> Iterator[Found]:
+        size = self.request.batch_size // least.grid.replicas // least.num_microbatches
+        if size not in self.costs.sizes:
+            return
+        way = Way(least.grid, least.schedule, least.stages_per_worker, least.num_microbatches, size)
+        times, links = self.parts.times(way), self.parts.boundaries(way)
+        remat = tuple(each for each in least.choices if isinstance(each, str))  # as plans have it
+        step_s = QuickSteps(self.parts.schedule(way), links).makespan_s(
+            [times.stage(stage.start, stage.stop) for stage in least.cut],
+            remat,
+            [times.message(stage.start) for stage in least.cut[1:]],
+        )
+        yield self.found(way, Cut(least.cut, remat, step_s, 0.0))
 
     def _in_order(self) -> Iterator[tuple[float, Way]]:
         """Ways that may fit, each with its bound; what takes longer to know is asked of those alone whose
@@ -148,13 +178,16 @@ class Search:
     def best_of(
         self, way: Way, effort: int, memory_bytes: int | None = None, below_s: float = inf
     ) -> Found | None:
-        """The best cut of a way under a cap, the request's if not given; None where none fits, or none that
+        """The best cut of a way under a cap, the search's if not given; None where none fits, or none that
         takes less than `below_s`.
 
         The cut is made with one receive ahead. What the transport holds beyond that is known of a whole cut
         only: where it is too much, the way is cut anew with so much less room.
         """
-        cap = memory_bytes or self.request.memory_bytes
+        cap = memory_bytes or self.cap
+        known = self._best.get((way, effort))
+        if known is not None and known.peak <= cap:
+            return known if known.step_s < below_s else None
         room = self.parts.room(way)
         if self._least_bytes(way, room) > cap:
             return None
@@ -166,6 +199,7 @@ class Search:
             bound_s = bound_s or cut.bound_s  # of any cut of the way; with less room there are fewer
             found = self.found(way, replace(cut, bound_s=bound_s))
             if found.peak <= cap:
+                self._best[way, effort] = found
                 return found
             spare += found.peak - cap
         return None
@@ -182,20 +216,14 @@ class Search:
 
     def found(self, way: Way, cut: Cut) -> Found:
         """A cut of a way as an answer."""
-        schedule, room, grid = self.parts.schedule(way), self.parts.room(way), way.grid
-        homes = [schedule.stages_of(worker) for worker in range(schedule.num_workers)]
-        more = room.messages(cut.stages, cut.remat, self.request.accelerated)
-        memory = [
-            room.memory(worker, tuple(cut.stages[s] for s in mine), tuple(cut.remat[s] for s in mine))
-            for worker, mine in enumerate(homes)
-        ]
+        grid = way.grid
+        memory = self.parts.room(way).counted(cut.stages, cut.remat, self.request.accelerated)
         candidate = Candidate(
             cut=cut.stages, schedule=way.schedule, num_microbatches=way.num_microbatches, remat=cut.remat,
             num_workers=grid.pp, stages_per_worker=way.stages_per_worker, dp=grid.dp, fsdp=grid.fsdp,
             fsdp_level=grid.fsdp_level, tp=grid.tp,
         )  # fmt: skip
-        counted = (replace(e, boundary=e.boundary + m) for e, m in zip(memory, more, strict=True))
-        return Found(candidate, cut.step_s, cut.bound_s, tuple(counted))
+        return Found(candidate, cut.step_s, cut.bound_s, memory)
 
     def bound_s(self, way: Way) -> float:
         """Seconds that no cut of the way goes below, infinity where none fits."""
@@ -203,7 +231,7 @@ class Search:
         equals = self.parts.equals(way)
         if equals is None:
             return least_s
-        cap, remats = self.request.memory_bytes, self.space.remats
+        cap, remats = self.cap, self.space.remats
         return by_memory_s(way, equals, self.parts.graphs(way), cap, remats, least_s)
 
     def by_work_s(self, way: Way) -> float:

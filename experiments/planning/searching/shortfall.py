@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from gpipe_bench.experiments.planning.models import Model
 from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.planning.searching.footprints import Footprints
 from gpipe_bench.experiments.planning.searching.grids import Grid
 from gpipe_bench.experiments.planning.searching.room import Room, Rules
-from gpipe_bench.experiments.planning.searching.space import Space, grids, splits
-from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory
+from gpipe_bench.experiments.planning.searching.space import Space, Way, ways
+from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.plan.cutting.by_cost import leanest, partition_by
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.remat import Choice, Remat, choice_of, to_text
@@ -28,6 +29,10 @@ MOST_LAYERS = 256
 """Of a model whose cuts are searched by their peaks; longer ones are cut by what their layers hold."""
 MOST_UNEQUAL = 64
 """Of one whose stages are searched for apart, where each of them holds another number of micro-batches."""
+LOOKED_AT = 6
+"""Ways that are cut for their peaks, of those whose even cuts have the smallest ones."""
+MOST_CHOICES = 8
+"""Stages of which a message says one by one what each recomputes."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +40,30 @@ class Manner:
     """How a model is to run whose peak is asked for.
 
     Args:
-        schedules: of which the one with the smaller peak counts
-        remat: what is recomputed; choices per stage go with a single schedule and grid
+        remat: what is recomputed; choices per stage go with a single schedule and grid. None for what needs
+            least of what the space allows, worker by worker
         in_one: whether all accelerators are one pipeline, and stay one where there are more of them
     """
 
-    schedules: tuple[str, ...] = ("gpipe", "1f1b")
-    remat: Remat = "always"
+    remat: Remat | None = None
     in_one: bool = False
 
 
 LEANEST = Manner()
-"""What needs least memory: with one stage per worker and everything recomputed."""
+BY_STAGE = "; a stage is recomputed as a whole, with layers that checkpoint themselves it needs less"
 
 
 @dataclass(frozen=True)
 class Smallest:
-    """The grid and cut with the smallest peak; the stages of each worker are those of `homes`."""
+    """The grid and cut with the smallest peak; `homes` has the stages of each worker, `choices` what each one
+    recomputes.
+    """
 
     grid: Grid
     schedule: str
+    stages_per_worker: int
     remat: Remat
+    choices: tuple[Choice, ...]
     homes: tuple[tuple[int, ...], ...]
     cut: Partition
     num_microbatches: int
@@ -74,8 +82,10 @@ class Smallest:
         """The stage that is fullest, and when."""
         worst = max(range(len(self.memory)), key=lambda worker: self.memory[worker].peak)
         home = "stage" if len(self.homes[worst]) == 1 else "worker"
-        again = "everything" if self.remat == "always" else to_text(self.remat)
-        again = "nothing" if self.remat == "never" else again
+        words = {"always": "everything", "never": "nothing"}
+        again = words.get(to_text(self.remat)) or to_text(self.remat)
+        if len(self.choices) > MOST_CHOICES and not isinstance(self.remat, str):
+            again = "some"
         return (
             f"on {home} {worst} (layers {self.layers_of(worst)}) at {self.memory[worst].when}, with "
             f"{self.grid}, {self.schedule}, {self.num_microbatches} micro-batches and {again} recomputed"
@@ -85,108 +95,187 @@ class Smallest:
 def smallest(
     model: Model, request: Request, space: Space, enough: int = 0, manner: Manner = LEANEST
 ) -> Smallest | None:
-    """The smallest peak of all grids, or the first of at most `enough` bytes; None where there is no grid."""
-    found: Smallest | None = None
-    known: dict[tuple[int, bool], Footprints] = {}
-    for grid in sorted(grids(request, space), key=lambda grid: (-grid.pp, -grid.fsdp)):
-        share, rest = divmod(request.batch_size, grid.replicas)
-        if rest or grid.pp > len(model.layers):
-            continue
-        counts = [m for m in space.microbatches or (share,) if m <= share and share % m == 0]
-        if not counts:
-            continue
-        size = share // max(counts)
-        for schedule in manner.schedules[-1:] if grid.pp == 1 else manner.schedules:
-            split = splits(schedule)
-            if (size, split) not in known:
-                known[size, split] = Footprints(
-                    model.profile_of(size, request.precision, compiled=request.compiled, split_backward=split)
-                )
-            if named(schedule, grid.pp, 1).num_stages > len(model.layers):
-                continue
-            rules = Rules(request.optimizer, grid, model.ties)
-            each = _least(known[size, split], rules, schedule, max(counts), manner.remat, enough)
-            if found is None or each.peak < found.peak:
-                found = each
-            if found.peak <= enough:
-                return found
-    return found
+    """The smallest peak of all ways, each with its smallest micro-batches, or the first of at most `enough`
+    bytes; None where there is no way.
 
-
-def _least(
-    footprints: Footprints, rules: Rules, name: str, count: int, remat: Remat, enough: int
-) -> Smallest:
-    """The cut of one grid whose fullest worker is smallest, or an even one if that takes `enough` at most.
-
-    Where a worker has several stages the cut is even.
+    Bytes are those that `plan` counts. Each way is cut evenly, the LOOKED_AT with the smallest peaks then
+    better.
     """
-    schedule, layers = named(name, rules.grid.pp, count), footprints.profile.layers
-    room, workers = Room(footprints, schedule, rules), schedule.num_workers
-    homes = tuple(schedule.stages_of(worker) for worker in range(workers))
+    known: dict[tuple[int, bool, int], Footprints] = {}
+    if model.why_whole(compiled=request.compiled):
+        space = replace(space, sharded=False)
 
-    def choices(stages: tuple[int, ...]) -> tuple[Choice, ...]:
-        return tuple(choice_of(remat, stage) for stage in stages)
-
-    def found(cut: Partition) -> Smallest:
-        memory = tuple(
-            room.memory(worker, tuple(cut[stage] for stage in mine), choices(mine))
-            for worker, mine in enumerate(homes)
+    def room_of(way: Way) -> Room:
+        key = (way.microbatch_size, way.splits, way.grid.tp)
+        if key not in known:
+            known[key] = Footprints(
+                model.profile_of(
+                    way.microbatch_size, request.precision, compiled=request.compiled,
+                    split_backward=way.splits, tp=way.grid.tp,
+                )
+            )  # fmt: skip
+        schedule = named(
+            way.schedule, way.grid.pp, way.num_microbatches, stages_per_worker=way.stages_per_worker
         )
-        return Smallest(rules.grid, name, remat, homes, cut, count, memory)
+        return Room(known[key], schedule, Rules(request.optimizer, way.grid, model.ties))
 
-    def peak(stage: int, start: int, stop: int) -> int:
-        return room.memory(stage, (range(start, stop),), choices((stage,))).peak
+    last = {(w.grid, w.schedule, w.stages_per_worker): w for w in ways(request, space, len(model.layers))}
+    least = {way.grid: room_of(way).least_bytes() for way in last.values()}
+    evens: list[_Cuts] = []
+    # What holds least between steps comes first, and of its schedules those that need few graphs.
+    order = sorted(last.values(), key=lambda way: (least[way.grid], -way.grid.pp, way.schedule != "1f1b"))
+    for way in order:
+        if evens and least[way.grid] >= min(each.fullest for each in evens):
+            continue
+        evens.append(_Cuts(room_of(way), way, request, space, manner.remat))
+        if evens[-1].fullest <= enough and (found := evens[-1].found()).peak <= enough:
+            return found
+    looked_at = sorted(evens, key=lambda each: each.fullest)[:LOOKED_AT]
+    for each in looked_at:
+        each.improve()
+    best: Smallest | None = None
+    for each in sorted(looked_at, key=lambda each: each.fullest):
+        if best is None or each.fullest < best.peak:
+            best = min(filter(None, (best, each.found())), key=lambda found: found.peak)
+    return best
 
-    held = [4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes for layer in layers]
-    even = found(partition(held, schedule.num_stages))
-    only = schedule.num_stages == len(layers)
-    if only or even.peak <= enough or len(layers) > MOST_LAYERS or schedule.placement:
-        return even
-    if (name != "gpipe" or not isinstance(remat, str)) and len(layers) <= MOST_UNEQUAL:
-        return found(leanest(peak, len(layers), workers))
-    cut = partition_by(
-        lambda start, stop: peak(0 if start == 0 else min(1, workers - 1), start, stop),
-        len(layers), workers, cap=2**62, floor=_floor(footprints, rules),
-    )  # fmt: skip
-    return even if cut is None else min(even, found(cut), key=lambda each: each.peak)
 
+class _Cuts:
+    """The cuts of one way by their peaks: an even one, and better ones. Messages are counted of the last one
+    alone, which takes longer than all the rest.
+    """
 
-def _floor(footprints: Footprints, rules: Rules) -> list[int]:
-    """Bytes that each layer adds to any stage: its parameters and their state; a tied one's may be there."""
-    tied = {layer for tie in rules.ties for layer in tie.layers}
-    state, shares = OPTIMIZERS[rules.optimizer].state, rules.grid.fsdp * rules.grid.tp
-    return [
-        0 if index in tied else (layer.parameter_bytes + state * sum(layer.trained_sizes)) // shares
-        for index, layer in enumerate(footprints.profile.layers)
-    ]
+    def __init__(self, room: Room, way: Way, request: Request, space: Space, remat: Remat | None) -> None:
+        self.room, self.way, self.request, self.remats, self.remat = room, way, request, space.remats, remat
+        self.homes = tuple(room.schedule.stages_of(worker) for worker in range(way.grid.pp))
+        held = [
+            4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes
+            for layer in room.layers
+        ]
+        self.cut = partition(held, room.schedule.num_stages)
+
+    def choices(self, worker: int, stages: tuple[range, ...]) -> tuple[Choice, ...]:
+        """What a worker recomputes of its stages: what was asked, or what needs least."""
+        if self.remat is not None:
+            return tuple(choice_of(self.remat, stage) for stage in self.homes[worker])
+        every = [(each,) * len(stages) for each in self.remats]
+        return min(every, key=lambda each: self.room.memory(worker, stages, each).peak)
+
+    def peak(self, worker: int, stages: tuple[range, ...]) -> int:
+        return self.room.memory(worker, stages, self.choices(worker, stages)).peak
+
+    def peaks(self, cut: Partition) -> list[int]:
+        return [self.peak(worker, tuple(cut[s] for s in mine)) for worker, mine in enumerate(self.homes)]
+
+    @property
+    def fullest(self) -> int:
+        return max(self.peaks(self.cut))
+
+    def found(self) -> Smallest:
+        """The cut, with its messages."""
+        way, remat = self.way, list[Choice](["never"] * len(self.cut))
+        for worker, mine in enumerate(self.homes):
+            found = self.choices(worker, tuple(self.cut[stage] for stage in mine))
+            for stage, choice in zip(mine, found, strict=True):
+                remat[stage] = choice
+        memory = self.room.counted(self.cut, remat, self.request.accelerated)
+        given: Remat = remat
+        if isinstance(remat[0], str) and all(each == remat[0] for each in remat):
+            given = remat[0]
+        return Smallest(
+            way.grid, way.schedule, way.stages_per_worker, self.remat or given, tuple(remat), self.homes,
+            self.cut, way.num_microbatches, memory,
+        )  # fmt: skip
+
+    def improve(self) -> None:
+        """The cut whose fullest worker is smallest; where a worker has several stages, layers are moved over
+        one boundary at a time while the fullest worker gets less full.
+        """
+        layers, workers = len(self.room.layers), self.way.grid.pp
+        if len(self.cut) == layers or layers > MOST_LAYERS:
+            return
+        if self.room.schedule.placement:
+            while self._move():
+                pass
+            return
+        alike = self.way.schedule == "gpipe" and (self.remat is None or isinstance(self.remat, str))
+        if not alike and layers <= MOST_UNEQUAL:
+            cut = leanest(lambda stage, start, stop: self.peak(stage, (range(start, stop),)), layers, workers)
+        else:
+            ends = min(1, workers - 1)
+            found = partition_by(
+                lambda start, stop: self.peak(0 if start == 0 else ends, (range(start, stop),)),
+                layers, workers, cap=2**62, floor=self.room.floor(),
+            )  # fmt: skip
+            cut = found or self.cut
+        self.cut = min(self.cut, cut, key=lambda each: max(self.peaks(each)))
+
+    def _move(self) -> bool:
+        peaks = self.peaks(self.cut)
+        worst = peaks.index(max(peaks))
+        starts = [stage.start for stage in self.cut] + [len(self.room.layers)]
+        others = []
+        for boundary, by in [move for stage in self.homes[worst] for move in ((stage, 1), (stage + 1, -1))]:
+            moved = list(starts)
+            moved[boundary] += by
+            if moved[0] == 0 and moved[-1] == starts[-1] and all(a < b for a, b in pairwise(moved)):
+                others.append(tuple(range(a, b) for a, b in pairwise(moved)))
+        best = min(others, key=lambda each: max(self.peaks(each)), default=self.cut)
+        if max(self.peaks(best)) >= max(peaks):
+            return False
+        self.cut = best
+        return True
 
 
 def nothing_fits(
     model: Model, request: Request, space: Space, least: Smallest, manner: Manner = LEANEST
 ) -> str:
     """One line: the smallest peak, where it is, and what would do."""
+    needed = least.peak + request.held_back_bytes
     helps = [
         *_remedies(model, request, space, manner),
-        f"--memory-gib {math.ceil(least.peak / GIB * 100) / 100:g}",
+        f"--memory-gib {math.ceil(needed / GIB * 100) / 100:g}",
     ]
+    there = f"{request.memory_bytes / GIB:g} GiB"
+    if request.held_back_bytes:
+        there += f", {request.held_back_bytes / GIB:g} of them held back (--reserve-gib)"
     return (
         f"{model.name} does not fit: the smallest peak is {least.peak / GIB:.2f} GiB, {least.where()}; there "
-        f"are {request.memory_bytes / GIB:g} GiB. What would do: " + ", or ".join(helps)
+        f"are {there}{BY_STAGE if least.remat != 'never' else ''}. What would do: " + ", or ".join(helps)
     )
 
 
 def _remedies(model: Model, request: Request, space: Space, manner: Manner) -> Iterator[str]:
-    """What fits when it alone is changed, as options of the command line."""
+    """What fits when it alone is changed, as options of the command line; what was given comes first."""
 
     def fits(changed: Request, within: Space = space, other: Manner = manner) -> bool:
-        least = smallest(model, changed, within, changed.memory_bytes, other)
-        return least is not None and least.peak <= changed.memory_bytes
+        least = smallest(model, changed, within, changed.usable_bytes, other)
+        return least is not None and least.peak <= changed.usable_bytes
 
-    if space.microbatches is not None and fits(request, replace(space, microbatches=None)):
-        yield "no --num-microbatches"
-    if manner.remat != "always" and fits(request, other=replace(manner, remat="always")):
+    every = Space()
+    given: list[tuple[str, Request, Space]] = [
+        ("--num-microbatches", request, replace(space, microbatches=None))
+    ]
+    if not manner.in_one:
+        given += [
+            ("--no-fsdp", request, replace(space, sharded=True)),
+            ("--pp", request, replace(space, pp=None)),
+            ("--schedule", request, replace(space, schedules=every.schedules)),
+            ("--tp", request, replace(space, tp=every.tp)),
+        ]
+    given.append(("--compiled", replace(request, compiled=False), space))
+    for option, changed, within in given:
+        if (changed, within) != (request, space) and fits(changed, within):
+            yield f"no {option}"
+    for ranks in (2, 4, 8) if space.tp == every.tp and not manner.in_one else ():
+        if model.is_divisible(ranks, compiled=request.compiled) and fits(
+            request, replace(space, tp=(ranks,))
+        ):
+            yield f"--tp {ranks}"
+            break
+    if manner.remat not in (None, "always") and fits(request, other=replace(manner, remat="always")):
         yield "--remat always"
-    for times in (2, 4, 8) if isinstance(manner.remat, str) else ():
+    for times in (2, 4, 8) if not isinstance(manner.remat, tuple) else ():
         more = replace(request, accelerators=request.accelerators * times)
         if fits(more, replace(space, pp=(more.accelerators,)) if manner.in_one else space):
             yield f"--accelerators {more.accelerators}"

@@ -30,6 +30,7 @@ class Space:
         pp, tp: sizes of these dimensions; None for every one that divides the accelerators
         remats: what stages may recompute
         sharded: whether parameters may be sharded (fsdp)
+        fewer: whether accelerators may be left over: all but some hosts, or all but a part of one
 
     Raises:
         ValueError: an unknown schedule or `remat`.
@@ -41,6 +42,7 @@ class Space:
     tp: tuple[int, ...] | None = (1,)
     remats: tuple[str, ...] = REMATS
     sharded: bool = True
+    fewer: bool = True
 
     def __post_init__(self) -> None:
         for known, given, what in (
@@ -79,22 +81,20 @@ def divisors(number: int) -> list[int]:
 
 
 def grids(request: Request, space: Space) -> Iterator[Grid]:
-    """Every division of the accelerators; replicas hold everything, or shards, or shards within a host."""
-    for tp in divisors(request.accelerators):
-        if (space.tp is not None and tp not in space.tp) or tp > request.per_host:
+    """Every division of the accelerators; replicas hold everything, or shards, or shards in groups."""
+    for number in divisors(request.accelerators) if space.fewer else (request.accelerators,):
+        if number % request.per_host and request.per_host % number:
             continue
-        for pp in divisors(request.accelerators // tp):
-            if space.pp is not None and pp not in space.pp:
+        for tp in divisors(number):
+            if (space.tp is not None and tp not in space.tp) or tp > request.per_host:
                 continue
-            replicas = request.accelerators // tp // pp
-            yield Grid(pp, replicas, tp=tp)
-            if replicas == 1 or not space.sharded:
-                continue
-            for level in (2, 3):
-                yield Grid(pp, 1, replicas, level, tp)
-                inside = max(1, request.per_host // tp)
-                if 1 < inside < replicas and replicas % inside == 0:
-                    yield Grid(pp, replicas // inside, inside, level, tp)
+            for pp in divisors(number // tp):
+                if space.pp is not None and pp not in space.pp:
+                    continue
+                replicas = number // tp // pp
+                yield Grid(pp, replicas, tp=tp)
+                for shards in divisors(replicas)[1:] if space.sharded else ():
+                    yield from (Grid(pp, replicas // shards, shards, level, tp) for level in (2, 3))
 
 
 def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
@@ -121,7 +121,8 @@ def sizes_of(request: Request, space: Space, num_layers: int) -> Sequence[int]:
 def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str, int]]:
     """Names with their stages per worker."""
     if grid.pp == 1:
-        yield ("1f1b" if "1f1b" in space.schedules else space.schedules[0]), 1
+        plain = [name for name in space.schedules if NAMED[name].stages_per_worker in (None, 1)]
+        yield from [("1f1b" if "1f1b" in plain else name, 1) for name in plain[:1]]
         return
     for name in space.schedules:
         if splits(name) and (grid.fsdp_level == 3 or request.compiled):

@@ -36,7 +36,7 @@ def draw_frontier(plan: Plan, path: Path) -> None:
             [memory[i] for i in mine], [seconds[i] for i in mine], yerr=(low, high), fmt="o", color=colour,
             markersize=6, elinewidth=1, capsize=2, label=name, zorder=2,
         )  # fmt: skip
-    cap = plan.request.memory_bytes / GIB
+    cap = plan.request.usable_bytes / GIB
     axes.axvline(cap, color="0.3", linestyle="--", linewidth=1)
     axes.annotate(
         f"{cap:g} GiB", (cap, 1), xycoords=("data", "axes fraction"), xytext=(-4, -4),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gpipe_bench.experiments.planning.answer import Plan, why_whole
+from gpipe_bench.experiments.planning.answer import Plan
 from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.experiments.planning.prediction import Prediction
-from gpipe_bench.experiments.planning.searching.grids import Grid
+from gpipe_bench.experiments.planning.searching.grids import grid_of
 from gpipe_bench.harness.report.grid import Grid as Table
 from gpipe_bench.harness.report.width import fill, fitted
 from gpipe_bench.pipeline.plan.drawn.drawing import draw
@@ -33,9 +33,8 @@ def seconds(value: float) -> str:
 
 def title_of(candidate: Candidate) -> str:
     """A candidate in a few words."""
-    grid = Grid(candidate.num_workers, candidate.dp, candidate.fsdp, candidate.fsdp_level, candidate.tp)
     twice = f" x {candidate.stages_per_worker}" if candidate.stages_per_worker > 1 else ""
-    return f"{grid}, {candidate.schedule}{twice}"
+    return f"{grid_of(candidate)}, {candidate.schedule}{twice}"
 
 
 def remat_of(candidate: Candidate) -> str:
@@ -58,13 +57,18 @@ def _ways(plan: Plan) -> str:
         for each in plan.predictions
     ]  # fmt: skip
     hosts = f" on {request.hosts} hosts" if request.hosts > 1 else ""
+    held_back = ""
+    if request.held_back_bytes:
+        held_back = f"\n{request.held_back_bytes / GIB:g} GiB of each held back for what is no tensor"
     title = (
         f"{plan.model.name}: {plan.model.num_parameters:,} parameters on {request.accelerators} x "
-        f"{request.memory_bytes / GIB:g} GiB{hosts}\n{request.precision}, {request.optimizer}, mini-batch "
-        f"{request.batch_size}" + (", layers compiled" if request.compiled else "")
+        f"{request.memory_bytes / GIB:g} GiB{hosts}{held_back}\n{request.precision}, {request.optimizer}, "
+        f"mini-batch {request.batch_size}" + (", layers compiled" if request.compiled else "")
     )
+    used = best.candidate.accelerators
     notes = [
         "",
+        *([f"the first uses {used} of {request.accelerators} accelerators"] * (used < request.accelerators)),
         *(fill(f"{what}: {where}", rest="  ") for what, where in best.provenance.items()),
         fill(
             f"{plan.tried} ways laid out, {plan.skipped} left out: above those here lie their bounds, or, "
@@ -72,8 +76,13 @@ def _ways(plan: Plan) -> str:
             rest="  ",
         ),
         *(
+            ["a stage is recomputed as a whole"]
+            if any(each != "never" for each in best.candidate.remat)
+            else []
+        ),
+        *(
             [f"none with shards of parameters (fsdp), {why}"]
-            if (why := why_whole(plan.model, request))
+            if (why := plan.model.why_whole(compiled=request.compiled))
             else []
         ),
     ]

@@ -1,0 +1,219 @@
+"""What fits: the smallest peak, what is held back, what divided layers hold, and that each remedy is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from planning_models import costs_of, planned
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gpipe_bench.experiments.commands.cli import main
+from gpipe_bench.experiments.planning.answer import plan
+from gpipe_bench.experiments.planning.models import Model, built
+from gpipe_bench.experiments.planning.request import MEASURED, Request
+from gpipe_bench.experiments.planning.searching.search import Search
+from gpipe_bench.experiments.planning.searching.shortfall import smallest
+from gpipe_bench.experiments.planning.searching.space import Space, ways
+from gpipe_bench.models import MODELS
+from gpipe_bench.models.parallel import tensor_parallel
+from gpipe_bench.pipeline.memory.tracker import on_this_rank
+from gpipe_bench.pipeline.plan.links import LINKS, Link
+
+NEAR = Link("near", 1e-4, 1e6)
+REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)
+SMALL = {
+    "num_layers": 1, "d_model": 64, "ffn_dim": 96, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 96,
+    "seq_len": 40, "rope_theta": 1e4,
+}  # fmt: skip
+
+
+def refused(model: Model, request: Request, space: Space) -> str:
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        plan(model, request, space=space, costs=costs_of(model))
+    return str(caught.value)
+
+
+def test_a_plan_fits_into_the_smallest_peak_and_into_no_less() -> None:
+    """Whatever the schedule: the smallest peak is that of a plan, with the buffers of its messages."""
+    model, request = planned("plain", 4), replace(REQUEST, batch_size=4)
+    for space in (Space(), Space(pp=(2,), schedules=("1f1b",), sharded=False), Space(schedules=("v-half",))):
+        least = smallest(model, request, space)
+        assert least is not None
+        found = plan(model, replace(request, memory_bytes=least.peak), space=space, costs=costs_of(model))
+        assert found.best.peak <= least.peak
+        refused(model, replace(request, memory_bytes=least.peak - 1), space)
+
+
+def test_the_smallest_peak_is_not_above_any_cut_that_the_search_finds() -> None:
+    model = planned("plain")
+    for name in ("gpipe", "1f1b", "interleaved", "zb-v", "v-min"):
+        space = Space(schedules=(name,), pp=(2,))
+        least = smallest(model, REQUEST, space)
+        assert least is not None
+        search = Search(costs_of(model), REQUEST, space)
+        for way in (each for each in ways(REQUEST, space, 6) if each.microbatch_size == 1):
+            found = search.best_of(way, 1000, least.peak - 1)
+            assert found is None, (name, way, found.peak, least.peak)
+
+
+def test_every_remedy_taken_literally_is_a_plan() -> None:
+    model, said = planned("plain", 4), set[str]()
+    few = ("gpipe", "1f1b")
+    for space, gives in product(
+        (
+            Space(schedules=few, pp=(1,), sharded=False), Space(schedules=few, pp=(1,)),
+            Space(schedules=few, sharded=False), Space(schedules=("gpipe",), pp=(4,), microbatches=(1,)),
+        ),
+        (6_000, 10_000, 16_000),
+    ):  # fmt: skip
+        request = replace(REQUEST, memory_bytes=gives, batch_size=4, optimizer="adam")
+        try:
+            plan(model, request, space=space, costs=costs_of(model))
+            continue
+        except ValueError as error:
+            message = str(error)
+        assert "does not fit" in message
+        for option in message.split("What would do: ")[1].split(", or "):
+            asked, within = with_remedy(request, space, option)
+            said.add(option.rstrip("0123456789 .e-"))
+            if option.startswith("--memory-gib"):  # two digits of a GiB are more than all of it
+                asked = replace(request, memory_bytes=2**30)
+            found = plan(model, asked, space=within, costs=costs_of(model))
+            assert found.best.peak <= asked.memory_bytes
+    assert {"no --pp", "no --no-fsdp", "--accelerators", "--memory-gib"} <= said
+
+
+def with_remedy(request: Request, space: Space, option: str) -> tuple[Request, Space]:
+    given = {"no --num-microbatches": "microbatches", "no --pp": "pp"}
+    if option in given:
+        return request, replace(space, **{given[option]: None})
+    if option == "no --no-fsdp":
+        return request, replace(space, sharded=True)
+    if option == "no --schedule":
+        return request, replace(space, schedules=Space.schedules)
+    name, value = option.split()
+    if name == "--accelerators":
+        return replace(request, accelerators=int(value)), space
+    if name in ("--optimizer", "--precision"):
+        return replace(request, **{name[2:]: value}), space
+    return request, space
+
+
+def test_size_and_plan_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "gpt2 --num-layers 4 --accelerators 2 --batch-size 4 --device-type a100 --memory-gib 2"
+    peaks = []
+    for verb in ("size", "plan"):
+        assert main(f"{verb} {given} --schedule 1f1b".split() + ["--pp", "2"] * (verb == "plan")) == 2
+        error = capsys.readouterr().err
+        assert "there are 2 GiB, 1.5 of them held back (--reserve-gib)" in error
+        peaks.append(error.split("smallest peak is ")[1].split(" GiB")[0])
+        remedy = float(error.strip().split("--memory-gib ")[1])
+        assert float(peaks[-1]) + 1.5 <= remedy <= float(peaks[-1]) + 1.52
+    assert float(peaks[1]) <= float(peaks[0])  # which recomputes everything if nobody says
+
+
+def test_a_named_accelerator_keeps_some_back_and_this_machine_nothing() -> None:
+    request = Request(accelerators=1, memory_bytes=2**34, batch_size=1, link=LINKS["free"])
+    assert request.device_type == MEASURED
+    assert request.usable_bytes == 2**34
+    named = replace(request, device_type="a100")
+    assert named.usable_bytes == 2**34 - 3 * 2**29
+    assert replace(named, reserve_bytes=2**30).usable_bytes == 2**34 - 2**30
+    assert replace(named, reserve_bytes=0).usable_bytes == 2**34
+    with pytest.raises(ValueError, match="2 GiB are held back of 1, for what is no tensor: give more memory"):
+        replace(named, memory_bytes=2**30, reserve_bytes=2**31)
+
+
+def test_fewer_accelerators_where_sums_are_dear() -> None:
+    model, dear, few = planned("plain", 4), Link("dear", 0.5, 1e2), Space(schedules=("1f1b",))
+    one = replace(REQUEST, accelerators=1, batch_size=4, link=dear)
+    alone = plan(model, one, space=few, costs=costs_of(model)).best.step_s
+    found = plan(model, replace(one, accelerators=4), space=few, costs=costs_of(model))
+    assert found.best.step_s <= alone * (1 + 1e-9)
+    assert found.best.candidate.accelerators == 1
+    assert found.command() == "torchrun --nproc-per-node 1 train.py"
+    used = plan(model, replace(one, accelerators=4), space=replace(few, fewer=False), costs=costs_of(model))
+    assert used.best.step_s > alone
+
+
+def test_hosts_with_the_same_link_between_them_change_nothing() -> None:
+    model, few = planned("plain", 8), Space(schedules=("1f1b",))
+    request = replace(REQUEST, accelerators=8, batch_size=8)
+    one = plan(model, request, space=few, costs=costs_of(model)).best
+    two = plan(model, replace(request, hosts=2, between=NEAR), space=few, costs=costs_of(model)).best
+    assert one.step_s <= two.step_s * (1 + 1e-9)
+
+
+@contextmanager
+def ranks(number: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def kept_bytes(model: torch.nn.Sequential, tokens: torch.Tensor, precision: str) -> list[tuple[int, int]]:
+    """What each layer of a rank saves for its backward, and its weights."""
+    found, value = [], tokens
+    for layer in model:
+        weights = [on_this_rank(p) for p in layer.parameters()]
+        mine = {p.untyped_storage().data_ptr() for p in weights}
+        saved: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, mine: set[int] = mine, saved: dict[int, int] = saved) -> torch.Tensor:
+            storage = on_this_rank(tensor).untyped_storage()
+            if storage.data_ptr() not in mine:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        half = torch.autocast("cpu", torch.bfloat16, enabled=precision != "float32", cache_enabled=False)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda each: each), half:
+            value = layer(value if value.dtype == torch.int64 else value.detach().requires_grad_())
+        value = on_this_rank((value.to_local() if isinstance(value, DTensor) else value) * 1)
+        found.append((sum(saved.values()), sum(p.numel() * p.itemsize for p in weights)))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_rank_of_divided_layers_holds_what_real_tensors_say(precision: str) -> None:
+    """Norms, residuals, casts of inputs and logits are whole on each of four ranks."""
+    model = built("small", "llama", SMALL, 2)
+    profile = model.profile_of(2, precision, tp=4)
+    whole = model.profile_of(2, precision)
+    torch.manual_seed(0)
+    with ranks(4):
+        real = MODELS["llama"](**SMALL)
+        tensor_parallel(real, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
+        found = kept_bytes(real, torch.zeros(2, 40, dtype=torch.int64), precision)
+    for layer, (saved, weights) in zip(profile.layers, found, strict=True):
+        kept = sum(layer.first.sizes[number] for number in layer.first.kept)
+        assert kept == saved, layer.name
+        assert layer.parameter_bytes == weights, layer.name
+    block, undivided = profile.layers[1], whole.layers[1]
+    assert block.first.kept_inside > 1.5 * undivided.first.kept_inside / 4
+    assert profile.layers[-1].outputs == whole.layers[-1].outputs
+    assert not dist.is_initialized()
+
+
+def test_more_of_anything_is_never_slower_and_a_choice_among_less_never_faster() -> None:
+    model, few = planned("plain", 4), Space(schedules=("gpipe", "1f1b", "zb-v"))
+    fast = replace(NEAR, bandwidth_bytes_per_s=1e8)
+
+    def step_s(request: Request, space: Space = few) -> float:
+        return plan(model, request, space=space, costs=costs_of(model)).best.step_s
+
+    given = replace(REQUEST, accelerators=2, batch_size=4, memory_bytes=24_000)
+    limit_s = step_s(given) * (1 + 1e-9)
+    for more in ({"memory_bytes": 40_000}, {"link": fast}, {"accelerators": 4}):
+        assert step_s(replace(given, **more)) <= limit_s, more  # type: ignore[arg-type]
+    for less in ({"schedules": ("1f1b",)}, {"sharded": False}, {"pp": (1,)}, {"fewer": False}):
+        assert step_s(given, replace(few, **less)) * (1 + 1e-9) >= limit_s / (1 + 1e-9), less  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ RANDOMNESS = (
     Mutant(
         name="who may draw asked in the first step alone",
         file="pipeline/stage/running/layers.py",
-        old="        # In each step anew: a hook may have come since. Who may draw is not asked again.\n",
-        new="        if not self._calls:\n    ",
+        old="        self._draws = tuple(map(may_draw, self.layers))",
+        new="        if not self._calls:\n            self._draws = tuple(map(may_draw, self.layers))",
         why="a hook that draws may come later, and would draw other numbers in the recomputation",
         tests=("tests/test_rng.py::test_who_begins_to_draw_later_draws_the_same_in_the_recomputation",),
     ),

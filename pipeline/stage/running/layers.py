@@ -76,8 +76,7 @@ class LayerRunner:
         Each layer is given what its `forward` has a name for of the `shared` arguments.
         """
         self._targets, self._loss_fn = targets, loss_fn
-        # In each step anew: a hook may have come since. Who may draw is not asked again.
-        self._draws = tuple([d or may_draw(layer) for d, layer in zip(self._draws, self.layers, strict=True)])
+        self._draws = tuple(map(may_draw, self.layers))  # in each step anew: hooks come and go
         calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
         if loss_fn is None and self.drew is None:
             calls = [self._watched(i, call) for i, call in enumerate(calls)]

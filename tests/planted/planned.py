@@ -98,8 +98,8 @@ PLANNED = (
     Mutant(
         name="a worker holds all of the model",
         file="experiments/planning/searching/room.py",
-        old="        shared_out = self._rules.grid.tp * self._schedule.num_workers\n",
-        new="        shared_out = self._rules.grid.tp\n",
+        old="- self._all_ties) // self.schedule.num_workers\n",
+        new="- self._all_ties)\n",
         why="grids would be left out whose cuts fit",
         tests=("tests/test_planning_search.py::test_no_cut_holds_less_than_the_least_of_its_grid",),
     ),

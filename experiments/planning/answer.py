@@ -242,7 +242,7 @@ def _held(found: Found, request: Request) -> str:
 def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[Point, ...]]:
     """The best ways, the fastest first, and the fastest under less and less memory.
 
-    Each point is the fastest of all that the search finds under a cap, as a plan for so much memory is. What is
+    Each point is the fastest of all that the search finds under a cap, as a plan for so much memory. What is
     found with less is looked at with more, too: the search's steps differ a little from these.
     """
     known: dict[Candidate, Prediction] = {}

@@ -298,16 +298,20 @@ def test_where_layers_are_timed_messages_and_sums_take_what_was_measured() -> No
     assert named_one.best.candidate.dp == 2
 
 
-def test_every_point_of_the_frontier_is_what_is_found_with_as_much_memory() -> None:
+@pytest.mark.parametrize(("batch_size", "optimizer"), [(4, "sgd"), (8, "adam")])
+def test_every_point_of_the_frontier_is_what_is_found_with_as_much_memory(
+    batch_size: int, optimizer: str
+) -> None:
     """Also where the first few ways would need more of it than others."""
-    model, space = planned("plain"), Space(schedules=("gpipe", "1f1b", "zb-v"))
-    whole = plan(model, REQUEST, space=space, costs=costs_of(model))
-    assert len(whole.frontier) > 1
+    model, space = planned("tied", batch_size), Space(schedules=("gpipe", "1f1b", "zb-v"))
+    request = replace(REQUEST, batch_size=batch_size, optimizer=optimizer)
+    whole = plan(model, request, space=space, costs=costs_of(model))
+    assert len(whole.frontier) > 2
     assert whole.frontier[-1].prediction == whole.best
     peaks, steps = zip(*((each.peak_bytes, each.step_s) for each in whole.frontier), strict=True)
     assert list(peaks) == sorted(set(peaks))
     assert list(steps) == sorted(set(steps), reverse=True)
     for point in whole.frontier:
-        asked = replace(REQUEST, memory_bytes=point.peak_bytes)
+        asked = replace(request, memory_bytes=point.peak_bytes)
         again = plan(model, asked, space=space, costs=costs_of(model))
         assert again.best.step_s == pytest.approx(point.step_s, rel=1e-9)

@@ -148,9 +148,7 @@ def plan(
     search = search_for(model, request, space=space, costs=costs, timing=timing, progress=progress)
     predictions, points = frontier(search, max(KEPT, shown))
     if not predictions:
-        raise ValueError(
-            f"no way fits whose micro-batches have costs ({', '.join(map(str, search.costs.sizes))})"
-        )
+        raise ValueError(_too_large(model, request, space or Space()))
     return Plan(model, search.request, predictions[:shown], points, search.tried, search.skipped)
 
 
@@ -175,14 +173,17 @@ def search_for(
         if ranks > 1 and (why := model.why_whole(compiled=request.compiled)):
             raise ValueError(f"--tp {ranks}: no layer can be divided, {why}; leave --tp out")
         model.check_divisible(ranks)
-    least = smallest(model, request, space, request.usable_bytes)
-    assert least is not None  # `check` has found ways
-    if least.peak > request.usable_bytes:
-        raise ValueError(nothing_fits(model, request, given, least))
+    least = partial(smallest, model, request, space, request.usable_bytes)
     if costs is None:
+        # Before layers are timed for minutes. Otherwise the search says whether there is a cut that fits.
+        known = least() if request.device_type == MEASURED else None
+        if known is not None and known.peak > request.usable_bytes:
+            raise ValueError(_too_large(model, request, given))
         sizes = sizes_of(request, space, num_layers)
         progress("layers", 0, len(sizes))
         few = list(takewhile(partial(_may_fit, model, request, space), sizes))
+        if not few:
+            raise ValueError(_too_large(model, request, given))
         costs = costs_for(
             model,
             request,
@@ -241,8 +242,8 @@ def _held(found: Found, request: Request) -> str:
 def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[Point, ...]]:
     """The best ways, the fastest first, and the fastest under less and less memory.
 
-    Each point is the fastest of all that the search finds under a cap, so a plan for as much memory is that
-    point. What is found with less is looked at with more, too: the search's steps differ a little from these.
+    Each point is the fastest of all that the search finds under a cap, as a plan for so much memory. What is
+    found with less is looked at with more, too: the search's steps differ a little from these.
     """
     known: dict[Candidate, Prediction] = {}
     caps: list[int] = []
@@ -269,3 +270,9 @@ def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
     return all(
         layer.inputs.num_bytes + layer.free.forward_peak <= request.usable_bytes for layer in profile.layers
     )
+
+
+def _too_large(model: Model, request: Request, space: Space) -> str:
+    least = smallest(model, request, space)
+    assert least is not None  # `check` has found ways
+    return nothing_fits(model, request, space, least)

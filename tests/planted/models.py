@@ -133,7 +133,7 @@ OWN_MODELS = (
     Mutant(
         name="advice that does not help",
         file="experiments/planning/searching/shortfall.py",
-        old="        return least is not None and least.peak <= changed.memory_bytes\n",
+        old="        return least is not None and least.peak <= changed.usable_bytes\n",
         new="        return least is not None\n",
         why="whoever follows it would be refused again",
         tests=("tests/test_size_models.py::test_what_does_not_fit_says_where_and_what_would_do",),
@@ -141,7 +141,7 @@ OWN_MODELS = (
     Mutant(
         name="the most micro-batches where fewer would do",
         file="experiments/commands/sizing/given.py",
-        old="        if fewer.peak <= request.memory_bytes:\n",
+        old="        if fewer.peak <= request.usable_bytes:\n",
         new="        if False:\n",
         why="smaller micro-batches are slower",
         tests=("tests/test_size_models.py::test_the_fewest_microbatches_that_fit",),

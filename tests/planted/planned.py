@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planted.mutant import Mutant
 
+FRONTIER = "test_every_point_of_the_frontier_is_what_is_found_with_as_much_memory"
 PLANNED = (
     Mutant(
         name="the loss is told in the end",
@@ -98,8 +99,8 @@ PLANNED = (
     Mutant(
         name="a worker holds all of the model",
         file="experiments/planning/searching/room.py",
-        old="        shared_out = self._rules.grid.tp * self._schedule.num_workers\n",
-        new="        shared_out = self._rules.grid.tp\n",
+        old="- self._all_ties) // self.schedule.num_workers\n",
+        new="- self._all_ties)\n",
         why="grids would be left out whose cuts fit",
         tests=("tests/test_planning_search.py::test_no_cut_holds_less_than_the_least_of_its_grid",),
     ),
@@ -136,11 +137,11 @@ PLANNED = (
         tests=("tests/test_planning_search.py::test_messages_that_do_not_fit_cut_a_way_anew",),
     ),
     Mutant(
-        name="the frontier goes by the search's steps",
+        name="the frontier is what was found with all the memory",
         file="experiments/planning/answer.py",
-        old="    known = {each.candidate: each for each in predictions}\n",
-        new="    known: dict[Any, Prediction] = {}\n",
+        old="        cap = int(LESS * found[0].peak)\n",
+        new="        break\n",
         why="a plan could be left out that is faster with less memory",
-        tests=("tests/test_planning_search.py::test_the_frontier_goes_by_predicted_steps",),
+        tests=(f"tests/test_planning_search.py::{FRONTIER}",),
     ),
 )

@@ -42,7 +42,7 @@ FEW_CUTS = 100_000
 FIRST_EFFORT = 30_000
 """Actions to lay out for a cut before it is known whether its way is among the best."""
 CUTS_ANEW = 4
-"""Cuts of a way until its messages fit, too; each leaves as much room as the one before lacked."""
+"""Cuts of a way until its messages fit, too; each leaves room for those of the one before."""
 
 
 def grid_and_schedule(way: Way) -> Hashable:
@@ -59,7 +59,7 @@ class Search:
         request, space: what is given, what may be chosen
         ties: of the model
         progress: told how many ways are done, of how many
-        least: a cut that is known to fit, which is found where nothing else is
+        least: the cut with the smallest peak, which is taken where no other is found
     """
 
     costs: Costs
@@ -67,7 +67,7 @@ class Search:
     space: Space
     ties: tuple[Tie, ...] = ()
     progress: Callable[[int, int], None] = lambda done, total: None
-    least: Smallest | None = None
+    least: Callable[[], Smallest | None] = lambda: None
     tried: int = 0
     skipped: int = 0  # whose bounds were too high
     _number: int = 0  # of all ways
@@ -116,8 +116,8 @@ class Search:
         again = [
             found if found.is_best_cut else (self.best_of(way, EFFORT) or found) for found, way in leading
         ]
-        least = self.least
-        if not again and least is not None and least.peak <= self.cap:
+        least = self.least() if cap is None and not again else None
+        if least is not None and least.peak <= self.cap:
             again = list(self._as_found(least))
         return tuple(sorted(again, key=lambda found: found.step_s))
 
@@ -182,7 +182,7 @@ class Search:
         takes less than `below_s`.
 
         The cut is made with one receive ahead. What the transport holds beyond that is known of a whole cut
-        only: where it is too much, the way is cut anew with so much less room.
+        only: where it is too much, the way is cut anew, and every worker has as much less room.
         """
         cap = memory_bytes or self.cap
         known = self._best.get((way, effort))
@@ -191,9 +191,9 @@ class Search:
         room = self.parts.room(way)
         if self._least_bytes(way, room) > cap:
             return None
-        spare, bound_s = 0, 0.0
+        caps, bound_s = [cap] * way.grid.pp, 0.0
         for _ in range(CUTS_ANEW):
-            cut = self._cut(way, room, cap - spare, effort)
+            cut = self._cut(way, room, caps, effort)
             if cut is None or cut.step_s >= below_s:
                 return None
             bound_s = bound_s or cut.bound_s  # of any cut of the way; with less room there are fewer
@@ -201,15 +201,16 @@ class Search:
             if found.peak <= cap:
                 self._best[way, effort] = found
                 return found
-            spare += found.peak - cap
+            more = room.messages(cut.stages, cut.remat, self.request.accelerated)
+            caps = [min(before, cap - each) for before, each in zip(caps, more, strict=True)]
         return None
 
-    def _cut(self, way: Way, room: Room, cap: int, effort: int) -> Cut | None:
+    def _cut(self, way: Way, room: Room, caps: list[int], effort: int) -> Cut | None:
         return best_cut(
             self.parts.schedule(way),
             self.parts.times(way),
             links=self.parts.boundaries(way),
-            fits=lambda worker, stages, remat: room.fits(worker, stages, remat, cap),
+            fits=lambda worker, stages, remat: room.fits(worker, stages, remat, caps[worker]),
             remats=self.space.remats,
             effort=effort,
         )

@@ -25,7 +25,7 @@ from gpipe_bench.harness.report.width import fill, fitted, labelled, width, widt
 
 WIDTHS = (40, 80, 120)
 REFERENCE = str(ROOT / "results" / "reference" / "cpu-2-cores")
-OWN = "planning_models:tied --accelerators 2 --memory-gib 1"
+OWN = "planning_models:tied --accelerators 2 --memory-gib 3"
 PLAN = f"plan {OWN} --batch-size 8 --device-type a10 --link pcie"
 ZOO = [
     {

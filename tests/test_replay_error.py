@@ -71,6 +71,15 @@ def test_a_replay_that_is_too_fast_lowers_the_throughput_and_not_the_other_way()
     assert (share.low, share.high) == pytest.approx((2.0 / 1.21, 2.42))
 
 
+def test_a_difference_below_zero_has_a_range_in_order():
+    """A noisy machine's pipeline may gain less than nothing; that ended the comparison."""
+    below = replayed_spread(replayed(-2.0, -2.2, -1.8), (math.log(0.5), math.log(4.0)), "with the step")
+    assert [(part.low, part.high) for part in below.parts] == [(-2.2, -1.8), (-8.0, -1.0)]
+    assert (below.low, below.high) == pytest.approx((-8.8, -0.9))
+    across = replayed_spread(replayed(1.0, -1.0, 2.0), (math.log(0.5), math.log(4.0)), "with the step")
+    assert (across.low, across.high) == pytest.approx((-4.0, 8.0))
+
+
 def test_what_else_moves_a_number_is_a_part_of_its_range():
     found = replayed_spread(replayed(2.0), (0.0, 0.0), "with the step", [("share_of_peak", 0.5, 1.5)])
     assert (found.low, found.high) == pytest.approx((1.0, 3.0))

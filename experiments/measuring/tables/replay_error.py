@@ -84,8 +84,9 @@ def replayed_spread(
     factors = [("error of the replay", math.exp(least), math.exp(most)), *more]
     parts = [Part(what="95 % interval", low=low, high=high)]
     for what, smallest, largest in factors:
-        parts.append(Part(what=what, low=value * smallest, high=value * largest))
-        low, high = low * smallest, high * largest
+        moved = sorted((value * smallest, value * largest))  # a difference may lie below zero
+        parts.append(Part(what=what, low=moved[0], high=moved[1]))
+        low, high = min(low * smallest, low * largest), max(high * smallest, high * largest)
     return Spread(low=low, high=high, parts=tuple(parts))
 
 

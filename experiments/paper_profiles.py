@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper_models import HALVES
 from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.models.paper import HALVES
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.labels import Label, Relabel, tiled
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler

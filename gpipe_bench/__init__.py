@@ -1,6 +1,7 @@
-"""The project as one importable package: `gpipe_bench.pipeline`, `.models`, `.harness`, `.experiments`.
+"""The project as one importable package: `gpipe_bench.pipeline`, `.models`, `.planner`, `.harness`,
+`.experiments`.
 
-The four packages are folders of the repository's root; this package links to them, so that a user's own
+The packages are folders of the repository's root; this package links to them, so that a user's own
 `models/` or `pipeline/` cannot be taken for ours. A built wheel holds them in here.
 """
 

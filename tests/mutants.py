@@ -33,7 +33,7 @@ from mutant_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = (
-    "gpipe_bench", "pipeline", "models", "harness", "experiments", "tests", "pyproject.toml",
+    "gpipe_bench", "pipeline", "planner", "models", "harness", "experiments", "tests", "pyproject.toml",
     "results/paper.csv", "results/unknowns.toml", "results/consistency-protocol.toml",
 )  # fmt: skip
 TIMEOUT_S = 120.0  # of the tests of one mutant, which take seconds

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
-from gpipe_bench.experiments.planning.models import Model, model_of
+from gpipe_bench.planner.costs import Costs, SizeCosts
+from gpipe_bench.planner.models import Model, model_of
 
 WIDTH = 16
 

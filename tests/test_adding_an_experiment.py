@@ -29,7 +29,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout with the page's folder, line and rows, and with its records."""
     project = tmp_path_factory.mktemp("project")
     hidden = shutil.ignore_patterns("__pycache__", "reference", "local")
-    for folder in ("gpipe_bench", "experiments", "harness", "models", "pipeline", "results"):
+    for folder in ("gpipe_bench", "experiments", "harness", "models", "pipeline", "planner", "results"):
         shutil.copytree(ROOT / folder, project / folder, symlinks=True, ignore=hidden)
     for file in ("noxfile.py", "README.md"):
         shutil.copy(ROOT / file, project)

@@ -513,7 +513,7 @@ def test_only_the_sources_that_a_training_uses_begin_it_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it finds what it left depends on them, and on no others."""
-    others = ["harness/one.py", "experiments/planning/one.py", "experiments/consistency/tables.py"]
+    others = ["harness/one.py", "planner/one.py", "experiments/consistency/tables.py"]
     used = [each if each.endswith(".py") else f"{each}/one.py" for each in consistency_training.TRAINED_BY]
     for name in (*others, *used):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/*.md")])
-PACKAGES = ("experiments", "harness", "models", "pipeline")
+PACKAGES = ("experiments", "harness", "models", "pipeline", "planner")
 SOURCES = {
     path.relative_to(ROOT): path.read_text(encoding="utf-8")
     for package in PACKAGES
@@ -33,7 +33,7 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
 def test_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for name in re.findall(
-        r"`((?:experiments|harness|pipeline|models|results|docs|tests)/[\w./-]+\.\w+)`", text
+        r"`((?:experiments|harness|pipeline|planner|models|results|docs|tests)/[\w./-]+\.\w+)`", text
     ):
         assert name.startswith("results/local/") or (ROOT / name).exists(), name
 

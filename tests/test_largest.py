@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from gpipe_bench.experiments.paper_models import COLUMNS, GIB, Column
 from gpipe_bench.experiments.table1 import largest as search
 from gpipe_bench.experiments.table1.largest import (
     Placement,
@@ -17,6 +16,7 @@ from gpipe_bench.experiments.table1.largest import (
     place_anyhow,
     place_best,
 )
+from gpipe_bench.models.paper import COLUMNS, GIB, Column
 from gpipe_bench.pipeline.memory.cut import StagePeaks
 from gpipe_bench.pipeline.plan.partition import Partition
 

@@ -36,7 +36,7 @@ SIGN = Mutant(
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for folder in ("gpipe_bench", "pipeline", "models", "harness", "experiments", "tests"):
+    for folder in ("gpipe_bench", "pipeline", "planner", "models", "harness", "experiments", "tests"):
         (tmp_path / folder).mkdir()
     (tmp_path / "results").mkdir()
     for name in mutants.COPIED:

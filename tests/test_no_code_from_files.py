@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(
-    path for name in ("experiments", "harness", "models", "pipeline") for path in (ROOT / name).rglob("*.py")
+    path
+    for name in ("experiments", "harness", "models", "pipeline", "planner")
+    for path in (ROOT / name).rglob("*.py")
 )
 
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "jsonpickle"}

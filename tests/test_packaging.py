@@ -24,7 +24,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
     ignored = shutil.ignore_patterns("__pycache__", "local", "figures")
-    for name in ("gpipe_bench", "experiments", "harness", "models", "pipeline", "results"):
+    for name in ("gpipe_bench", "experiments", "harness", "models", "pipeline", "planner", "results"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
@@ -53,7 +53,7 @@ def site(program: Path) -> Path:
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
     """A user's folder with packages that have the names of ours."""
-    for name in ("models", "pipeline", "harness", "experiments"):
+    for name in ("models", "pipeline", "planner", "harness", "experiments"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(
             "raise RuntimeError('the user\\'s own package was taken')\n"
@@ -79,7 +79,9 @@ def test_all_that_is_installed_lies_in_one_package(site: Path) -> None:
     ):
         assert (site / "gpipe_bench" / path).read_bytes() == (ROOT / path).read_bytes()
     modules = {
-        path.relative_to(ROOT) for name in ("pipeline", "experiments") for path in (ROOT / name).rglob("*.py")
+        path.relative_to(ROOT)
+        for name in ("pipeline", "planner", "experiments")
+        for path in (ROOT / name).rglob("*.py")
     }
     assert {
         path.relative_to(site / "gpipe_bench") for path in (site / "gpipe_bench").rglob("*.py")

@@ -10,13 +10,13 @@ from gpipe_bench.experiments.plan.at_scale import steps
 from gpipe_bench.experiments.plan.experiment import EXPERIMENT
 from gpipe_bench.experiments.plan.figures import figures
 from gpipe_bench.experiments.plan.text import tables
-from gpipe_bench.experiments.planning.request import Request
-from gpipe_bench.experiments.planning.searching.search import Search
-from gpipe_bench.experiments.planning.searching.space import Space, ways
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.pipeline.plan.cutting.best import EFFORT
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.search import Search
+from gpipe_bench.planner.space import Space, ways
 
 TINY = at_scale.Scale(
     title="a small one", accelerators=4, memory_bytes=16 * 2**30, device_type="h100", link="nvlink",

@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.experiments.planning.answer import plan
-from gpipe_bench.experiments.planning.models import built
-from gpipe_bench.experiments.planning.request import MEASURED, Request
-from gpipe_bench.experiments.planning.searching.search import Search
-from gpipe_bench.experiments.planning.searching.shortfall import smallest
-from gpipe_bench.experiments.planning.searching.space import Space, ways
 from gpipe_bench.models import MODELS
 from gpipe_bench.models.parallel import tensor_parallel
 from gpipe_bench.pipeline.memory.tracker import on_this_rank
 from gpipe_bench.pipeline.plan.links import LINKS, Link
+from gpipe_bench.planner.answer import plan
+from gpipe_bench.planner.models import built
+from gpipe_bench.planner.request import MEASURED, Request
+from gpipe_bench.planner.search import Search
+from gpipe_bench.planner.shortfall import smallest
+from gpipe_bench.planner.space import Space, ways
 
 NEAR = Link("near", 1e-4, 1e6)
 REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)

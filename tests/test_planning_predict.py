@@ -10,15 +10,15 @@ import pytest
 from gpipe_bench.experiments.plan.elsewhere import published as elsewhere
 from gpipe_bench.experiments.plan.running import waiting
 from gpipe_bench.experiments.plan.running.choosing import WAYS, planned, searched, title, with_replicas
-from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
-from gpipe_bench.experiments.planning.predict import Layout, predict
-from gpipe_bench.experiments.planning.request import Request
-from gpipe_bench.experiments.planning.searching.search import Search
-from gpipe_bench.experiments.planning.searching.space import Space
 from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.costs import Costs, SizeCosts
+from gpipe_bench.planner.predict import Layout, predict
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.search import Search
+from gpipe_bench.planner.space import Space
 
 NEAR, FAR = Link("near", 1e-3, 1e9), Link("far", 1e-2, 1e8)
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.planning.accelerators import ACCELERATORS
-from gpipe_bench.experiments.planning.costs import roofline
-from gpipe_bench.experiments.planning.costs.costs import SizeCosts
-from gpipe_bench.experiments.planning.costs.roofline import Noted, Operation, by_roofline, noted
-from gpipe_bench.experiments.planning.models import Model, model_of
-from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.models import MODELS
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.plan.links import LINKS
+from gpipe_bench.planner import roofline
+from gpipe_bench.planner.accelerators import ACCELERATORS
+from gpipe_bench.planner.costs import SizeCosts
+from gpipe_bench.planner.models import Model, model_of
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.roofline import Noted, Operation, by_roofline, noted
 
 ROWS, WIDTH = 64, 32
 

@@ -8,14 +8,6 @@ from itertools import pairwise, product
 import pytest
 from planning_models import costs_of, planned, tied
 
-from gpipe_bench.experiments.planning.models import Model
-from gpipe_bench.experiments.planning.request import Request
-from gpipe_bench.experiments.planning.searching import footprints as rows
-from gpipe_bench.experiments.planning.searching.bounds import Equals, by_memory_s, graphs_of
-from gpipe_bench.experiments.planning.searching.footprints import Footprints
-from gpipe_bench.experiments.planning.searching.grids import Grid
-from gpipe_bench.experiments.planning.searching.search import Search
-from gpipe_bench.experiments.planning.searching.space import Space, Way, ways
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.stages.grids import Sharing, held_stage
@@ -24,6 +16,14 @@ from gpipe_bench.pipeline.plan.cutting.times import REMATS
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.planner import footprints as rows
+from gpipe_bench.planner.bounds import Equals, by_memory_s, graphs_of
+from gpipe_bench.planner.footprints import Footprints
+from gpipe_bench.planner.grids import Grid
+from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.search import Search
+from gpipe_bench.planner.space import Space, Way, ways
 
 REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=8, link=Link("near", 1e-4, 1e6))
 

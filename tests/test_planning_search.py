@@ -8,13 +8,6 @@ from itertools import combinations, pairwise, product
 import pytest
 from planning_models import costs_of, planned
 
-from gpipe_bench.experiments.planning.answer import plan
-from gpipe_bench.experiments.planning.links import Topology, link_named, link_within
-from gpipe_bench.experiments.planning.predict import predict
-from gpipe_bench.experiments.planning.request import Request
-from gpipe_bench.experiments.planning.searching.grids import Grid
-from gpipe_bench.experiments.planning.searching.search import Search
-from gpipe_bench.experiments.planning.searching.space import Space, Way, check, ways
 from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
 from gpipe_bench.pipeline.memory.stages.rows.messages import Transport
 from gpipe_bench.pipeline.memory.stages.ties import shared_weights
@@ -24,6 +17,13 @@ from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
 from gpipe_bench.pipeline.plan.cutting.times import REMATS
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.planner.answer import plan
+from gpipe_bench.planner.grids import Grid
+from gpipe_bench.planner.links import Topology, link_named, link_within
+from gpipe_bench.planner.predict import predict
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.search import Search
+from gpipe_bench.planner.space import Space, Way, check, ways
 
 NEAR, FAR = Link("near", 1e-4, 1e6), Link("far", 1e-3, 1e5)
 TWO = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=NEAR)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from planning_models import costs_of, planned
 
-from gpipe_bench.experiments.planning.costs import kept
-from gpipe_bench.experiments.planning.costs.costs import Costs
-from gpipe_bench.experiments.planning.costs.spending import About, Budget, affordable, sizes_worth
-from gpipe_bench.experiments.planning.costs.timed import Timing
-from gpipe_bench.experiments.planning.likely import worth
-from gpipe_bench.experiments.planning.links import link_named
-from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.planner import kept
+from gpipe_bench.planner.costs import Costs
+from gpipe_bench.planner.likely import worth
+from gpipe_bench.planner.links import link_named
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.spending import About, Budget, affordable, sizes_worth
+from gpipe_bench.planner.timed import Timing
 
 LOOPBACK = link_named("loopback")
 REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBACK)

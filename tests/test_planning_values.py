@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from gpipe_bench.experiments import planning
-from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.prediction import Prediction
-from gpipe_bench.experiments.planning.request import OPTIMIZERS, PRECISIONS, Request
 from gpipe_bench.pipeline.memory import profile
 from gpipe_bench.pipeline.memory.stages import peaks
 from gpipe_bench.pipeline.plan.links import LINKS
+from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.prediction import Prediction
+from gpipe_bench.planner.request import OPTIMIZERS, PRECISIONS, Request
 
 REQUEST = Request(accelerators=8, memory_bytes=2**30, batch_size=64, link=LINKS["nvlink4"])
 CANDIDATE = Candidate(
@@ -100,6 +100,6 @@ def test_the_values_need_no_torch() -> None:
         imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert all(
             module.split(".")[0] in sys.stdlib_module_names
-            or module.startswith(("gpipe_bench.pipeline.plan.", "gpipe_bench.experiments.planning."))
+            or module.startswith(("gpipe_bench.pipeline.plan.", "gpipe_bench.planner."))
             for module in imported
         ), (name, imported)

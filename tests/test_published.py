@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from records import record
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.experiments.published.accelerator_steps import accelerators, paper_models
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import P100_16, TPU_V2, Accelerator
+from gpipe_bench.experiments.published.accelerator_steps import paper_models
 from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
 from gpipe_bench.experiments.published.accelerator_steps.layout import Steps
 from gpipe_bench.experiments.published.accelerator_steps.memory import Memory
@@ -44,6 +43,8 @@ from gpipe_bench.pipeline.plan.breakdown import breakdown
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+from gpipe_bench.planner import accelerators
+from gpipe_bench.planner.accelerators import P100_16, TPU_V2, Accelerator
 
 TRANSFORMER = {
     "num_layers": 3, "d_model": 64, "ffn_dim": 256, "num_heads": 2, "seq_len": 16, "vocab_size": 100,

@@ -6,13 +6,13 @@ import pytest
 import torch
 from records import record
 
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import TPU_V2
 from gpipe_bench.experiments.published.accelerator_steps.paper_models import table2
 from gpipe_bench.experiments.schedules import recomputing, recomputing_text
 from gpipe_bench.experiments.schedules.recomputing import GIB, SHARES, WAYS, Found, Subject
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
+from gpipe_bench.planner.accelerators import TPU_V2
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.experiments.planning import models as size_models
 from gpipe_bench.models import MODELS, SHAPES, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
@@ -21,6 +20,7 @@ from gpipe_bench.pipeline.memory.stages.ties import shared_weights
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.planner import models as size_models
 
 
 def size(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

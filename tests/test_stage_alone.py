@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_bench.experiments import paper_models
 from gpipe_bench.experiments.table1 import real_steps
 from gpipe_bench.experiments.table1.largest import Placement, Setting
 from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.models import paper as paper_models
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.cut import StagePeaks
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.experiments.paper_models import COLUMNS, HALVES, Column, column
 from gpipe_bench.experiments.table1.as_published import (
     capacity_combinations,
     choices,
@@ -29,6 +28,7 @@ from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.unknowns import load_unknowns
 from gpipe_bench.harness.records.record import SCHEMA, Record
+from gpipe_bench.models.paper import COLUMNS, HALVES, Column, column
 
 
 def with_settings(**changes: Any) -> Combination:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.measuring import configuration, device_timing, step_results, step_timing
+from gpipe_bench.experiments.measuring import configuration, step_results, step_timing
 from gpipe_bench.experiments.measuring.configuration import Configuration, attempt
-from gpipe_bench.experiments.measuring.device_timing import time_step
 from gpipe_bench.experiments.measuring.step_results import results
 from gpipe_bench.experiments.measuring.step_timing import StepJob, work
 from gpipe_bench.experiments.measuring.turns import measure
@@ -28,6 +27,8 @@ from gpipe_bench.harness.timing.rounds import (
     turns,
 )
 from gpipe_bench.harness.timing.usage import Usage, used_by_others
+from gpipe_bench.planner import timing
+from gpipe_bench.planner.timing import time_step
 
 # Whose turn it is
 
@@ -164,7 +165,7 @@ def test_all_arms_take_as_many_steps_as_their_samples_need(monkeypatch: pytest.M
         assert layer.weight.grad is not None
         gradients.append(float(layer.weight.grad))
 
-    monkeypatch.setattr(device_timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     try:
         found = measure(
             {"slow": lambda: step("slow", 2.0), "fast": lambda: step("fast", 0.02)}, [layer], 3, seed=0

@@ -16,15 +16,15 @@ from gpipe_bench.experiments.commands.parsing.asked import (
     precision,
     reserve_bytes,
 )
-from gpipe_bench.experiments.planning.links import link_named, link_within
-from gpipe_bench.experiments.planning.request import MEASURED, Request
 from gpipe_bench.pipeline.plan.links import LINKS, Link
+from gpipe_bench.planner.links import link_named, link_within
+from gpipe_bench.planner.request import MEASURED, Request
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what cannot be planned."""
     request = request_of(arguments)
-    from gpipe_bench.experiments.planning.searching.space import Space
+    from gpipe_bench.planner.space import Space
 
     space = Space(
         schedules=tuple(arguments.schedule) or Space.schedules,
@@ -34,16 +34,16 @@ def run(arguments: argparse.Namespace) -> int:
         sharded=not arguments.no_fsdp,
     )
     if request.device_type != MEASURED:
-        from gpipe_bench.experiments.planning.accelerators import accelerator
+        from gpipe_bench.planner.accelerators import accelerator
 
         accelerator(request.device_type, request.precision)
     import torch
 
-    from gpipe_bench.experiments.planning.answer import plan
-    from gpipe_bench.experiments.planning.costs.kept import user_folder
-    from gpipe_bench.experiments.planning.costs.timed import Timing
-    from gpipe_bench.experiments.planning.models import model_of
-    from gpipe_bench.experiments.planning.shown.text import text
+    from gpipe_bench.experiments.commands.plan_text import text
+    from gpipe_bench.planner.answer import plan
+    from gpipe_bench.planner.kept import user_folder
+    from gpipe_bench.planner.models import model_of
+    from gpipe_bench.planner.timed import Timing
 
     torch.set_num_threads(1)
     find_own_modules()
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.script is not None:
         _write("--script", arguments.script, found.script())
     if arguments.frontier is not None:
-        from gpipe_bench.experiments.planning.shown.figure import draw_frontier
+        from gpipe_bench.experiments.commands.plan_figure import draw_frontier
 
         draw_frontier(found, arguments.frontier)
     if arguments.json:

@@ -14,7 +14,7 @@ from gpipe_bench.experiments.commands.parsing.asked import (
     memory_bytes,
     precision,
 )
-from gpipe_bench.experiments.paper_models import GIB, HALVES
+from gpipe_bench.models.paper import GIB, HALVES
 from gpipe_bench.pipeline.plan.schedules.known import NAMED
 
 if TYPE_CHECKING:

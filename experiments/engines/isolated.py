@@ -180,7 +180,7 @@ def place_of(text: str, *, latest_first: bool = False) -> str:
     """
     found = list(_FRAME.finditer(text))
     ours = str(Path(__file__).resolve().parents[2])
-    own = tuple(f"{ours}/{name}" for name in ("experiments", "pipeline", "harness", "gpipe_bench"))
+    own = tuple(f"{ours}/{name}" for name in ("experiments", "pipeline", "planner", "harness", "gpipe_bench"))
     foreign = (*own, sys.prefix, sys.base_prefix, "<")
     for frame in found if latest_first else reversed(found):
         if not frame["file"].startswith(foreign):

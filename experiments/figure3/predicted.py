@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe_bench.experiments.published.accelerator_steps import paper_models
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import TPU_V2
 from gpipe_bench.experiments.published.settings import (
     Prediction,
     Unknowns,
@@ -19,6 +18,7 @@ from gpipe_bench.experiments.published.settings import (
 )
 from gpipe_bench.experiments.published.walk import Axis, Cell, Walk
 from gpipe_bench.harness.judging.unknowns import load_unknowns
+from gpipe_bench.planner.accelerators import TPU_V2
 
 Array = NDArray[np.float64]
 

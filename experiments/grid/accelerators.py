@@ -24,10 +24,10 @@ from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.record import Quantity, Scalar
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.published.accelerator_steps.accelerators import Accelerator
     from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
     from gpipe_bench.pipeline.memory.story import LayerProfile
     from gpipe_bench.pipeline.plan.schedule import Action
+    from gpipe_bench.planner.accelerators import Accelerator
 
 PART = "grids of accelerators"
 COUNTS = {"smoke": (8,), "short": (8, 64, 512), "full": (8, 64, 512)}
@@ -146,7 +146,7 @@ class Laid:
 
     @cached_property
     def accelerator(self) -> Accelerator:
-        from gpipe_bench.experiments.published.accelerator_steps.accelerators import TPU_V3
+        from gpipe_bench.planner.accelerators import TPU_V3
 
         return TPU_V3
 
@@ -180,7 +180,6 @@ class Laid:
 
     def step_s(self, place: Place, level: str, setting: Setting) -> float:
         """Seconds of a step whose replicas have all parameters, or have divided them."""
-        from gpipe_bench.experiments.published.accelerator_steps.accelerators import UPDATE_BYTES
         from gpipe_bench.pipeline.plan.links import Link
         from gpipe_bench.pipeline.plan.reductions import (
             data_parallel,
@@ -192,6 +191,7 @@ class Laid:
         )
         from gpipe_bench.pipeline.plan.replay import replay
         from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+        from gpipe_bench.planner.accelerators import UPDATE_BYTES
 
         work, examples, cut = self.full.work, self.examples(place), self.cut(place.pp)
         link = Link("link", setting.latency_s, setting.bytes_per_s)

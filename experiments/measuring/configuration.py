@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
-from gpipe_bench.experiments.measuring.device_timing import time_step
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, check_ran, samples_of
 from gpipe_bench.harness.running.execution import memory_error
 from gpipe_bench.pipeline import devices
@@ -21,6 +20,7 @@ from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.stage.microbatch import flatten, split
+from gpipe_bench.planner.timing import time_step
 
 
 class Configuration(NamedTuple):

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.setup import clear
-from gpipe_bench.experiments.measuring.device_timing import time_step
 from gpipe_bench.experiments.measuring.timed_actions import samples_of
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.planner.timing import time_step
 
 
 def layer_seconds(

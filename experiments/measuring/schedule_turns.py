@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
-from gpipe_bench.experiments.measuring.device_timing import CPU, settle, time_step
 from gpipe_bench.experiments.measuring.processes import run_processes
 from gpipe_bench.experiments.measuring.waiting_stages import waiting_stages
 from gpipe_bench.harness.judging.stats import median_interval
@@ -34,6 +33,7 @@ from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.calibration import TIMED_STEPS, WARM_UP_STEPS
 from gpipe_bench.pipeline.plan.schedules.known import NAMED
+from gpipe_bench.planner.timing import CPU, settle, time_step
 
 TORCH = "torch "
 STEPS_BEFORE = 3  # connections are made, caches are warm

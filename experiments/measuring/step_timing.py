@@ -25,7 +25,6 @@ from gpipe_bench.experiments.measuring.configuration import (
     attempt,
     forget,
 )
-from gpipe_bench.experiments.measuring.device_timing import copy_bandwidth, settle
 from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
 from gpipe_bench.harness.timing.rounds import turns
 from gpipe_bench.harness.timing.usage import Usage
@@ -33,6 +32,7 @@ from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.times.clock import conditions
+from gpipe_bench.planner.timing import copy_bandwidth, settle
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers

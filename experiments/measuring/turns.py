@@ -14,9 +14,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.harness.timing.rounds import repeats_for, turns
 from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.planner.timing import settle, time_step
 
 CALIBRATION_STEPS = 2
 

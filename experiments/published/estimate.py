@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import Accelerator
 from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.planner.accelerators import Accelerator
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import Accelerator
 from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
 from gpipe_bench.experiments.published.walk import Axis, Walk
 from gpipe_bench.harness.judging.unknowns import Settings, Unknown
+from gpipe_bench.planner.accelerators import Accelerator
 
 Array = NDArray[np.float64]
 

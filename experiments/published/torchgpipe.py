@@ -18,11 +18,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import P40
 from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
 from gpipe_bench.experiments.published.settings import LINK, Unknowns, numbers
 from gpipe_bench.experiments.published.walk import Axis, Cell, Walk
 from gpipe_bench.harness.judging.unknowns import load_unknowns
+from gpipe_bench.planner.accelerators import P40
 
 SAME_UNKNOWNS = "table3-amoebanet"
 """The table of the file of unknowns that has GPUs without a fast link, too."""

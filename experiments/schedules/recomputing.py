@@ -23,11 +23,11 @@ from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.schedules.known import named
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.published.accelerator_steps.accelerators import Accelerator
     from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
     from gpipe_bench.pipeline.memory.profile import ModelProfile
     from gpipe_bench.pipeline.memory.stages.footprint import Footprint
     from gpipe_bench.pipeline.plan.partition import Partition
+    from gpipe_bench.planner.accelerators import Accelerator
 
 PART = "adaptive re-materialization"
 SECONDS = {"amoebanet": 35.0, "transformer": 20.0}
@@ -58,10 +58,10 @@ class Subject:
 
 def subject_of(model: str) -> Subject:
     """AmoebaNet-D (18, 256) or Transformer-48."""
-    from gpipe_bench.experiments.paper_models import HALVES
     from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
-    from gpipe_bench.experiments.published.accelerator_steps.accelerators import TPU_V2, TPU_V3
     from gpipe_bench.experiments.published.accelerator_steps.paper_models import table2
+    from gpipe_bench.models.paper import HALVES
+    from gpipe_bench.planner.accelerators import TPU_V2, TPU_V3
 
     half = HALVES[model]
     size = half.batch_size // half.num_microbatches

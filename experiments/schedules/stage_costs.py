@@ -59,12 +59,12 @@ def measure(
 
     import torch
 
-    from gpipe_bench.experiments.measuring.device_timing import settle, time_step
     from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
     from gpipe_bench.experiments.measuring.timed_actions import samples_of
     from gpipe_bench.harness.timing.rounds import turns
     from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline.plan.timeline import Timeline
+    from gpipe_bench.planner.timing import settle, time_step
 
     torch.manual_seed(SEED)
     torch.set_num_threads(1)

@@ -23,7 +23,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.experiments.paper_models import COLUMNS, HALVES, Column
 from gpipe_bench.experiments.paper_profiles import (
     Reading,
     amoebanet,
@@ -46,6 +45,7 @@ from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.judging.unknowns import Value
 from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.models import example_batch
+from gpipe_bench.models.paper import COLUMNS, HALVES, Column
 from gpipe_bench.pipeline.memory.profile import ModelProfile, fake_copy
 from gpipe_bench.pipeline.memory.stages.demands import demands
 from gpipe_bench.pipeline.memory.stages.footprint import footprint

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpipe_bench.experiments.measuring.tables.sentences import TABLE, word
-from gpipe_bench.experiments.paper_models import COLUMNS, HALVES
 from gpipe_bench.experiments.table1.settings import (
     activation_choices,
     capacity_choices,
@@ -24,6 +23,7 @@ from gpipe_bench.harness.judging.spread import Spread
 from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.records.record import Quantity, Record, find
 from gpipe_bench.harness.report.table import ours_text, paper_text, verdict_text
+from gpipe_bench.models.paper import COLUMNS, HALVES
 
 BYTES_PER_PARAMETER = 12
 JUDGED_ATTENTION = {"amoebanet": "none", "transformer": "explicit"}

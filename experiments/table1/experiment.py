@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipe_bench.experiments.paper_models import COLUMNS, HALVES, column
 from gpipe_bench.experiments.table1.cells import cells
 from gpipe_bench.experiments.table1.settings import hypotheses
 from gpipe_bench.experiments.table1.shown import figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.models.paper import COLUMNS, HALVES, column
 
 PRECISIONS = ("float32", "bfloat16")
 ATTENTIONS = {"amoebanet": ("none",), "transformer": ("explicit", "fused")}

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from gpipe_bench.experiments.paper_models import GIB, HALVES, PAPER_NUM_LAYERS
 from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
+from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS
 from gpipe_bench.pipeline.memory.cut import StagePeaks
 from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory

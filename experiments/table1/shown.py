@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.paper_models import COLUMNS, GIB, HALVES, Column
 from gpipe_bench.experiments.report.drawing import paper_style, without_frame
 from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION
 from gpipe_bench.harness.judging.compare import Comparison
@@ -16,6 +15,7 @@ from gpipe_bench.harness.records.record import Record, find
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.shown import Plot
+from gpipe_bench.models.paper import COLUMNS, GIB, HALVES, Column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe_bench.experiments.published.accelerator_steps import paper_models
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import TPUS
 from gpipe_bench.experiments.published.settings import (
     BATCH_AXIS,
     EACH_ENTRY,
@@ -28,6 +27,7 @@ from gpipe_bench.experiments.published.settings import (
 )
 from gpipe_bench.experiments.published.walk import Axis, Cell, Walk
 from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
+from gpipe_bench.planner.accelerators import TPUS
 
 Array = NDArray[np.float64]
 

@@ -111,9 +111,9 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 def _paper_size(subject: Subject) -> Estimate:
     """One micro-batch of the paper's model at a P100's peaks."""
-    from gpipe_bench.experiments.published.accelerator_steps.accelerators import P100_16
     from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
     from gpipe_bench.experiments.published.estimate import estimate
+    from gpipe_bench.planner.accelerators import P100_16
 
     size = subject.sizes["full"]
     return estimate(FullSize(subject.model, size.options), size.batch_size // NUM_MICROBATCHES, P100_16)

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe_bench.experiments.published.accelerator_steps import paper_models
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import P100_12, P100_16, Accelerator
 from gpipe_bench.experiments.published.settings import (
     NOTHING_FITS,
     Prediction,
@@ -20,6 +19,7 @@ from gpipe_bench.experiments.published.settings import (
 from gpipe_bench.experiments.published.walk import Axis, Walk
 from gpipe_bench.harness.judging.unknowns import load_unknowns
 from gpipe_bench.harness.records.record import Scalar
+from gpipe_bench.planner.accelerators import P100_12, P100_16, Accelerator
 
 Array = NDArray[np.float64]
 

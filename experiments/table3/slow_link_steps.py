@@ -21,7 +21,6 @@ from torch import distributed as dist
 from gpipe_bench.experiments.engines.known import Ours
 from gpipe_bench.experiments.engines.setup import Setup
 from gpipe_bench.experiments.measuring.configuration import Configuration
-from gpipe_bench.experiments.measuring.device_timing import time_step
 from gpipe_bench.experiments.measuring.step_timing import StepJob, work
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, check_ran, samples_of
 from gpipe_bench.experiments.table3.slow_link import set_rate
@@ -29,6 +28,7 @@ from gpipe_bench.harness.timing.rounds import turns
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+from gpipe_bench.planner.timing import time_step
 
 LEAST_BYTES_PER_S = 1e5
 BULK_S = 0.03  # of a transfer that measures the bandwidth

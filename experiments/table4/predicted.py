@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from gpipe_bench.experiments.figure3.predicted import TITLES
 from gpipe_bench.experiments.published.accelerator_steps import paper_models
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import TPU_V2
 from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize, Setup
 from gpipe_bench.experiments.published.settings import (
     Prediction,
@@ -25,6 +24,7 @@ from gpipe_bench.experiments.published.settings import (
 )
 from gpipe_bench.experiments.published.walk import Axis, Cell, Walk
 from gpipe_bench.harness.judging.unknowns import load_unknowns
+from gpipe_bench.planner.accelerators import TPU_V2
 
 Array = NDArray[np.float64]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from gpipe_bench.harness.places import ROOT
 
-PACKAGES = ("experiments", "harness", "models", "pipeline")
+PACKAGES = ("experiments", "harness", "models", "pipeline", "planner")
 
 _DISTRIBUTIONS = (
     "torch", "torchvision", "numpy", "scipy", "pandas", "msgspec", "psutil", "torchgpipe",

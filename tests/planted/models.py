@@ -132,7 +132,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="advice that does not help",
-        file="experiments/planning/searching/shortfall.py",
+        file="planner/shortfall.py",
         old="        return least is not None and least.peak <= changed.usable_bytes\n",
         new="        return least is not None\n",
         why="whoever follows it would be refused again",
@@ -148,7 +148,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="a tied weight's gradients are one",
-        file="experiments/planning/searching/room.py",
+        file="planner/room.py",
         old="            summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes,\n",
         new="            gradient_bytes=stage.gradient_bytes - num_bytes,\n",
         why="each use has its own until the step ends, and a plan would not fit that was said to",
@@ -156,7 +156,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="a script forgets to divide the layers",
-        file="experiments/planning/script.py",
+        file="planner/script.py",
         old="        *(_divided(model) if candidate.tp > 1 else []),\n",
         new="",
         why="every rank of tp would compute all of every layer, and call it a plan",

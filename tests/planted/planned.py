@@ -56,7 +56,7 @@ PLANNED = (
     ),
     Mutant(
         name="an action costs as often as it has layers",
-        file="experiments/planning/costs/measured.py",
+        file="planner/measured.py",
         old="    own = [max(0.0, each - action) for each in seconds]\n",
         new="    own = [max(0.0, each) for each in seconds]\n",
         why="a stage of many layers would be predicted too long, and small stages too short",
@@ -64,7 +64,7 @@ PLANNED = (
     ),
     Mutant(
         name="asking for a tensor's device takes time",
-        file="experiments/planning/costs/roofline.py",
+        file="planner/roofline.py",
         old='if func.namespace == "prim" or func.is_view or',
         new="if func.is_view or",
         why="two thirds of all bytes would be counted where nothing is moved",
@@ -72,7 +72,7 @@ PLANNED = (
     ),
     Mutant(
         name="causal attention multiplies for all pairs",
-        file="experiments/planning/costs/roofline.py",
+        file="planner/roofline.py",
         old='seen = 0.5 if given.get("is_causal") else 1.0',
         new="seen = 1.0",
         why="long sequences would take up to twice as long",
@@ -80,7 +80,7 @@ PLANNED = (
     ),
     Mutant(
         name="jitter is drawn from one action",
-        file="experiments/planning/predict.py",
+        file="planner/predict.py",
         old="generator.choice(run[self.schedule.worker(action.stage) % len(run)])",
         new="run[self.schedule.worker(action.stage) % len(run)][0]",
         why="all actions of a step would be late together, and nobody would wait for anybody",
@@ -98,7 +98,7 @@ PLANNED = (
     ),
     Mutant(
         name="a worker holds all of the model",
-        file="experiments/planning/searching/room.py",
+        file="planner/room.py",
         old="- self._all_ties) // self.schedule.num_workers\n",
         new="- self._all_ties)\n",
         why="grids would be left out whose cuts fit",
@@ -106,7 +106,7 @@ PLANNED = (
     ),
     Mutant(
         name="every row is a line",
-        file="experiments/planning/searching/footprints.py",
+        file="planner/footprints.py",
         old="            self._lines[key] = len({*map(len, ends)}) == 1 and all(\n",
         new="            self._lines[key] = len({*map(len, ends)}) == 1 or all(\n",
         why="what rows of layers hold would be read off a curve as if it were straight",
@@ -114,7 +114,7 @@ PLANNED = (
     ),
     Mutant(
         name="a recomputed layer takes twice as long",
-        file="experiments/planning/searching/bounds.py",
+        file="planner/bounds.py",
         old="        longer_s = one.work_s + self.again * one.again_s\n",
         new="        longer_s = one.work_s + 2 * self.again * one.again_s + one.work_s\n",
         why="ways would be left out whose steps are shorter than their bounds",
@@ -122,7 +122,7 @@ PLANNED = (
     ),
     Mutant(
         name="the first way of a group is its best",
-        file="experiments/planning/searching/search.py",
+        file="planner/search.py",
         old="            if group in best and bound_s >= best[group][0].step_s:\n",
         new="            if group in best:\n",
         why="the way with the lowest bound is often not the fastest",
@@ -130,7 +130,7 @@ PLANNED = (
     ),
     Mutant(
         name="a plan whose messages do not fit",
-        file="experiments/planning/searching/search.py",
+        file="planner/search.py",
         old="            if found.peak <= cap:\n",
         new="            if found is not None:\n",
         why="it would run out of memory with the plan that was made for it",
@@ -138,7 +138,7 @@ PLANNED = (
     ),
     Mutant(
         name="the frontier is what was found with all the memory",
-        file="experiments/planning/answer.py",
+        file="planner/answer.py",
         old="        cap = int(LESS * found[0].peak)\n",
         new="        break\n",
         why="a plan could be left out that is faster with less memory",

@@ -10,10 +10,10 @@ from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.remat import to_text
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.planning.models import Model
-    from gpipe_bench.experiments.planning.request import Request
-    from gpipe_bench.experiments.planning.searching.shortfall import Smallest
     from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+    from gpipe_bench.planner.models import Model
+    from gpipe_bench.planner.request import Request
+    from gpipe_bench.planner.shortfall import Smallest
 
 GIB = 2**30
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")

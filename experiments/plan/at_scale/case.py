@@ -16,12 +16,12 @@ from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.record import Quantity, Scalar
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.planning.models import Model
-    from gpipe_bench.experiments.planning.prediction import Prediction
-    from gpipe_bench.experiments.planning.request import Request
-    from gpipe_bench.experiments.planning.searching.found import Found
-    from gpipe_bench.experiments.planning.searching.search import Search
-    from gpipe_bench.experiments.planning.searching.space import Way
+    from gpipe_bench.planner.found import Found
+    from gpipe_bench.planner.models import Model
+    from gpipe_bench.planner.prediction import Prediction
+    from gpipe_bench.planner.request import Request
+    from gpipe_bench.planner.search import Search
+    from gpipe_bench.planner.space import Way
 
 PART = "at scale"
 STEP = "step"
@@ -106,8 +106,8 @@ SCALES: dict[str, Scale] = {
 
 def run(key: dict[str, Scalar]) -> Outcome:
     """The case of one model."""
-    from gpipe_bench.experiments.planning.answer import predicted, search_for
-    from gpipe_bench.experiments.planning.searching.space import Space
+    from gpipe_bench.planner.answer import predicted, search_for
+    from gpipe_bench.planner.space import Space
 
     name = str(key["model"])
     scale = SCALES[name]
@@ -145,8 +145,8 @@ def run(key: dict[str, Scalar]) -> Outcome:
 
 def request_of(scale: Scale) -> Request:
     """As `plan` is asked."""
-    from gpipe_bench.experiments.planning.links import link_named
-    from gpipe_bench.experiments.planning.request import Request
+    from gpipe_bench.planner.links import link_named
+    from gpipe_bench.planner.request import Request
 
     return Request(
         accelerators=scale.accelerators, memory_bytes=scale.memory_bytes, batch_size=scale.batch_size,
@@ -164,10 +164,10 @@ def best_of_each_grid(search: Search) -> dict[tuple[int, int], Found]:
 
 def as_done(done: Done, search: Search) -> Found:
     """What was done, cut evenly by the work of layers, everything recomputed."""
-    from gpipe_bench.experiments.planning.searching.grids import Grid
-    from gpipe_bench.experiments.planning.searching.space import Way
     from gpipe_bench.pipeline.plan.cutting.best import Cut
     from gpipe_bench.pipeline.plan.partition import partition
+    from gpipe_bench.planner.grids import Grid
+    from gpipe_bench.planner.space import Way
 
     stages_per_worker = 2 if done.schedule == "interleaved" else 1
     grid = Grid(done.num_workers, 1, done.shards, 2 if done.shards > 1 else 0, done.tp)
@@ -180,8 +180,8 @@ def as_done(done: Done, search: Search) -> Found:
 
 
 def _model(name: str, scale: Scale) -> Model:
-    from gpipe_bench.experiments.paper_models import HALVES
-    from gpipe_bench.experiments.planning.models import built, model_of
+    from gpipe_bench.models.paper import HALVES
+    from gpipe_bench.planner.models import built, model_of
 
     if name.startswith("transformer-"):
         half = HALVES["transformer"]

@@ -16,10 +16,10 @@ from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.records.record import Quantity
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.planning.models import Model
-    from gpipe_bench.experiments.planning.prediction import Prediction
-    from gpipe_bench.experiments.planning.request import Request
-    from gpipe_bench.experiments.published.accelerator_steps.accelerators import Accelerator
+    from gpipe_bench.planner.accelerators import Accelerator
+    from gpipe_bench.planner.models import Model
+    from gpipe_bench.planner.prediction import Prediction
+    from gpipe_bench.planner.request import Request
 
 PART = "published steps"
 PATH = PUBLISHED / "published-steps.toml"
@@ -68,22 +68,22 @@ class Step:
 
     def model(self) -> Model:
         """On the meta device, with the attention that it had."""
-        from gpipe_bench.experiments.planning.models import built
         from gpipe_bench.models import SHAPES
+        from gpipe_bench.planner.models import built
 
         builder, options = SHAPES[self.shape] if self.shape else (self.builder, self.options)
         model = built(self.name, builder, options, self.batch_size)
         return replace(model, attention=self.attention)
 
     def accelerator(self) -> Accelerator:
-        from gpipe_bench.experiments.planning.accelerators import accelerator
+        from gpipe_bench.planner.accelerators import accelerator
 
         return replace(accelerator(self.device, "bfloat16"), fuses=self.fuses)
 
     def request(self) -> Request:
         """As `plan` is asked."""
-        from gpipe_bench.experiments.planning.request import Request
         from gpipe_bench.pipeline.plan.links import LINKS
+        from gpipe_bench.planner.request import Request
 
         far = LINKS[self.between] if self.between else None
         if far is not None:
@@ -113,14 +113,14 @@ def predicted(step: Step) -> tuple[float, float, float]:
 
 
 def _laid_out(step: Step, remat: str) -> Prediction:
-    from gpipe_bench.experiments.planning.answer import predicted as laid_out
-    from gpipe_bench.experiments.planning.candidate import Candidate
-    from gpipe_bench.experiments.planning.costs.roofline import by_roofline
-    from gpipe_bench.experiments.planning.searching.found import Found
-    from gpipe_bench.experiments.planning.searching.search import Search
-    from gpipe_bench.experiments.planning.searching.space import Space
     from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
     from gpipe_bench.pipeline.plan.partition import partition
+    from gpipe_bench.planner.answer import predicted as laid_out
+    from gpipe_bench.planner.candidate import Candidate
+    from gpipe_bench.planner.found import Found
+    from gpipe_bench.planner.roofline import by_roofline
+    from gpipe_bench.planner.search import Search
+    from gpipe_bench.planner.space import Space
 
     model, request = step.model(), step.request()
     size = step.batch_size // (step.dp * step.fsdp * step.num_microbatches)

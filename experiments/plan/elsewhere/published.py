@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gpipe_bench.experiments.plan.measures import rank_correlation
-from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
-from gpipe_bench.experiments.planning.predict import predict
-from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.experiments.schedules.zero_bubble import SETTINGS, Setting
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.costs import Costs, SizeCosts
+from gpipe_bench.planner.predict import predict
+from gpipe_bench.planner.request import Request
 
 TITAN_8B = "torchtitan, issue 773: Llama 3 8B on 8 GPUs, pipeline of 8, mini-batch of 16, tokens per second"
 _ROOM = 2**60  # bytes: memory is not what is asked

@@ -13,13 +13,13 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from gpipe_bench.experiments.plan.rules import CHOSEN, OTHERS
-from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.costs.costs import Costs
-from gpipe_bench.experiments.planning.predict import predict, schedule_of
-from gpipe_bench.experiments.planning.prediction import Prediction
-from gpipe_bench.experiments.planning.request import Request
-from gpipe_bench.experiments.planning.searching.space import Space
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.costs import Costs
+from gpipe_bench.planner.predict import predict, schedule_of
+from gpipe_bench.planner.prediction import Prediction
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.space import Space
 
 NUM_WORKERS = 2
 WAYS = (
@@ -37,7 +37,7 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
     of as many accelerators as there are processes, with every number of micro-batches in `numbers`, of which
     replicas have their shares, for sizes that there are costs of. Equal ones once.
     """
-    from gpipe_bench.experiments.planning.searching.search import Search  # imports torch
+    from gpipe_bench.planner.search import Search  # imports torch
 
     found: list[Candidate] = []
     known = set()  # rows and cuts: with few micro-batches some schedules are the same

@@ -15,11 +15,11 @@ from typing import Any
 from gpipe_bench.experiments.plan.measures import Peaks
 from gpipe_bench.experiments.plan.models import MODELS, Planned
 from gpipe_bench.experiments.plan.running.choosing import NUM_WORKERS, WAYS, replicated, title
-from gpipe_bench.experiments.planning.candidate import Candidate
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.planner.candidate import Candidate
 
 PART = "peaks"
 MICROBATCHES = {"smoke": 2, "short": 4, "full": 4}
@@ -73,11 +73,11 @@ def ways(planned: Planned, number: int) -> list[Candidate]:
 
 def predicted(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[int, ...]]:
     """What `predict` says of each, of every worker; its seconds are of no interest here."""
-    from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
-    from gpipe_bench.experiments.planning.costs.profiles import profiles_of
-    from gpipe_bench.experiments.planning.predict import predict
-    from gpipe_bench.experiments.planning.request import Request
     from gpipe_bench.pipeline.plan.links import FREE
+    from gpipe_bench.planner.costs import Costs, SizeCosts
+    from gpipe_bench.planner.predict import predict
+    from gpipe_bench.planner.profiles import profiles_of
+    from gpipe_bench.planner.request import Request
 
     layers = planned.subject.build()[0]
     second = dict.fromkeys(("F", "G", "R", "B", "I", "W"), (1.0,) * len(layers))
@@ -121,10 +121,10 @@ def _count(
 
     from gpipe_bench.experiments.engines.setup import clear
     from gpipe_bench.experiments.plan.running.replicas import processes_of
-    from gpipe_bench.experiments.planning.predict import schedule_of
     from gpipe_bench.pipeline import Pipeline
     from gpipe_bench.pipeline.memory.tracker import LiveMemory
     from gpipe_bench.pipeline.stage.microbatch import tensors_of
+    from gpipe_bench.planner.predict import schedule_of
 
     clear(layers)
     schedule, memory = schedule_of(candidate), LiveMemory()

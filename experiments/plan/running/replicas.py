@@ -7,8 +7,8 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.costs.wholes import sharded_over
+from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.wholes import sharded_over
 
 
 def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, Any]:

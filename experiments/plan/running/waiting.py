@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.planning.candidate import Candidate
-from gpipe_bench.experiments.planning.costs.costs import Costs, SizeCosts
-from gpipe_bench.experiments.planning.predict import predict, schedule_of
-from gpipe_bench.experiments.planning.prediction import Prediction
-from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.replay import SLOTS
+from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.costs import Costs, SizeCosts
+from gpipe_bench.planner.predict import predict, schedule_of
+from gpipe_bench.planner.prediction import Prediction
+from gpipe_bench.planner.request import Request
 
 PART = "waiting stages"
 NUM_WORKERS, LAYERS, BATCH_SIZE = 2, 8, 8
@@ -91,9 +91,9 @@ def work(candidates: Sequence[Candidate], slot_s: float, steps: int) -> list[lis
     from torch import distributed as dist
     from torch import nn
 
-    from gpipe_bench.experiments.measuring.device_timing import time_step
     from gpipe_bench.experiments.measuring.waiting_stages import waiting_stages
     from gpipe_bench.pipeline import Pipeline
+    from gpipe_bench.planner.timing import time_step
 
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8) for _ in range(LAYERS)]

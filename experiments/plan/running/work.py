@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpipe_bench.experiments.measuring.device_timing import settle, time_step
 from gpipe_bench.experiments.plan.models import Planned
 from gpipe_bench.experiments.plan.running.choosing import planned, title, to_run, with_replicas
 from gpipe_bench.experiments.plan.running.replicas import processes_of
-from gpipe_bench.experiments.planning.costs.bench import Bench, ProbeJob, Trained
-from gpipe_bench.experiments.planning.costs.costs import Costs
-from gpipe_bench.experiments.planning.costs.measured import measured
-from gpipe_bench.experiments.planning.costs.probes import probe
-from gpipe_bench.experiments.planning.costs.profiles import profiles_of
-from gpipe_bench.experiments.planning.predict import Layout, schedule_of
-from gpipe_bench.experiments.planning.prediction import Prediction
-from gpipe_bench.experiments.planning.request import Request
 from gpipe_bench.harness.timing.rounds import turns
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.times.clock import conditions
+from gpipe_bench.planner.bench import Bench, ProbeJob, Trained
+from gpipe_bench.planner.costs import Costs
+from gpipe_bench.planner.measured import measured
+from gpipe_bench.planner.predict import Layout, schedule_of
+from gpipe_bench.planner.prediction import Prediction
+from gpipe_bench.planner.probes import probe
+from gpipe_bench.planner.profiles import profiles_of
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.timing import settle, time_step
 
 MEMORY_BYTES = 2**40  # no cap: what is asked is time
 

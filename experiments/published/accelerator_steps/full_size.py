@@ -10,16 +10,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import (
-    HOST_BYTES_PER_S,
-    UPDATE_BYTES,
-    Accelerator,
-)
 from gpipe_bench.experiments.published.accelerator_steps.layout import Steps
 from gpipe_bench.experiments.published.accelerator_steps.memory import Memory
 from gpipe_bench.experiments.published.accelerator_steps.operations import work_of
 from gpipe_bench.experiments.published.accelerator_steps.work import Work
 from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.planner.accelerators import (
+    HOST_BYTES_PER_S,
+    UPDATE_BYTES,
+    Accelerator,
+)
 
 Array = NDArray[np.float64]
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_bench.experiments.published.accelerator_steps.accelerators import Accelerator
+from gpipe_bench.planner.accelerators import Accelerator
 
 Array = NDArray[np.float64]
 

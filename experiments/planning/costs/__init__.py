@@ -1,1 +1,0 @@
-"""Seconds and bytes of layers, measured or by a roofline."""

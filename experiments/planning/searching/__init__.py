@@ -1,1 +1,0 @@
-"""Which plans there are, and which is best."""

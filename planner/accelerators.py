@@ -1,0 +1,185 @@
+"""Accelerators by their published peaks: the paper's, and those that people train on.
+
+A peak is what the arithmetic or the memory can do at most; no program reaches both. What share of the
+arithmetic a program reaches on the paper's is unknown and stands in results/unknowns.toml, not here.
+
+Products of float32 tensors are those of the vector units, as torch has it unless TF32 is allowed; half
+precision is dense, with sums in float32. Data sheets that print it with sparsity have twice as much: 1979
+TFLOP/s of an H100 are 989.5 here, 4.5 PFLOP/s of a B200 2250. Bandwidths are those of the sheets, which count
+in powers of ten.
+
+`REACHED` is the share of its peak that a card reaches in the best of many single products of bfloat16, as
+somebody measured it. A card that is not there has the least of those of NVIDIA's that are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accelerator:
+    """One accelerator core, as a partition of a model has it.
+
+    Args:
+        name: as in results/unknowns.toml, where it stands there
+        flops_per_s: the peak of matrix products of float32 tensors
+        half_flops_per_s: of tensors of 16 bits
+        bytes_per_s: of its memory
+        matrix_unit: side of a systolic array, whose products are padded to it; 0 where there is none
+        fuses: operations that work element by element are compiled into their neighbours and move nothing
+        attention: the kernels of scaled dot-product attention, as `pipeline.memory.attention` has them
+        bfloat16: whether it has units for products of bfloat16
+        reached: share of the peak that single large products reach, the best of many shapes
+        source: where the numbers come from
+    """
+
+    name: str
+    flops_per_s: float
+    half_flops_per_s: float
+    bytes_per_s: float
+    matrix_unit: int = 0
+    fuses: bool = False
+    attention: str = "math"
+    bfloat16: bool = True
+    reached: float = 0.776
+    source: str = ""
+
+    def rate(self, activation_format: str) -> float:
+        """Floating-point operations per second at the peak for a format of the activations."""
+        return self.flops_per_s if activation_format == "float32" else self.half_flops_per_s
+
+
+_JOUPPI = (
+    "Jouppi et al., A domain-specific supercomputer for training deep neural networks, 2020: {chip}; a core "
+    "is half a chip; products are of bfloat16 whichever way the tensors are kept; compiled by XLA"
+)
+
+TPU_V2 = Accelerator(
+    name="TPUv2 core",
+    flops_per_s=23e12,
+    half_flops_per_s=23e12,
+    bytes_per_s=350e9,
+    matrix_unit=128,
+    fuses=True,
+    source=_JOUPPI.format(chip="46 TFLOP/s, 700 GB/s, two cores with one 128 x 128 matrix unit each"),
+)
+TPU_V3 = Accelerator(
+    name="TPUv3 core",
+    flops_per_s=61.5e12,
+    half_flops_per_s=61.5e12,
+    bytes_per_s=450e9,
+    matrix_unit=128,
+    fuses=True,
+    source=_JOUPPI.format(chip="123 TFLOP/s, 900 GB/s, two cores with two 128 x 128 matrix units each"),
+)
+P100_16 = Accelerator(
+    name="P100 for PCIe, 16 GB",
+    attention="efficient",
+    bfloat16=False,
+    flops_per_s=9.3e12,
+    half_flops_per_s=18.7e12,
+    bytes_per_s=732e9,
+    source="NVIDIA's Tesla P100 data sheet: 9.3 TFLOP/s in float32, 18.7 in float16, 732 GB/s",
+)
+P100_12 = Accelerator(
+    name="P100 for PCIe, 12 GB",
+    attention="efficient",
+    bfloat16=False,
+    flops_per_s=9.3e12,
+    half_flops_per_s=18.7e12,
+    bytes_per_s=549e9,
+    source="NVIDIA's Tesla P100 data sheet: 9.3 TFLOP/s in float32, 18.7 in float16, 549 GB/s",
+)
+P40 = Accelerator(
+    name="P40",
+    flops_per_s=12e12,
+    half_flops_per_s=0.19e12,
+    bytes_per_s=346e9,
+    source="NVIDIA's Tesla P40 data sheet: 12 TFLOP/s in float32, 346 GB/s, 24 GB",
+)
+
+UPDATE_BYTES = {"rmsprop": 28, "momentum": 20, "sgd": 12, "adam": 28}
+"""Bytes that an optimizer moves for each float32 parameter where one kernel reads the value, the gradient and
+its own state once and writes value and state once, as TensorFlow's `training_ops` and torch's `fused=True`
+do. Kernels that take one operation after the other, such as torch's default, move two to three times as
+much."""
+
+TPUS = {each.name: each for each in (TPU_V2, TPU_V3)}
+
+HOST_BYTES_PER_S = 15.75e9
+"""From a host to its accelerator: 16 lanes of PCI Express 3, PCI-SIG's nominal rate. Only inputs that the
+host prepares take this way."""
+
+MEASURED_BY = "stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS, revision 744d01e"
+REACHED = {"A100": 0.869, "H100": 0.803, "H200": 0.803, "B200": 0.776}
+"""By MEASURED_BY: 271.2 of 312, 794.5 of 989 (an H200 is the same) and 1745 of 2250 TFLOP/s."""
+
+
+def _nvidia(
+    name: str, sheet: str, float32: float, half: float, terabytes: float, *, since_ampere: bool = True
+) -> Accelerator:
+    chip = name.split()[0]
+    return Accelerator(
+        name=name,
+        flops_per_s=float32 * 1e12,
+        half_flops_per_s=half * 1e12,
+        bytes_per_s=terabytes * 1e12,
+        attention="flash" if since_ampere else "efficient",
+        bfloat16=since_ampere,
+        reached=REACHED.get(chip, min(REACHED.values())),
+        source=f"{float32:g} TFLOP/s in float32, {half:g} in 16 bits, dense, {terabytes:g} TB/s: {sheet}; "
+        + (f"share by {MEASURED_BY}" if chip in REACHED else f"share not known, the least of {MEASURED_BY}"),
+    )
+
+
+_PAGES = "https://www.nvidia.com"
+_IMAGES = "https://images.nvidia.com"
+_V100 = f"{_IMAGES}/content/technologies/volta/pdf/tesla-volta-v100-datasheet-letter-fnl-web.pdf"
+_A10 = f"{_PAGES}/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf"
+_A100 = (
+    f"{_PAGES}/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
+    "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
+)
+_A100_40 = f"{_IMAGES}/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf"
+_GA102 = f"{_PAGES}/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf"
+_ADA = f"{_IMAGES}/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_H100_500W = (
+    "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: between an H100 SXM and an NVL, whose data "
+    "sheets have 989.5 and 835 TFLOP/s; the middle of the two"
+)
+_BLACKWELL = "NVIDIA's data sheet of GB200 NVL72 and HGX B200, one GPU of HGX B200"
+
+ACCELERATORS: dict[str, Accelerator] = {
+    "p100-12": P100_12,
+    "p100": P100_16,
+    "v100": _nvidia("V100 SXM2", _V100, 15.7, 125, 0.9, since_ampere=False),
+    "a10": _nvidia("A10", _A10, 31.2, 125, 0.6),
+    "a100-40": _nvidia("A100 SXM4, 40 GB", _A100_40, 19.5, 312, 1.555),
+    "a100": _nvidia("A100 SXM4, 80 GB", _A100, 19.5, 312, 2.039),
+    "l40s": _nvidia("L40S", f"{_PAGES}/en-us/data-center/l40s/", 91.6, 362.05, 0.864),
+    "rtx3090": _nvidia("GeForce RTX 3090", _GA102, 35.6, 71, 0.936),
+    "rtx4090": _nvidia("GeForce RTX 4090", _ADA, 82.6, 165.2, 1.008),
+    "h100": _nvidia("H100 SXM5", f"{_PAGES}/en-us/data-center/h100/", 67, 989.5, 3.35),
+    "h100-500w": _nvidia("H100 SXM5, HBM2e, 500 W", _H100_500W, 67, 912, 2.4),
+    "h200": _nvidia("H200 SXM", f"{_PAGES}/en-us/data-center/h200/", 67, 989.5, 4.8),
+    "tpuv3": TPU_V3,
+    "b200": _nvidia("B200 SXM", _BLACKWELL, 75, 2250, 7.7),
+}
+"""By the name that `--device-type` takes."""
+
+
+def accelerator(name: str, precision: str = "float32") -> Accelerator:
+    """`ValueError` for a name that is not known, or a precision that it has no units for."""
+    key = name.lower().replace(" ", "-")
+    if key not in ACCELERATORS:
+        raise ValueError(
+            f"unknown accelerator {name!r}; known: {', '.join(ACCELERATORS)}, and measured for this machine's"
+        )
+    found = ACCELERATORS[key]
+    if precision == "bfloat16" and not found.bfloat16:
+        raise ValueError(
+            f"precision is bfloat16, for which a {found.name} has no units; use float32, or an accelerator "
+            "that has them, such as a100"
+        )
+    return found

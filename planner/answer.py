@@ -1,0 +1,278 @@
+"""The answer to a request: the best few ways to train a model, predicted, and what less memory would cost.
+
+    found = plan(model_of("gpt2", 64), request)
+    found.best.step_s, found.best.candidate, found.script()
+
+The layers are timed once, or laid under a roofline; then everything is searched, and the few that are left
+are laid out by the replay with their ranges and parts. `costs` may be given instead, such as those of a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from gpipe_bench.planner.accelerators import accelerator
+from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.costs import Costs
+from gpipe_bench.planner.found import Found
+from gpipe_bench.planner.grids import grid_of
+from gpipe_bench.planner.likely import worth
+from gpipe_bench.planner.measured import as_measured
+from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.predict import predict
+from gpipe_bench.planner.prediction import Prediction
+from gpipe_bench.planner.request import MEASURED, Request
+from gpipe_bench.planner.script import NAME, command, script
+from gpipe_bench.planner.search import KEPT, Search
+from gpipe_bench.planner.shortfall import nothing_fits, smallest
+from gpipe_bench.planner.space import Space, check, sizes_of
+from gpipe_bench.planner.timed import Timing
+
+SHOWN = 5
+"""Ways that are printed."""
+LESS = 0.85
+"""Of the best plan's peak, under which everything is searched again for the next point of the frontier."""
+MOST_POINTS = 8
+"""Of the frontier."""
+FEW = 2
+"""Ways that are kept for each point but the first: the best, and one that may be as good by the replay."""
+
+Progress = Callable[[str, int, int], None]
+"""Told what is done, how many of it, of how many."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A way on the frontier: nothing that was looked at is faster with as little memory."""
+
+    peak_bytes: int
+    step_s: float
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found for a request.
+
+    Args:
+        model, request: what was asked
+        predictions: the best of each grid and schedule, the fastest first
+        frontier: from little memory to much
+        tried, skipped: ways that were looked at, and that could not be among the best
+    """
+
+    model: Model
+    request: Request
+    predictions: tuple[Prediction, ...]
+    frontier: tuple[Point, ...]
+    tried: int
+    skipped: int
+
+    @property
+    def best(self) -> Prediction:
+        return self.predictions[0]
+
+    def script(self) -> str:
+        """Python that trains with the best one."""
+        return script(self.model, self.best.candidate, self.request)
+
+    def command(self, name: str = NAME) -> str:
+        """The line that starts it."""
+        return command(self.request, name, self.best.candidate.accelerators)
+
+    def describe(self) -> dict[str, Any]:
+        """As plain data."""
+        request = self.request
+        return {
+            "model": self.model.name,
+            "num_parameters": self.model.num_parameters,
+            "accelerators": request.accelerators,
+            "memory_bytes": request.memory_bytes,
+            "reserve_bytes": request.held_back_bytes,
+            "batch_size": request.batch_size,
+            "optimizer": request.optimizer,
+            "precision": request.precision,
+            "device_type": request.device_type,
+            "link": request.link.name,
+            "between": request.between.name if request.between else None,
+            "hosts": request.hosts,
+            "compiled": request.compiled,
+            "tried": self.tried,
+            "skipped": self.skipped,
+            "plans": [
+                each.describe() | {"slower": each.step_s / self.best.step_s - 1} for each in self.predictions
+            ],
+            "frontier": [
+                {
+                    "peak_bytes": point.peak_bytes,
+                    "step_s": point.step_s,
+                    **point.prediction.candidate.describe(),
+                }
+                for point in self.frontier
+            ],
+            "command": self.command(),
+            "script": self.script(),
+        }
+
+
+def plan(
+    model: Model,
+    request: Request,
+    *,
+    space: Space | None = None,
+    costs: Costs | None = None,
+    shown: int = SHOWN,
+    timing: Timing | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Plan:
+    """The best ways to train `model` as `request` says.
+
+    Args:
+        model: as `models.model_of` builds it, for the request's mini-batch.
+        request: machines and a way to train.
+        space: what may be chosen; everything but tensor parallelism if not given.
+        costs: of the layers; timed here or by a roofline, as the request's device type says, if not given.
+        shown: ways to predict, of which the first is the plan.
+        timing: how layers are timed, where they are.
+        progress: told how far it is.
+
+    Raises:
+        ValueError: nothing fits, or nothing is to be tried; the message says the smallest peak, where it is
+            and what would help, or what cannot be divided. An unknown accelerator.
+    """
+    model = as_on(model, request)
+    search = search_for(model, request, space=space, costs=costs, timing=timing, progress=progress)
+    predictions, points = frontier(search, max(KEPT, shown))
+    if not predictions:
+        raise ValueError(_too_large(model, request, space or Space()))
+    return Plan(model, search.request, predictions[:shown], points, search.tried, search.skipped)
+
+
+def search_for(
+    model: Model,
+    request: Request,
+    *,
+    space: Space | None = None,
+    costs: Costs | None = None,
+    timing: Timing | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Search:
+    """The search among all that may be chosen, with the costs of every size that may fit; arguments and
+    errors as of `plan`, but that it is not yet known whether a cut fits.
+    """
+    model, space = as_on(model, request), space or Space()
+    given, num_layers = space, len(model.layers)
+    if model.why_whole(compiled=request.compiled):
+        space = replace(space, sharded=False)
+    check(request, space, num_layers)
+    for ranks in space.tp or (request.accelerators,):
+        if ranks > 1 and (why := model.why_whole(compiled=request.compiled)):
+            raise ValueError(f"--tp {ranks}: no layer can be divided, {why}; leave --tp out")
+        model.check_divisible(ranks)
+    least = partial(smallest, model, request, space, request.usable_bytes)
+    if costs is None:
+        # Before layers are timed for minutes. Otherwise the search says whether there is a cut that fits.
+        known = least() if request.device_type == MEASURED else None
+        if known is not None and known.peak > request.usable_bytes:
+            raise ValueError(_too_large(model, request, given))
+        sizes = sizes_of(request, space, num_layers)
+        progress("layers", 0, len(sizes))
+        few = list(takewhile(partial(_may_fit, model, request, space), sizes))
+        if not few:
+            raise ValueError(_too_large(model, request, given))
+        costs = costs_for(
+            model,
+            request,
+            few,
+            replace(timing or Timing(), sharded=space.sharded, worth=partial(worth, request)),
+        )
+    return Search(costs, as_measured(request, costs), space, model.ties, partial(progress, "ways"), least)
+
+
+def as_on(model: Model, request: Request) -> Model:
+    """The model with the attention of the request's accelerator, by which its layers are profiled."""
+    if request.device_type == MEASURED:
+        return model
+    return replace(model, attention=accelerator(request.device_type, request.precision).attention)
+
+
+def costs_for(model: Model, request: Request, sizes: Sequence[int], timing: Timing | None = None) -> Costs:
+    """Measured on this machine's device, or by a roofline of the one that is asked for."""
+    if request.device_type == MEASURED:
+        from gpipe_bench.planner.timed import timed
+
+        return timed(model, request, sizes, timing or Timing())
+    from gpipe_bench.planner.roofline import by_roofline
+
+    return by_roofline(model, request, sizes)
+
+
+def predicted(found: Found, search: Search) -> Prediction:
+    """A way that was found, laid out by the replay; the bytes are those that the search found room for."""
+    prediction = predict(found.candidate, replace(search.costs, profiles=None), search.request)
+    return replace(
+        prediction,
+        peak_bytes=tuple(each.peak for each in found.memory),
+        peak_when=tuple(each.when for each in found.memory),
+        provenance={**prediction.provenance, "peak": _held(found, search.request)},
+    )
+
+
+def _held(found: Found, request: Request) -> str:
+    """What the fullest worker holds at its peak."""
+    worst = max(found.memory, key=lambda each: each.peak)
+    parts = {
+        "float32 weights": worst.parameters,
+        "gradients": worst.gradients,
+        "state of the optimizer": worst.optimizer_state,
+        "messages and inputs": worst.boundary,
+        "graphs": worst.activations,
+        "what an action needs": worst.transients + worst.buffers,
+    }
+    words = ", ".join(f"{what} {size / 2**30:.2f}" for what, size in parts.items())
+    if request.precision == "float32":
+        return f"{words} GiB"
+    return f"{words} GiB; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
+
+
+def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[Point, ...]]:
+    """The best ways, the fastest first, and the fastest under less and less memory.
+
+    Each point is the fastest of all that the search finds under a cap, as a plan for so much memory. What is
+    found with less is looked at with more, too: the search's steps differ a little from these.
+    """
+    known: dict[Candidate, Prediction] = {}
+    caps: list[int] = []
+    cap = None
+    while len(caps) < MOST_POINTS and (found := search.run(kept if cap is None else FEW, cap=cap)):
+        known |= {each.candidate: predicted(each, search) for each in found if each.candidate not in known}
+        caps.append(search.cap)
+        cap = int(LESS * found[0].peak)
+    every = sorted(known.values(), key=lambda each: (each.step_s, each.peak))
+    fastest = [next((each for each in every if each.peak <= cap), None) for cap in reversed(caps)]
+    different = {each.candidate: each for each in fastest if each is not None}
+    points = [Point(each.peak, each.step_s, each) for each in different.values()]
+    best: dict[object, Prediction] = {}
+    for each in every:
+        candidate = each.candidate
+        best.setdefault((grid_of(candidate), candidate.schedule, candidate.stages_per_worker), each)
+    return tuple(best.values()), tuple(points)
+
+
+def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
+    """Whether no single layer needs more than there is for a micro-batch of that size."""
+    ranks = max(n for n in space.tp or (1,) if n == 1 or model.is_divisible(n, compiled=request.compiled))
+    profile = model.profile_of(size, request.precision, compiled=request.compiled, tp=ranks)
+    return all(
+        layer.inputs.num_bytes + layer.free.forward_peak <= request.usable_bytes for layer in profile.layers
+    )
+
+
+def _too_large(model: Model, request: Request, space: Space) -> str:
+    least = smallest(model, request, space)
+    assert least is not None  # `check` has found ways
+    return nothing_fits(model, request, space, least)

@@ -1,0 +1,295 @@
+"""What a candidate takes: its real schedule laid out with the costs of its layers, and its workers' peaks.
+
+Layers add up to stages, an action costs a little more once, messages take the link, the gradients of
+replicas are summed as their buckets leave, and the optimizer ends the step. What a replay of medians leaves
+out is that actions are never all at their median, and a pipeline waits for whichever is late: so a measured
+machine's jitter is drawn from the steps in which the layers were timed, and the step is the median of the
+draws:
+
+    step_s = median over draws of replay(seconds of each action x how that action differed in one timed step)
+
+Of costs without jitter it is the replay itself. The bytes are those of the memory model over processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from gpipe_bench.pipeline.plan.breakdown import breakdown
+from gpipe_bench.pipeline.plan.reductions import (
+    Bucket,
+    data_parallel,
+    every_pass_s,
+    fetched,
+    pass_s,
+    sharded,
+    tensor_parallel_s,
+)
+from gpipe_bench.pipeline.plan.replay import replay
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.costs import Costs, kinds_of
+from gpipe_bench.planner.grids import divided
+from gpipe_bench.planner.links import Topology
+from gpipe_bench.planner.prediction import Prediction
+from gpipe_bench.planner.request import Request
+
+DRAWS = 64
+"""Steps of which the median is taken, where there is jitter."""
+SEED = 1811
+
+
+def schedule_of(candidate: Candidate) -> Schedule:
+    """The rows that a candidate names. ValueError for sizes that its schedule does not have."""
+    return named(
+        candidate.schedule,
+        candidate.num_workers,
+        candidate.num_microbatches,
+        remat=candidate.remat,
+        stages_per_worker=candidate.stages_per_worker,
+    )
+
+
+class Layout:
+    """One candidate with its costs, ready to be laid out at any speed of its workers.
+
+    ValueError for a micro-batch size, a kind of action or a grid that the costs know nothing of.
+    """
+
+    def __init__(self, candidate: Candidate, costs: Costs, request: Request) -> None:
+        if candidate.cut[-1].stop != costs.num_layers:
+            raise ValueError(f"the cut holds {candidate.cut[-1].stop} layers, the costs {costs.num_layers}")
+        self.schedule = schedule_of(candidate)
+        self.size = candidate.microbatch_size(request.batch_size)
+        if candidate.tp > 1:
+            costs = divided(costs, self.size, candidate.tp)
+        self.candidate, self.costs = candidate, costs
+        self.at = costs.at(self.size)
+        self.kinds = kinds_of(self.schedule)
+        self._ahead = request.accelerated  # a CPU gathers and computes in turn
+        self.topology = topology_of(candidate, request, costs)
+        self._shards = costs.shards(self.size, candidate.fsdp, candidate.fsdp_level, request.link)
+        known = {
+            key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s
+            for key in {(action.stage, kind) for action, kind in self.kinds.items()}
+        }
+        update_s = [each / candidate.fsdp for each in costs.update_s]
+        if self._shards is not None:
+            for stage, kind in known:
+                more_s = self._shards.more(kind, candidate.cut[stage])
+                known[stage, kind] = max(0.0, known[stage, kind] + more_s)
+            update_s = list(self._shards.update_s)
+        self.action_s = {action: known[action.stage, kind] for action, kind in self.kinds.items()}
+        self._update_s = [sum(update_s[span.start : span.stop]) for span in candidate.cut]
+        self._setup_s = [costs.step_s] + [0.0] * (candidate.num_stages - 1)
+
+    def timeline(
+        self, speeds: Sequence[float] | None = None, factors: dict[Action, float] | None = None
+    ) -> Timeline:
+        """The step.
+
+        Args:
+            speeds: of each worker, how many times as long everything takes there
+            factors: of each action, likewise; 1 where there is none
+        """
+        slower = speeds or [1.0] * self.schedule.num_workers
+        duration = {
+            action: seconds * slower[self.schedule.worker(action.stage)] * (factors or {}).get(action, 1.0)
+            for action, seconds in self.action_s.items()
+        }
+        return replay(self.schedule, duration.__getitem__, self.topology.between, **self._rest(slower))
+
+    def drawn_s(self, draws: int, seed: int = SEED) -> list[float]:
+        """Sorted seconds of steps with the jitter of steps that were timed; of one without any."""
+        if not self.costs.jitter or draws < 1:
+            return [float(self.timeline().makespan_s)]
+        generator = random.Random(seed)
+        found = []
+        for _ in range(draws):
+            run = generator.choice(self.costs.jitter)
+            factors = {
+                action: generator.choice(run[self.schedule.worker(action.stage) % len(run)])
+                for action in self.schedule
+            }
+            found.append(float(self.timeline(factors=factors).makespan_s))
+        return sorted(found)
+
+    def parts_s(self, step_s: float) -> dict[str, float]:
+        """Where the time goes, in seconds of the step by reason; what only jitter explains is one of them."""
+        split = breakdown(
+            self.schedule,
+            self.action_s.__getitem__,
+            self.topology.between,
+            **self._rest([1.0] * self.schedule.num_workers),
+        )
+        parts = {part: float(share) * split.makespan_s for part, share in split.shares.items()}
+        parts["jitter"] = step_s - sum(parts.values())
+        return parts
+
+    def _rest(self, slower: Sequence[float]) -> dict[str, Any]:
+        """What the replay is given beside the actions."""
+        candidate, schedule = self.candidate, self.schedule
+        worker = [slower[schedule.worker(stage)] for stage in range(schedule.num_stages)]
+        ends = [span.stop - 1 for span in candidate.cut[:-1]]
+        found: dict[str, Any] = {
+            "setup_s": [a * b for a, b in zip(self._setup_s, worker, strict=True)],
+            "update_s": [a * b for a, b in zip(self._update_s, worker, strict=True)],
+        }
+        if self.at.activation_bytes:
+            found["activation_bytes"] = [self.at.activation_bytes[end] for end in ends]
+        if self.at.gradient_bytes:
+            found["gradient_bytes"] = [self.at.gradient_bytes[end] for end in ends]
+        if candidate.replicas > 1:
+            sums = [self._buckets(span) for span in candidate.cut]
+            found["reductions"] = [_behind(each) for each in sums] if self.topology.sums else sums
+        if self._shards is not None:
+            return found  # gathers are in the passes and the sums that were timed
+        if candidate.fsdp_level == 2:
+            found["gathers"] = [
+                fetched(
+                    self._sizes(span), candidate.fsdp, self.topology.ring("fsdp"),
+                    forward_s=self._of("G", span),
+                )
+                for span in candidate.cut
+            ]  # fmt: skip
+        waits_s = [self._every_pass()] if candidate.fsdp_level == 3 else []
+        if candidate.tp > 1:
+            waits_s.append(self._sums_inside())
+        if waits_s:
+            found["collective_s"] = lambda action: sum(each(action) for each in waits_s)
+        return found
+
+    def _sums_inside(self) -> Callable[[Action], float]:
+        """Two sums of a layer's activations there, and two back."""
+        sent = (*self.at.activation_bytes, 0.0)
+        sizes = [[sent[layer] for layer in span for _ in range(2)] for span in self.candidate.cut]
+        return tensor_parallel_s(sizes, self.candidate.tp, self.topology.ring("tp"))
+
+    def _buckets(self, span: range) -> tuple[Bucket, ...]:
+        """What is summed over replicas; ZeRO-3 scatters in the passes, and only the copies are left."""
+        candidate = self.candidate
+        split = any(action.kind is Kind.W for action in self.schedule)
+        gradients = [self.costs.parameter_bytes[layer] for layer in span]
+        shares = [[size / candidate.fsdp for size in layer] for layer in gradients]
+        if self._shards is not None:
+            timed = Bucket(1.0, sum(self._shards.once_s[span.start : span.stop]))
+            return timed, *data_parallel(shares, candidate.dp, self.topology.ring("dp"))
+        backward_s = self._of("W" if split else "B", span)
+        if candidate.fsdp_level == 2:
+            return sharded(
+                gradients, candidate.fsdp, self.topology.ring("fsdp"), replicas=candidate.dp,
+                replica_link=self.topology.ring("dp"), backward_s=backward_s, split=split,
+            )  # fmt: skip
+        return data_parallel(shares, candidate.dp, self.topology.ring("dp"), backward_s=backward_s)
+
+    def _every_pass(self) -> Callable[[Action], float]:
+        """Parameters that every pass gathers, and gradients that a pass back scatters."""
+
+        def seconds(kind: str, *, scattered: bool) -> list[float]:
+            return [
+                pass_s(
+                    self._sizes(order), self._of(kind, order), self.candidate.fsdp,
+                    self.topology.ring("fsdp"), ahead=self._ahead, scattered=scattered,
+                )
+                for order in (span[::-1] if scattered else span for span in self.candidate.cut)
+            ]  # fmt: skip
+
+        return every_pass_s(self.schedule, seconds("G", scattered=False), seconds("B", scattered=True))
+
+    def _sizes(self, span: range) -> list[int]:
+        return [sum(self.costs.parameter_bytes[layer]) for layer in span]
+
+    def _of(self, kind: str, span: range) -> list[float]:
+        return [self.at.layers_s[kind][layer] for layer in span]
+
+
+def predict(
+    candidate: Candidate, costs: Costs, request: Request, *, draws: int = DRAWS, parts: bool = True
+) -> Prediction:
+    """Seconds of a step with their range, bytes of every worker, and where each number comes from.
+
+    Args:
+        candidate: complete
+        costs: of the micro-batch size that follows from it; without `profiles` there are no bytes, 0 each
+        request: machines, mini-batch, optimizer
+        draws: steps with jitter of which the median is taken; 0 is the replay of medians, which is quick
+        parts: whether to say where the time goes, too
+
+    The range holds 95 % of the drawn steps, and what the costs do not know of themselves.
+
+    Raises:
+        ValueError: costs that know nothing of the size, of a kind of action or of the grid.
+    """
+    layout = Layout(candidate, costs, request)
+    drawn = layout.drawn_s(draws)
+    step_s = median(drawn)
+    edge = round(0.025 * (len(drawn) - 1))
+    peaks, when = _peaks(layout, request)
+    return Prediction(
+        candidate=candidate,
+        batch_size=request.batch_size,
+        step_s=step_s,
+        low_s=drawn[edge] * costs.low,
+        high_s=drawn[-1 - edge] * costs.high,
+        peak_bytes=peaks,
+        peak_when=when,
+        parts_s=layout.parts_s(step_s) if parts else {},
+        provenance=dict(costs.provenance)
+        | ({"grid": layout.topology.describe()} if request.hosts > 1 else {}),
+    )
+
+
+def _behind(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """Sums that take the cores which compute: what leaves inside the last backward makes it longer by as much
+    as it would take behind it.
+    """
+    return tuple(replace(each, ready=1.0) for each in buckets)
+
+
+def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Bytes of each worker at its fullest, and when, which is not said of what several processes hold."""
+    candidate = layout.candidate
+    unsaid = ("",) * candidate.num_workers
+    if layout.costs.profiles is None:
+        return (0,) * candidate.num_workers, unsaid
+    from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
+    from gpipe_bench.pipeline.memory.stages.rows.messages import Transport
+    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+
+    split = any(action.kind is Kind.W for action in layout.schedule)
+    profile = layout.costs.profiles(layout.size, split, candidate.tp)
+    transport = Transport(request.accelerated)
+    if candidate.replicas > 1:
+        sharing = Sharing(candidate.dp, candidate.fsdp, candidate.fsdp_level or 2)
+        held = [
+            held_stage(
+                profile.layers[span.start : span.stop],
+                profile.loss if span is candidate.cut[-1] else None,
+                sharing,
+            )
+            for span in candidate.cut
+        ]
+        return grid_peak_bytes(held, layout.schedule, request.optimizer, receive_ahead=transport), unsaid
+    found = pipeline_memory(
+        profile.layers,
+        profile.loss,
+        candidate.cut,
+        layout.schedule,
+        request.optimizer,
+        receive_ahead=transport,
+    )
+    return tuple(each.peak for each in found), tuple(each.when for each in found)
+
+
+def topology_of(candidate: Candidate, request: Request, costs: Costs) -> Topology:
+    """What lies between the ranks of a candidate."""
+    return Topology(
+        request, candidate.num_workers, candidate.dp, candidate.fsdp, candidate.tp,
+        costs.sums_beside(request.link),
+    )  # fmt: skip

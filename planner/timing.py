@@ -1,0 +1,75 @@
+"""Timing on a device from the host: start together, stop when the work is done; and how fast it copies.
+
+A GPU runs behind the host and another process may still be busy, so a clock that is read without waiting for
+both times something else. What an earlier step left (gradients, garbage to collect) is cleared before the
+clock starts, so that no step pays for the one before it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from gpipe_bench.pipeline.devices import synchronize
+
+COPIED_BYTES = 2**25
+CPU = torch.device("cpu")
+
+
+def barrier() -> None:
+    """Waits for the other processes, where there are any."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def settle() -> None:
+    """Before steps are timed: what lives by now, torch itself for the most part, is no longer looked through
+    when garbage is collected between samples, which takes a quarter of a second each time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def time_step(
+    step: Callable[[], object] | None,
+    layers: Iterable[nn.Module],
+    *,
+    repeats: int = 1,
+    device: torch.device = CPU,
+) -> float:
+    """Seconds of one training step of `layers`, the mean of `repeats` in a row. It leaves their gradients.
+
+    All processes must call and begin together; where `step` is None, this one only waits, which takes 0 s.
+    """
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+    gc.collect()
+    barrier()
+    if step is None:
+        return 0.0
+    synchronize(device)
+    start_s = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start_s) / repeats
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a copy in memory, which is what a message between two processes of a host is."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    samples = []
+    for _ in range(6):
+        synchronize(device)
+        start_s = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        samples.append(time.perf_counter() - start_s)
+    return COPIED_BYTES / median(samples[1:])

@@ -14,6 +14,7 @@ by.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -73,7 +74,24 @@ def _attend(
             query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
         )
     else:
-        output, _ = aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        output = _by_pairs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return output
+
+
+def _by_pairs(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """The steps of torch's operation, with a GPU's dropout, and in 16 bits where layers are of 16 bits."""
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.size(-3) // each.size(-3), -3) for each in (key, value))
+    factor = math.sqrt(1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    scores = (query * factor) @ (key.transpose(-2, -1) * factor)
+    if is_causal:
+        attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -torch.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    weights = scores.softmax(-1)
+    return (torch.native_dropout(weights, dropout_p, True)[0] if dropout_p else weights) @ value

@@ -6,7 +6,7 @@ import pytest
 import torch
 from records import record
 
-from gpipe_bench.experiments.published.accelerator_steps.paper_models import table2
+from gpipe_bench.experiments.predicted.sizes import table2
 from gpipe_bench.experiments.schedules import recomputing, recomputing_text
 from gpipe_bench.experiments.schedules.recomputing import GIB, SHARES, WAYS, Found, Subject
 from gpipe_bench.models import MODELS, example_batch, loss_fn

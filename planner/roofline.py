@@ -175,8 +175,12 @@ def layers_noted(
         found.append(known[key])
         inputs = known[key].outputs
     *rest, last, loss = found
-    both = (ours + theirs for ours, theirs in zip(last[:3], loss[:3], strict=True))
-    return [*rest, Noted(*both, last.outputs)]
+    both = last._replace(
+        forward=last.forward + loss.forward,
+        backward=last.backward + loss.backward,
+        inputs=last.inputs + loss.inputs,
+    )
+    return [*rest, both]
 
 
 def noted(

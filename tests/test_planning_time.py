@@ -13,12 +13,12 @@ from planning_models import costs_of, planned
 
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.planner import kept
-from gpipe_bench.planner.costs import Costs
+from gpipe_bench.planner.costs import About, Costs
 from gpipe_bench.planner.likely import worth
 from gpipe_bench.planner.links import link_named
+from gpipe_bench.planner.measured import Timing, sizes_worth
+from gpipe_bench.planner.probes import affordable, print_progress
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.spending import About, Budget, affordable, sizes_worth
-from gpipe_bench.planner.timed import Timing
 
 LOOPBACK = link_named("loopback")
 REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBACK)
@@ -26,9 +26,9 @@ REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBA
 
 def test_sizes_that_there_is_no_time_for_are_left_out() -> None:
     # A size of s takes 2 x 9 x 3 x s x 0.01 s and 8 references: 0.54 s x s + 0.8 s.
-    assert affordable([8, 1, 4, 2], 0.01, 0.1, 3, 60.0) == [1, 2, 4, 8]
-    assert affordable([8, 1, 4, 2], 0.01, 0.1, 3, 6.6) == [1, 2, 4]
-    assert affordable([8, 4], 0.01, 0.1, 3, 0.1) == [4]  # one in any case
+    assert affordable([8, 1, 4, 2], 0.01, 0.1, 60.0) == [1, 2, 4, 8]
+    assert affordable([8, 1, 4, 2], 0.01, 0.1, 6.6) == [1, 2, 4]
+    assert affordable([8, 4], 0.01, 0.1, 0.1) == [4]  # one in any case
     assert sizes_worth([1, 2, 4, 8, 16], REQUEST) == [1, 2, 4, 8]
     assert sizes_worth([16], REQUEST) == [16]
     assert sizes_worth([1, 16], replace(REQUEST, accelerators=1)) == [1, 16]
@@ -53,18 +53,14 @@ def test_what_the_fastest_ways_depend_on_is_timed_again() -> None:
     assert About(16, "layers") not in sums  # one worker after the other
 
 
-def test_a_budget_ends_before_a_round_that_it_has_no_time_for_and_says_how_far_it_is() -> None:
+def test_how_far_it_is_is_said_in_lines_or_over_one_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    budget = Budget(60.0, shown=True, out=out)
-    assert budget.lasts(40.0, 20.0)
-    assert not budget.lasts(40.0, 21.0)
-    budget.tell("round 2", 24.0)
+    monkeypatch.setattr("sys.stderr", out)
+    print_progress("round 2", 24.0, 60.0)
     assert out.getvalue() == "timing layers: round 2, 24 s, at most 36 s to go\n"
     out.isatty = lambda: True  # type: ignore[method-assign]
-    budget.tell("round 3", 61.0)
+    print_progress("round 3", 61.0, 60.0)
     assert out.getvalue().endswith(f"\r{'timing layers: round 3, 61 s, at most 0 s to go':<70}")
-    Budget(60.0, out=out).tell("nobody asked", 1.0)
-    assert "nobody" not in out.getvalue()
     with pytest.raises(ValueError, match="--probe-s 0: give seconds above 0, such as 60"):
         Timing(seconds=0)
 

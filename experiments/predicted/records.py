@@ -343,8 +343,10 @@ def _options(
             count += math.prod(map(len, rows.values()))
             best = {row: min(of, key=lambda batch: _distance(of[batch], printed)) for row, of in rows.items()}
             batches = EACH_M + ", ".join(f"{row}: {batch}" for row, batch in best.items())
-            values = {cell: value for row, batch in best.items() for cell, value in rows[row][batch].items()}
-            found.append(({**others, "batch_size": batches}, values))
+            together = {
+                cell: value for row, batch in best.items() for cell, value in rows[row][batch].items()
+            }
+            found.append(({**others, "batch_size": batches}, together))
     return found, count
 
 

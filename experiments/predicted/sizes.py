@@ -221,8 +221,8 @@ class FullSize:
         batches, or a smaller batch takes more than `most`.
         """
         found = [inf] * len(batches)
-        for column, batch in enumerate(batches if cut is not None else ()):
-            if batch >= num_microbatches:
+        for column, batch in enumerate(batches):
+            if cut is not None and batch >= num_microbatches:
                 examples = -(-batch // num_microbatches)
                 found[column] = self.peak_bytes(activation_format, cut, num_microbatches, examples, remat)
                 if found[column] > most:

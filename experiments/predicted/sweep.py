@@ -151,6 +151,10 @@ class Sweep:
         ]
         return np.stack(found).reshape(lengths).transpose(np.argsort(known)).reshape(shape)
 
+    def along(self, name: str, function: Callable[[Any], Array]) -> Array:
+        """The arrays over the sweep that a function gives for each value of a setting, side by side."""
+        return np.concatenate([function(value) for value in self[name]], axis=self.place(name))
+
     def values(self, name: str) -> Array:
         """The values of a setting as an array over the sweep."""
         return self.over(lambda **given: given[name], name)
@@ -251,7 +255,7 @@ class Prediction:
         return found
 
     def _alone(self, values: Array, axis: int) -> Array:
-        return values[(*self.reference[:axis], slice(None), *self.reference[axis + 1 :])]
+        return np.asarray(np.moveaxis(values, axis, -1)[*self.reference[:axis], *self.reference[axis + 1 :]])
 
     def quantities(self, unit: Callable[[Cell], str]) -> tuple[list[Quantity], dict[str, Any]]:
         """The middle of every number, and what a record keeps of all combinations."""

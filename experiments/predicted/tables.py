@@ -272,24 +272,19 @@ def figure3(model: str, *, quick: bool = False) -> Prediction:
     )
     make = partial(sizes.figure3, model, quick=quick)
 
-    def fastest(name: str, function: Callable[[Any], tuple[int, int, str]]) -> Array:
-        """Of the batches that fit, for each value of a setting, which gives (K, M, remat)."""
-
-        def best(value: Any) -> Array:
-            k, m, remat = function(value)
-            fits = _fits(sweep, make(), k, m, remat=remat)
-            rates = np.where(fits, _rates(sweep, make, k, m, remat=remat), np.nan)
-            return np.fmax.reduce(rates, axis=sweep.place("batch_size"), keepdims=True)
-
-        return np.concatenate([best(value) for value in sweep[name]], axis=sweep.place(name))
+    def fastest(k: int, m: int, remat: str) -> Array:
+        """Of the batches that fit."""
+        fits = _fits(sweep, make(), k, m, remat=remat)
+        rates = np.where(fits, _rates(sweep, make, k, m, remat=remat), np.nan)
+        return np.asarray(np.fmax.reduce(rates, axis=sweep.place("batch_size"), keepdims=True))
 
     stages = (1, 2, 4, 8) if model == "resnet101" else (2, 4, 8)
-    base = fastest("naive_remat", lambda remat: (stages[0], 1, remat))
+    base = sweep.along("naive_remat", lambda remat: fastest(stages[0], 1, remat))
     row = "normalized throughput"
-    values: dict[Cell, Array] = {
-        (table, row, f"pipeline-{k}"): fastest("num_microbatches", lambda m, k=k: (k, m, "always")) / base
-        for k in stages
-    }
+    values: dict[Cell, Array] = {}
+    for k in stages:
+        each = sweep.along("num_microbatches", partial(fastest, k, remat="always"))
+        values[table, row, f"pipeline-{k}"] = each / base
     values[table, row, f"naive-{stages[0]}"] = base / base
     most = values[table, row, "pipeline-8"]
     if model == "amoebanet":
@@ -314,8 +309,8 @@ def table4(model: str = "resnet101", *, quick: bool = False) -> Prediction:
     version's Figure 4. The step is ResNet-101's of Figure 3, with the batch that is fastest; where the set-up
     is done and over what the shares are averaged is not stated.
     """
-    names = ("activation_format", "memory_cap_bytes", "num_microbatches", "setup_place", *CUT)
-    names = (*names, "batch_size", *LINK, "averaged_over")
+    own = ("activation_format", "memory_cap_bytes", "num_microbatches", "setup_place")
+    names = (*own, *CUT, "batch_size", *LINK, "averaged_over")
     sweep = Sweep.of("breakdown-v5", names, quick=quick, whole=("batch_size",), chosen="batch_size")
     full = sizes.figure3(model, quick=quick)
     two, four = (_shares(sweep, full, k) for k in (2, 4))
@@ -357,9 +352,8 @@ def _shares(sweep: Sweep, full: FullSize, num_stages: int) -> dict[str, Array]:
 
     names = ("activation_format", "num_microbatches", "setup_place", *CUT)
     rates = sweep.over(lambda **given: laid(**given)[0], *names, gives=("batch_size", *LINK))
-    counts, batch = sweep["num_microbatches"], sweep.place("batch_size")
-    each_fits = [_fits(sweep, full, num_stages, count) for count in counts]
-    fits = np.concatenate(each_fits, axis=sweep.place("num_microbatches"))
+    batch = sweep.place("batch_size")
+    fits = sweep.along("num_microbatches", partial(_fits, sweep, full, num_stages))
     allowed = np.where(fits & np.isfinite(rates), rates, -np.inf)
     best = allowed.argmax(axis=batch, keepdims=True)
     fitting = np.isfinite(allowed.max(axis=batch, keepdims=True))

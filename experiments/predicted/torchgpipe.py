@@ -160,7 +160,8 @@ def _examples_per_s(full: FullSize, setting: Setting, sweep: Sweep) -> Array:
         P40, "float32", setting.cut, [count * examples], count, links=[sweep[name] for name in LINK],
         remat=setting.remat,
     )  # fmt: skip
-    return count * examples / steps.makespan_s()[0]
+    rate: Array = count * examples / steps.makespan_s()[0]
+    return rate
 
 
 def _check_all_named(balance: Sequence[int], num_layers: int) -> None:

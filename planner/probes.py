@@ -97,7 +97,6 @@ class Taken(NamedTuple):
 
     stage: int
     kind: str
-    microbatch: int
     seconds: float
 
 
@@ -432,9 +431,7 @@ def run_of(number: int, each: Any, step: Step, speed: float) -> ProbeRun:
         number,
         each.size,
         each.way,
-        tuple(
-            Taken(e.action.stage, kinds[e.action], e.action.microbatch, e.duration_s / speed) for e in events
-        ),
+        tuple(Taken(e.action.stage, kinds[e.action], e.duration_s / speed) for e in events),
         each.level,
         tuple(gap_s / speed for gap_s in gaps),
         tuple((num_bytes, seconds / speed) for num_bytes, seconds in messages),

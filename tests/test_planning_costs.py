@@ -103,7 +103,7 @@ def probed(process: int, *more: ProbeRun, action_s: float = 0.5) -> Probed:
     """Four layers of 1, 2, 3, 4 s forward, and an action of `action_s`; two stages of (1, 2) and (3, 4)."""
 
     def run(number: int, way: str, stages: list[list[float]], mine: list[int], **more: Any) -> ProbeRun:
-        taken = tuple(Taken(stage, "G", m, sum(stages[stage]) + action_s) for m in range(2) for stage in mine)
+        taken = tuple(Taken(stage, "G", sum(stages[stage]) + action_s) for _ in range(2) for stage in mine)
         update_s = [(layer, seconds) for layer, seconds in ((0, 0.1), (1, 0.2), (3, 0.4)) if way == "fine"]
         return ProbeRun(number, 2, way, taken, update_s=(*update_s, (0, 0.2 + 0.1 * process)), **more)
 
@@ -131,7 +131,7 @@ def test_layers_and_what_an_action_costs_once_are_told_apart() -> None:
 
 def whole(beyond_s: float, *actions: tuple[str, float], **more: Any) -> ProbeRun:
     """All layers in one process."""
-    taken = tuple(Taken(0, kind, 0, seconds) for kind, seconds in actions)
+    taken = tuple(Taken(0, kind, seconds) for kind, seconds in actions)
     return ProbeRun(2, 2, "whole", taken, beyond_s=beyond_s, **more)
 
 

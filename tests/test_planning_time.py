@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from gpipe_bench.planner import kept
 from gpipe_bench.planner.costs import About, Costs
 from gpipe_bench.planner.likely import worth
 from gpipe_bench.planner.links import link_named
-from gpipe_bench.planner.measured import Timing, sizes_worth
-from gpipe_bench.planner.probes import affordable, print_progress
+from gpipe_bench.planner.measured import Timing, measured, sizes_worth
+from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, affordable, print_progress, probe
 from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.subjects import OneOfYours
 
 LOOPBACK = link_named("loopback")
 REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBACK)
@@ -51,6 +54,34 @@ def test_what_the_fastest_ways_depend_on_is_timed_again() -> None:
     sums = worth(REQUEST, replace(sharing(3.0), sum_link=Link("slow sums", 0.0, 1e3)))
     assert {about.kind for about in sums} == {"layers"}
     assert About(16, "layers") not in sums  # one worker after the other
+
+
+def probed(*sizes: int, **more: Any) -> Probed:
+    """Of six layers in this process."""
+    job = ProbeJob(OneOfYours("planning_models:plain"), sizes, **more)
+    try:
+        return probe(Bench(job))
+    finally:
+        gc.unfreeze()
+
+
+def test_each_size_is_timed_in_every_way_as_often_as_there_are_rounds() -> None:
+    found = probed(2, 1, rounds=2)
+    counts = Counter((run.size, run.way) for run in found.runs)
+    assert counts == {(size, way): 4 for size in (1, 2) for way in ("fine", "coarse")}
+    assert found.activation_bytes == found.gradient_bytes == {size: (64.0 * size,) * 5 for size in (1, 2)}
+    assert found.parameter_bytes == ((4 * 16 * 16, 4 * 16),) * 6
+    fine = next(run for run in found.runs if run.way == "fine")
+    assert {action.stage for action in fine.actions} == {layer for layer, _ in fine.update_s} == set(range(6))
+    assert measured([found]).at(2).seconds("G", range(6)) > 0
+
+
+def test_with_a_budget_all_is_timed_once_and_then_what_matters() -> None:
+    late = probed(1, 2, rounds=3, budget_s=1e9, matters=lambda found: {About(2, "layers")})
+    assert Counter(run.size for run in late.runs) == {1: 4, 2: 3 * 4}
+    spent = probed(1, 2, rounds=3, budget_s=1e-3)
+    assert Counter(run.size for run in spent.runs) == {1: 4}, "the smallest, once"
+    assert list(spent.activation_bytes) == [1]
 
 
 def test_how_far_it_is_is_said_in_lines_or_over_one_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from records import record
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.paper_profiles import EXAMPLES
-from gpipe_bench.experiments.predicted import sizes
 from gpipe_bench.experiments.predicted.experiment import EXPERIMENT
 from gpipe_bench.experiments.predicted.records import (
     ESTIMATE_S,
@@ -31,7 +30,13 @@ from gpipe_bench.experiments.predicted.records import (
     run,
     timed,
 )
-from gpipe_bench.experiments.predicted.sizes import FullSize, num_bytes, product_flops, tiled_elements
+from gpipe_bench.experiments.predicted.sizes import (
+    FullSize,
+    num_bytes,
+    of_the_paper,
+    product_flops,
+    tiled_elements,
+)
 from gpipe_bench.experiments.predicted.steps import Steps
 from gpipe_bench.experiments.predicted.sweep import LINK, Axis, Prediction, Sweep, points, ranks
 from gpipe_bench.experiments.predicted.tables import adjusted
@@ -154,7 +159,7 @@ def test_a_core_is_half_a_chip() -> None:
 
 
 def test_cuts_follow_the_rule_and_batches_hold_at_least_m_examples_and_fit() -> None:
-    full = sizes.table2("transformer", quick=True)
+    full = of_the_paper("table2", "transformer", quick=True)
     assert full.cut("layers", "cumulative share", 13) is None, "a stage would be empty"
     with pytest.raises(ValueError, match="unknown cost 'seconds'"):
         full.cut("seconds", "least variance", 2)

@@ -139,10 +139,10 @@ class Laid:
 
     @cached_property
     def full(self) -> FullSize:
-        from gpipe_bench.experiments.predicted import sizes
+        from gpipe_bench.experiments.predicted.sizes import of_the_paper
 
-        make = sizes.table3 if self.name == "transformer" else sizes.table2
-        return make(self.name, quick=self.quick)
+        experiment = "table3" if self.name == "transformer" else "table2"
+        return of_the_paper(experiment, self.name, quick=self.quick)
 
     @cached_property
     def accelerator(self) -> Accelerator:

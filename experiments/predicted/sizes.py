@@ -15,7 +15,7 @@ Transformer are cut whole, ResNet-101 between any two of its 370 operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import inf, prod
 from typing import Any, Literal, NamedTuple
@@ -40,7 +40,6 @@ from gpipe_bench.planner.accelerators import HOST_BYTES_PER_S, UPDATE_BYTES, Acc
 from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
 
 Array = NDArray[np.float64]
-Options = tuple[tuple[str, Any], ...]
 Shape = tuple[tuple[int, ...], int, bool]
 """A noted tensor: lengths, bytes of an element (as float32), whether it is of floating point."""
 
@@ -66,21 +65,20 @@ class FullSize:
 
     model: str
     options: Mapping[str, Any]
-    optimizer: str = "rmsprop"
+    optimizer: str = field(default="rmsprop", compare=False)  # which changes nothing of what is cached
 
-    @property
-    def _key(self) -> tuple[str, Options]:
-        return self.model, tuple(sorted(self.options.items()))
+    def __hash__(self) -> int:
+        return hash((self.model, *sorted(self.options.items())))
 
     @property
     def layers(self) -> Sequence[Noted]:
         """The operations of every layer on `EXAMPLES`, those of the loss with the last."""
-        return _noted(*self._key)[0]
+        return _noted(self)[0]
 
     @property
     def parameters(self) -> tuple[int, ...]:
         """How many each layer has."""
-        return _noted(*self._key)[1]
+        return _noted(self)[1]
 
     def flops(self, examples: int) -> list[int]:
         """Multiplications and additions of every layer's forward."""
@@ -88,34 +86,23 @@ class FullSize:
 
     def sent_bytes(self, layer: int, examples: int, activation_format: str) -> int:
         """What a cut behind a layer sends forward: distinct tensors."""
-        return sum(num_bytes(each, examples, activation_format) for each in self._outputs(layer))
+        outputs = _shapes(self.layers[layer].outputs)
+        return sum(num_bytes(each, examples, activation_format) for each in outputs)
 
     def returned_bytes(self, layer: int, examples: int, activation_format: str) -> int:
         """What a cut behind a layer sends back."""
-        floating = (each for each in self._outputs(layer) if each[2])
-        return sum(num_bytes(each, examples, activation_format) for each in floating)
-
-    def _outputs(self, layer: int) -> list[Shape]:
-        return _shapes(self.layers[layer].outputs)
+        outputs = _shapes(self.layers[layer].outputs)
+        return sum(num_bytes(each, examples, activation_format) for each in outputs if each[2])
 
     def seconds(
         self, accelerator: Accelerator, activation_format: str, examples: int, shares_of_peak: Sequence[float]
     ) -> tuple[Seconds, ...]:
         """Of every layer on a micro-batch. ValueError for a share that is none."""
-        return _seconds(*self._key, accelerator, activation_format, examples, tuple(shares_of_peak))
+        return _seconds(self, accelerator, activation_format, examples, tuple(shares_of_peak))
 
     def cut(self, cost: str, rule: str, num_stages: int) -> Partition | None:
         """Its layers in stages, by an allowed cost and rule; None where the rule leaves a stage empty."""
-        match cost:
-            case "operations":
-                costs = tuple(map(float, self.flops(1)))
-            case "parameters":
-                costs = tuple(map(float, self.parameters))
-            case "layers":
-                costs = (1.0,) * len(self.layers)
-            case _:
-                raise ValueError(f"unknown cost {cost!r} of a layer: use operations, parameters or layers")
-        return _cut(costs, RULES[rule], num_stages)
+        return _cut(self, cost, RULES[rule], num_stages)
 
     def steps(
         self,
@@ -179,7 +166,7 @@ class FullSize:
 
     def _setup_s(self, accelerator: Accelerator, activation_format: str, batch: int, where: str) -> float:
         """Dividing and reshaping a mini-batch: read and written once where it lies, or sent by the host."""
-        inputs = _noted(*self._key)[2]
+        inputs = _noted(self)[2]
         match where:
             case "the first accelerator":
                 tiles = _tiles(inputs) if accelerator.matrix_unit else None
@@ -193,7 +180,7 @@ class FullSize:
         """Of all layers, and of the loss as the last. A single example, and formats of 16 bits other than
         bfloat16, are taken as what scaling gives, though kernels may take other paths there.
         """
-        return _profiles(*self._key, activation_format, examples)
+        return _profiles(self, activation_format, examples)
 
     def peak_bytes(
         self, activation_format: str, cut: Partition, num_microbatches: int, examples: int, remat: str
@@ -202,7 +189,7 @@ class FullSize:
         schedule = _gpipe(len(cut), num_microbatches, remat)
         return max(
             stage_memory(
-                _footprint(*self._key, activation_format, examples, stage.start, stage.stop),
+                _footprint(self, activation_format, examples, stage),
                 schedule.actions[number], self.optimizer, is_first=number == 0, receive_ahead=1,
             ).peak
             for number, stage in enumerate(cut)
@@ -231,14 +218,13 @@ class FullSize:
 
 
 @cache
-def _noted(model: str, options: Options) -> tuple[list[Noted], tuple[int, ...], list[Shape]]:
+def _noted(full: FullSize) -> tuple[list[Noted], tuple[int, ...], list[Shape]]:
     """Operations and parameters of all layers, and the inputs."""
-    given = dict(options)
     with torch.device("meta"):
-        modules: list[nn.Module] = [*MODELS[model](**given)]
-    inputs, target = map(Boundary.of, example_batch(model, EXAMPLES, device="meta", **given))
+        modules: list[nn.Module] = [*MODELS[full.model](**full.options)]
+    inputs, target = map(Boundary.of, example_batch(full.model, EXAMPLES, device="meta", **full.options))
     return (
-        layers_noted(modules, loss_fn(model, **given), inputs, target, later=True),
+        layers_noted(modules, loss_fn(full.model, **full.options), inputs, target, later=True),
         tuple(sum(p.numel() for p in module.parameters()) for module in modules),
         _shapes(inputs),
     )
@@ -256,23 +242,21 @@ def _tiles(inputs: Sequence[Shape]) -> Tiles:
 
 @cache
 def _seconds(
-    model: str, options: Options, accelerator: Accelerator, activation_format: str, examples: int,
-    shares: tuple[float, ...],
-) -> tuple[Seconds, ...]:  # fmt: skip
+    full: FullSize, accelerator: Accelerator, activation_format: str, examples: int, shares: tuple[float, ...]
+) -> tuple[Seconds, ...]:
     if not all(0 < share <= 1 for share in shares):
         raise ValueError(f"shares_of_peak is {shares}; each is a share of the peak, such as 0.5")
-    layers, _, inputs = _noted(model, options)
+    layers, _, inputs = _noted(full)
     tiles = _tiles(inputs) if accelerator.matrix_unit else None
     if tiles == "images":
         examples = padded(examples, ROWS)
-
-    known = {id(layer): layer for layer in layers}  # equal ones are one object
-    found = {
-        number: Seconds(
-            *(_time(way, accelerator, activation_format, examples, shares, tiles) for way in layer[:2])
-        )
-        for number, layer in known.items()
-    }
+    found: dict[int, Seconds] = {}  # equal layers are one object
+    for layer in layers:
+        if id(layer) not in found:
+            ways = (layer.forward, layer.backward)
+            found[id(layer)] = Seconds(
+                *(_time(way, accelerator, activation_format, examples, shares, tiles) for way in ways)
+            )
     return tuple(found[id(layer)] for layer in layers)
 
 
@@ -340,9 +324,18 @@ def padded(length: int, multiple: int) -> int:
 
 
 @cache
-def _cut(costs: tuple[float, ...], rule: str, num_stages: int) -> Partition | None:
+def _cut(full: FullSize, cost: str, rule: str, num_stages: int) -> Partition | None:
+    match cost:
+        case "operations":
+            costs: Sequence[float] = full.flops(1)
+        case "parameters":
+            costs = full.parameters
+        case "layers":
+            costs = [1] * len(full.layers)
+        case _:
+            raise ValueError(f"unknown cost {cost!r} of a layer: use operations, parameters or layers")
     try:
-        return partition(costs, num_stages, rule)
+        return partition(tuple(map(float, costs)), num_stages, rule)
     except ValueError:  # a stage without layers
         return None
 
@@ -351,63 +344,46 @@ _gpipe = cache(gpipe)
 
 
 @cache
-def _profiles(
-    model: str, options: Options, activation_format: str, examples: int
-) -> tuple[LayerProfile, ...]:
+def _profiles(full: FullSize, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
     reading = Reading(number_format="float32" if activation_format == "float32" else "bfloat16")
-    found = profiled_model(reading, model, EXAMPLES, **dict(options))
+    found = profiled_model(reading, full.model, EXAMPLES, **full.options)
     at = cache(Relabel((Label(EXAMPLES, EXAMPLES, examples),)).profile)  # many layers share one profile
     return tuple(map(at, (*found.layers, found.loss)))
 
 
 @cache
-def _footprint(
-    model: str, options: Options, activation_format: str, examples: int, start: int, stop: int
-) -> Footprint:
-    *layers, loss = _profiles(model, options, activation_format, examples)
-    return footprint(tuple(layers[start:stop]), loss if stop == len(layers) else None)
+def _footprint(full: FullSize, activation_format: str, examples: int, stage: range) -> Footprint:
+    *layers, loss = _profiles(full, activation_format, examples)
+    return footprint(layers[stage.start : stage.stop], loss if stage.stop == len(layers) else None)
 
 
-def _amoebanet(num_layers: int, num_filters: int, *, quick: bool, num_classes: int) -> FullSize:
-    if quick:
-        num_layers, num_filters = 6, 16
-    options = {
-        "num_layers": num_layers, "num_filters": num_filters, "image_size": 64 if quick else 224,
-        "num_classes": num_classes, "aux_head": not quick,
-    }  # fmt: skip
-    return FullSize("amoebanet-d", options)
+SIZES = {
+    "table2": {"amoebanet": (18, 256), "transformer": (48,)},
+    "table3": {"amoebanet": (18, 128), "transformer": (24,)},
+    "figure3": {"amoebanet": (12, 512), "resnet101": ()},  # four normal cells in each of three stacks
+}
+"""By experiment and model, the size that the paper has: layers and filters, or layers."""
 
 
-def _transformer(num_layers: int, *, quick: bool) -> FullSize:
-    size: dict[str, Any] = (
-        {"d_model": 32, "ffn_dim": 128, "num_heads": 2, "seq_len": 16, "vocab_size": 500}
-        if quick
-        else {"d_model": 2048, "ffn_dim": 8192, "num_heads": 32, "seq_len": 1024, "vocab_size": 32_000}
-    )
+@cache
+def of_the_paper(experiment: str, model: str, num_classes: int = 1000, *, quick: bool = False) -> FullSize:
+    """A model of one of the paper's tables; `quick` ones are small and prove the path."""
+    size = SIZES[experiment][model]
+    images: dict[str, Any] = {"image_size": 64 if quick else 224, "num_classes": num_classes}
+    if model == "resnet101":
+        return FullSize(model, images)
+    if model == "amoebanet":
+        num_layers, num_filters = (6, 16) if quick else size
+        sizes = {"num_layers": num_layers, "num_filters": num_filters, "aux_head": not quick}
+        return FullSize("amoebanet-d", {**sizes, **images})
+    width, words, length = (32, 500, 16) if quick else (2048, 32_000, 1024)
     return FullSize(
-        "transformer-lm", {"num_layers": 10 if quick else num_layers, "attention": "explicit", **size}
-    )
-
-
-def table2(model: str, num_classes: int = 1000, *, quick: bool = False) -> FullSize:
-    """AmoebaNet-D (18, 256) and Transformer-48; `quick` models are small ones that prove the path."""
-    if model == "amoebanet":
-        return _amoebanet(18, 256, quick=quick, num_classes=num_classes)
-    return _transformer(48, quick=quick)
-
-
-def table3(model: str, num_classes: int = 1000, *, quick: bool = False) -> FullSize:
-    """AmoebaNet-D (18, 128) and Transformer-24."""
-    if model == "amoebanet":
-        return _amoebanet(18, 128, quick=quick, num_classes=num_classes)
-    return _transformer(24, quick=quick)
-
-
-def figure3(model: str, num_classes: int = 1000, *, quick: bool = False) -> FullSize:
-    """AmoebaNet-D (4, 512), which has four normal cells in each of three stacks, and ResNet-101."""
-    if model == "amoebanet":
-        return _amoebanet(12, 512, quick=quick, num_classes=num_classes)
-    return FullSize("resnet101", {"num_classes": num_classes, "image_size": 64 if quick else 224})
+        "transformer-lm",
+        {
+            "num_layers": 10 if quick else size[0], "attention": "explicit", "d_model": width,
+            "ffn_dim": 4 * width, "num_heads": 2 if quick else 32, "seq_len": length, "vocab_size": words,
+        },
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gpipe_bench.experiments.predicted import sizes
-from gpipe_bench.experiments.predicted.sizes import FullSize
+from gpipe_bench.experiments.predicted.sizes import FullSize, of_the_paper
 from gpipe_bench.experiments.predicted.sweep import (
     CUT,
     EACH_ENTRY,
@@ -145,7 +144,7 @@ def table2(model: str, *, quick: bool = False) -> Prediction:
         lambda accelerator, memory_cap_bytes: caps_of[accelerator][memory_cap_bytes],
         "accelerator", "memory_cap_bytes",
     )  # fmt: skip
-    make = partial(sizes.table2, model, quick=quick)
+    make = partial(of_the_paper, "table2", model, quick=quick)
     grid = [(k, m) for m in (1, 4, 32) for k in (2, 4, 8)]
     rates = {(k, m): _rates(sweep, make, k, m) for k, m in grid}
     fits = {(k, m): _fits(sweep, make(), k, m, caps=caps) for k, m in grid}
@@ -239,7 +238,7 @@ def table3(model: str, *, quick: bool = False) -> Prediction:
     names = ("num_classes", "activation_format", "memory_cap_bytes", *CUT, "batch_size", *LINK)
     # A quick sweep takes both memories, since its batch must fit into one of them.
     sweep = Sweep.of(table, names, quick=quick, whole=("batch_size", "memory_cap_bytes"), num_classes=1000)
-    make = partial(sizes.table3, model, quick=quick)
+    make = partial(of_the_paper, "table3", model, quick=quick)
     stages = (2, 4, 8)
     rates = {k: _rates(sweep, make, k, m, hardware="memory_cap_bytes", accelerators=P100_OF) for k in stages}
     admitted = np.all([_fits(sweep, make(), k, m) for k in stages], axis=0)
@@ -270,7 +269,7 @@ def figure3(model: str, *, quick: bool = False) -> Prediction:
         accelerator=TPU_V2.name,
         naive_remat="never",  # the text says so of ResNet-101's
     )
-    make = partial(sizes.figure3, model, quick=quick)
+    make = partial(of_the_paper, "figure3", model, quick=quick)
 
     def fastest(k: int, m: int, remat: str) -> Array:
         """Of the batches that fit."""
@@ -312,7 +311,7 @@ def table4(model: str = "resnet101", *, quick: bool = False) -> Prediction:
     own = ("activation_format", "memory_cap_bytes", "num_microbatches", "setup_place")
     names = (*own, *CUT, "batch_size", *LINK, "averaged_over")
     sweep = Sweep.of("breakdown-v5", names, quick=quick, whole=("batch_size",), chosen="batch_size")
-    full = sizes.figure3(model, quick=quick)
+    full = of_the_paper("figure3", model, quick=quick)
     two, four = (_shares(sweep, full, k) for k in (2, 4))
     values: dict[Cell, Array] = {("breakdown-v5", part, "share of the step"): two[part] for part in PRINTED}
     rest = np.max([each for part, each in two.items() if part not in ("computation", "recompute")], axis=0)

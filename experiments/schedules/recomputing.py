@@ -59,7 +59,7 @@ class Subject:
 def subject_of(model: str) -> Subject:
     """AmoebaNet-D (18, 256) or Transformer-48."""
     from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
-    from gpipe_bench.experiments.predicted.sizes import table2
+    from gpipe_bench.experiments.predicted.sizes import of_the_paper
     from gpipe_bench.models.paper import HALVES
     from gpipe_bench.planner.accelerators import TPU_V2, TPU_V3
 
@@ -71,7 +71,7 @@ def subject_of(model: str) -> Subject:
         profile, title = transformer(Reading(), 48, size), "Transformer-48"
     return Subject(
         title,
-        table2(model),
+        of_the_paper("table2", model),
         profile,
         TPU_V2 if model == "amoebanet" else TPU_V3,
         half.cap_gib,

@@ -26,7 +26,7 @@ EXPERIMENTS: dict[str, str] = {
     "computed": "gpipe_bench.experiments.computed.experiment",
     "engine": "gpipe_bench.experiments.side_by_side.engine",
     "consistency": "gpipe_bench.experiments.consistency.experiment",
-    "predictions": "gpipe_bench.experiments.predictions.experiment",
+    "predictions": "gpipe_bench.experiments.predicted.experiment",
     "peers": "gpipe_bench.experiments.side_by_side.peers",
     "schedules": "gpipe_bench.experiments.schedules.experiment",
     "grid": "gpipe_bench.experiments.grid.experiment",

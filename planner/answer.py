@@ -21,7 +21,7 @@ from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.found import Found
 from gpipe_bench.planner.grids import grid_of
 from gpipe_bench.planner.likely import worth
-from gpipe_bench.planner.measured import as_measured
+from gpipe_bench.planner.measured import Timing, as_measured
 from gpipe_bench.planner.models import Model
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.prediction import Prediction
@@ -30,7 +30,6 @@ from gpipe_bench.planner.script import NAME, command, script
 from gpipe_bench.planner.search import KEPT, Search
 from gpipe_bench.planner.shortfall import nothing_fits, smallest
 from gpipe_bench.planner.space import Space, check, sizes_of
-from gpipe_bench.planner.timed import Timing
 
 SHOWN = 5
 """Ways that are printed."""
@@ -203,7 +202,7 @@ def as_on(model: Model, request: Request) -> Model:
 def costs_for(model: Model, request: Request, sizes: Sequence[int], timing: Timing | None = None) -> Costs:
     """Measured on this machine's device, or by a roofline of the one that is asked for."""
     if request.device_type == MEASURED:
-        from gpipe_bench.planner.timed import timed
+        from gpipe_bench.planner.measured import timed
 
         return timed(model, request, sizes, timing or Timing())
     from gpipe_bench.planner.roofline import by_roofline

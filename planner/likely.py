@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner.candidate import Candidate
-from gpipe_bench.planner.costs import Costs
+from gpipe_bench.planner.costs import About, Costs
 from gpipe_bench.planner.measured import as_measured
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.spending import About
 
 NEAR = 1.25
 """A way that takes at most so many times as long as the fastest may still be the fastest."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from records import record
 
-from gpipe_bench.experiments.published.accelerator_steps.paper_models import table2
+from gpipe_bench.experiments.predicted.sizes import of_the_paper
 from gpipe_bench.experiments.schedules import recomputing, recomputing_text
 from gpipe_bench.experiments.schedules.recomputing import GIB, SHARES, WAYS, Found, Subject
 from gpipe_bench.models import MODELS, example_batch, loss_fn
@@ -18,7 +18,7 @@ from gpipe_bench.planner.accelerators import TPU_V2
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     """The Transformer of Table 2, small enough to be profiled at once; its cap is set by the tests."""
-    full = table2("transformer", quick=True)
+    full = of_the_paper("table2", "transformer", quick=True)
     with torch.device("meta"):
         model = MODELS[full.model](**full.options)
     inputs, target = example_batch(full.model, 2, device="meta", **full.options)

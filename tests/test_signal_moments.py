@@ -296,7 +296,7 @@ def test_an_examination(ended: Callable[..., tuple[str, str]], moment: Moment) -
     [
         Moment("gpipe_bench.experiments.commands.plan", TERM),
         Moment("gpipe_bench.planner.answer:plan", INT),
-        Moment("gpipe_bench.planner.timed:_probe", TERM, in_a_child=True),
+        Moment("gpipe_bench.planner.measured:_probe", TERM, in_a_child=True),
     ],
 )
 def test_a_plan(ended: Callable[..., tuple[str, str]], moment: Moment) -> None:

@@ -19,7 +19,7 @@ from gpipe_bench.experiments.measuring.bandwidths import (
 )
 from gpipe_bench.experiments.measuring.tables.sentences import TABLE
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, lay_out
-from gpipe_bench.experiments.published.estimate import Estimate
+from gpipe_bench.experiments.predicted.sizes import Estimate
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.table3 import experiment as table3
 from gpipe_bench.experiments.table3 import slow_link

@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     from gpipe_bench.experiments.commands.plan_text import text
     from gpipe_bench.planner.answer import plan
     from gpipe_bench.planner.kept import user_folder
+    from gpipe_bench.planner.measured import Timing
     from gpipe_bench.planner.models import model_of
-    from gpipe_bench.planner.timed import Timing
 
     torch.set_num_threads(1)
     find_own_modules()

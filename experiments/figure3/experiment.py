@@ -29,9 +29,8 @@ from gpipe_bench.experiments.measuring.tables.step_text import (
     replay_errors,
 )
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
-from gpipe_bench.experiments.published import cases as predictions
-from gpipe_bench.experiments.published.entries import as_published, prediction_text, timed
-from gpipe_bench.experiments.published.hypotheses import hypotheses_of
+from gpipe_bench.experiments.predicted import records as predictions
+from gpipe_bench.experiments.predicted.records import as_published, hypotheses_of, prediction_text, timed
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
@@ -72,9 +71,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
-        from gpipe_bench.experiments.figure3.predicted import predict
-
-        return predictions.run(predict, case, options)
+        return predictions.run("figure3", case, options)
     name = str(case.key["model"])
     subject = V1_SUBJECTS[name]
     plan = configurations(

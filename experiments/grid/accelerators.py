@@ -1,6 +1,6 @@
 """Step time and memory of every (dp, pp, tp) of 8, 64 and 512 accelerators, for two models of the paper.
 
-Operations take what the roofline of a TPUv3 core says (`experiments/published/accelerator_steps`), GPipe's
+Operations take what the roofline of a TPUv3 core says (`experiments/predicted/sizes.py`), GPipe's
 step with every micro-batch recomputed is laid out by the replay, with the collectives of the grid. Examples
 per accelerator stay the same, so the batch grows with the accelerators. What the paper does not state, the
 share of the peak and the link's bandwidth and latency, is a range; the point is the geometric middle of each.
@@ -24,7 +24,7 @@ from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.record import Quantity, Scalar
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
+    from gpipe_bench.experiments.predicted.sizes import FullSize
     from gpipe_bench.pipeline.memory.story import LayerProfile
     from gpipe_bench.pipeline.plan.schedule import Action
     from gpipe_bench.planner.accelerators import Accelerator
@@ -119,7 +119,7 @@ def places(count: int, model: Model, num_layers: int) -> Iterator[Place]:
 
 def settings() -> list[Setting]:
     """The middle first, then every corner of what is not stated."""
-    from gpipe_bench.experiments.published.walk import points
+    from gpipe_bench.experiments.predicted.sweep import points
     from gpipe_bench.harness.judging.unknowns import load_unknowns
 
     table = "table2-transformer"
@@ -139,10 +139,10 @@ class Laid:
 
     @cached_property
     def full(self) -> FullSize:
-        from gpipe_bench.experiments.published.accelerator_steps import paper_models
+        from gpipe_bench.experiments.predicted.sizes import of_the_paper
 
-        make = paper_models.table3 if self.name == "transformer" else paper_models.table2
-        return make(self.name, quick=self.quick)
+        experiment = "table3" if self.name == "transformer" else "table2"
+        return of_the_paper(experiment, self.name, quick=self.quick)
 
     @cached_property
     def accelerator(self) -> Accelerator:
@@ -152,7 +152,7 @@ class Laid:
 
     @property
     def num_layers(self) -> int:
-        return len(self.full.work.layers)
+        return len(self.full.layers)
 
     @property
     def batch_size(self) -> int:
@@ -168,13 +168,12 @@ class Laid:
     def cut(self, pp: int) -> Sequence[range]:
         from gpipe_bench.pipeline.plan.partition import partition
 
-        work = self.full.work
-        return partition([float(layer.flops(1)) for layer in work.layers], pp)
+        return partition([float(each) for each in self.full.flops(1)], pp)
 
     @cached_property
     def divided(self) -> frozenset[int]:
         """The layers of the Transformer that are alike, which sum twice forward and twice back."""
-        parameters = self.full.work.parameters
+        parameters = self.full.parameters
         usual, _ = Counter(parameters).most_common(1)[0]
         return frozenset(index for index, each in enumerate(parameters) if each == usual)
 
@@ -193,14 +192,14 @@ class Laid:
         from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
         from gpipe_bench.planner.accelerators import UPDATE_BYTES
 
-        work, examples, cut = self.full.work, self.examples(place), self.cut(place.pp)
+        full, examples, cut = self.full, self.examples(place), self.cut(place.pp)
         link = Link("link", setting.latency_s, setting.bytes_per_s)
-        layers = work.seconds(self.accelerator, FORMAT, examples, (setting.share_of_peak,))
+        layers = full.seconds(self.accelerator, FORMAT, examples, (setting.share_of_peak,))
         forward_s = [float(each.forward[0]) / place.tp for each in layers]
         backward_s = [float(each.backward[0]) / place.tp for each in layers]
-        gradients = [[4 * each / place.tp] for each in work.parameters]
-        sent = [layer.output_bytes(examples, FORMAT) for layer in work.layers]
-        back = [layer.gradient_bytes(examples, FORMAT) for layer in work.layers]
+        gradients = [[4 * each / place.tp] for each in full.parameters]
+        sent = [full.sent_bytes(layer, examples, FORMAT) for layer in range(len(full.layers))]
+        back = [full.returned_bytes(layer, examples, FORMAT) for layer in range(len(full.layers))]
         sums = [[sent[layer] for layer in span for _ in range(2) if layer in self.divided] for span in cut]
         times: dict[tuple[int, Kind], float] = {}
         for stage, span in enumerate(cut):
@@ -238,7 +237,7 @@ class Laid:
             activation_bytes=[sent[end] / place.tp for end in ends],
             gradient_bytes=[back[end] / place.tp for end in ends],
             update_s=[
-                sum(work.parameters[layer] for layer in span)
+                sum(full.parameters[layer] for layer in span)
                 * UPDATE_BYTES[OPTIMIZER] / place.tp / divided / self.accelerator.bytes_per_s
                 for span in cut
             ],
@@ -271,4 +270,4 @@ class Laid:
         return max(grid_peak_bytes(stages, schedule, OPTIMIZER)) / place.tp
 
     def _profiles(self, examples: int) -> tuple[LayerProfile, ...]:
-        return self.full.memory(FORMAT).layers(examples)
+        return self.full.profiles(FORMAT, examples)

@@ -23,7 +23,7 @@ from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.schedules.known import named
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
+    from gpipe_bench.experiments.predicted.sizes import FullSize
     from gpipe_bench.pipeline.memory.profile import ModelProfile
     from gpipe_bench.pipeline.memory.stages.footprint import Footprint
     from gpipe_bench.pipeline.plan.partition import Partition
@@ -59,7 +59,7 @@ class Subject:
 def subject_of(model: str) -> Subject:
     """AmoebaNet-D (18, 256) or Transformer-48."""
     from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
-    from gpipe_bench.experiments.published.accelerator_steps.paper_models import table2
+    from gpipe_bench.experiments.predicted.sizes import of_the_paper
     from gpipe_bench.models.paper import HALVES
     from gpipe_bench.planner.accelerators import TPU_V2, TPU_V3
 
@@ -71,7 +71,7 @@ def subject_of(model: str) -> Subject:
         profile, title = transformer(Reading(), 48, size), "Transformer-48"
     return Subject(
         title,
-        table2(model),
+        of_the_paper("table2", model),
         profile,
         TPU_V2 if model == "amoebanet" else TPU_V3,
         half.cap_gib,
@@ -160,7 +160,7 @@ def ways_of(subject: Subject, cut: Partition, name: str, share: float) -> Mappin
 def _seconds(subject: Subject, cut: Partition, share: float) -> dict[tuple[int, Kind], float]:
     """By stage and kind; a recomputation takes what a forward takes."""
     size = subject.batch_size // subject.num_microbatches
-    layers = subject.full.work.seconds(subject.accelerator, "float32", size, (share,))
+    layers = subject.full.seconds(subject.accelerator, "float32", size, (share,))
     found = {}
     for stage, span in enumerate(cut):
         found[stage, Kind.F] = found[stage, Kind.R] = sum(float(layers[i].forward[0]) for i in span)

@@ -13,7 +13,7 @@ the mini-batch fitted to a memory cap, as the paper did; they are not mixed. All
 in one run.
 
 A case of its own predicts the paper's table for the paper's accelerators and sizes (`as published`), over
-everything that the paper leaves open (experiments/published).
+everything that the paper leaves open (experiments/predicted).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, Size, Subject
 from gpipe_bench.experiments.measuring.step_results import devices, measure, results
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
-from gpipe_bench.experiments.published import cases as predictions
-from gpipe_bench.experiments.published.hypotheses import hypotheses_of
+from gpipe_bench.experiments.predicted import records as predictions
+from gpipe_bench.experiments.predicted.records import hypotheses_of
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table2.figures import figures
 from gpipe_bench.experiments.table2.tables import cells, tables
@@ -67,9 +67,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
-        from gpipe_bench.experiments.table2.predicted import predict
-
-        return predictions.run(predict, case, options, ("share_of_peak",))
+        return predictions.run("table2", case, options)
     subject = SUBJECTS[str(case.key["model"])]
     batch = str(case.key["batch"])
     if batch == SHARED_CORES:

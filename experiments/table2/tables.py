@@ -18,7 +18,7 @@ from gpipe_bench.experiments.measuring.tables.step_text import (
     published,
     replay_errors,
 )
-from gpipe_bench.experiments.published.entries import as_published, prediction_text
+from gpipe_bench.experiments.predicted.records import as_published, prediction_text
 from gpipe_bench.experiments.table2.sentences import sentences
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry

@@ -17,15 +17,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.speed_models import Size, Subject
-from gpipe_bench.experiments.published import cases as predictions
-from gpipe_bench.experiments.published.hypotheses import hypotheses_of
+from gpipe_bench.experiments.predicted import records as predictions
+from gpipe_bench.experiments.predicted.records import hypotheses_of
 from gpipe_bench.experiments.table3.figures import figures
 from gpipe_bench.experiments.table3.tables import cells, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.shown import PaperTable
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.published.estimate import Estimate
+    from gpipe_bench.experiments.predicted.sizes import Estimate
 
 STAGES = (2, 4, 8)
 NUM_MICROBATCHES = 32
@@ -97,9 +97,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
-        from gpipe_bench.experiments.table3.predicted import predict
-
-        return predictions.run(predict, case, options)
+        return predictions.run("table3", case, options)
     subject = SUBJECTS[str(case.key["model"])]
     match case.key["part"]:
         case "paper size":
@@ -111,12 +109,11 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 def _paper_size(subject: Subject) -> Estimate:
     """One micro-batch of the paper's model at a P100's peaks."""
-    from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
-    from gpipe_bench.experiments.published.estimate import estimate
+    from gpipe_bench.experiments.predicted.sizes import Estimate, FullSize
     from gpipe_bench.planner.accelerators import P100_16
 
     size = subject.sizes["full"]
-    return estimate(FullSize(subject.model, size.options), size.batch_size // NUM_MICROBATCHES, P100_16)
+    return Estimate.of(FullSize(subject.model, size.options), size.batch_size // NUM_MICROBATCHES, P100_16)
 
 
 def _run_paper_size(subject: Subject) -> Outcome:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.measuring.bandwidths import hidden_from, same_share
 from gpipe_bench.experiments.measuring.step_results import Throughputs, by_turn, joined, normalised
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, balanced, lay_out
-from gpipe_bench.experiments.published.walk import points
+from gpipe_bench.experiments.predicted.sweep import points
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.judging.unknowns import load_unknowns
 from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
@@ -29,7 +29,7 @@ from gpipe_bench.pipeline.plan.schedule import Kind
 if TYPE_CHECKING:
     from gpipe_bench.experiments.measuring.configuration import Configuration
     from gpipe_bench.experiments.measuring.step_timing import Found
-    from gpipe_bench.experiments.published.estimate import Estimate
+    from gpipe_bench.experiments.predicted.sizes import Estimate
     from gpipe_bench.experiments.table3.slow_link_steps import LinkFound
 
 PCIE = LINKS["pcie3-host"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpipe_bench.experiments.measuring.tables.replay_error import UNKNOWN, next_error, replayed_spread
 from gpipe_bench.experiments.measuring.tables.step_text import SMOKE, interval, percent, published
-from gpipe_bench.experiments.published.entries import as_published, predicted_text, prediction_text
+from gpipe_bench.experiments.predicted.records import as_published, predicted_text, prediction_text
 from gpipe_bench.experiments.table3.sentences import sentences
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Entry

@@ -30,9 +30,8 @@ from gpipe_bench.experiments.measuring.tables.replay_error import UNKNOWN, next_
 from gpipe_bench.experiments.measuring.tables.step_text import SMOKE, replay_errors
 from gpipe_bench.experiments.measuring.timed_actions import take_apart
 from gpipe_bench.experiments.measuring.timed_experiment import timed_experiment, timing_job
-from gpipe_bench.experiments.published import cases as predictions
-from gpipe_bench.experiments.published.entries import as_published, prediction_text, timed
-from gpipe_bench.experiments.published.hypotheses import hypotheses_of
+from gpipe_bench.experiments.predicted import records as predictions
+from gpipe_bench.experiments.predicted.records import as_published, hypotheses_of, prediction_text, timed
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table4.sentences import sentences
@@ -68,9 +67,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
-        from gpipe_bench.experiments.table4.predicted import predict
-
-        return predictions.run(predict, case, options)
+        return predictions.run("table4", case, options)
     from gpipe_bench.experiments.measuring.configuration import Configuration
 
     subject = V1_SUBJECTS[str(case.key["model"])]

@@ -122,7 +122,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="a skip in every stage that it passes",
-        file="experiments/published/torchgpipe_memory.py",
+        file="experiments/predicted/torchgpipe.py",
         old="    count = 1 + num_skips\n",
         new="    count = len(entering.tensors)\n",
         why="torchgpipe sends it past the stages between",

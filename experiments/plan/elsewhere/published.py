@@ -138,13 +138,13 @@ def primus() -> list[Ordered]:
 
 def torchgpipe() -> list[Ordered]:
     """The speeds of its benchmarks, by the roofline of a P40."""
-    from gpipe_bench.experiments.published import torchgpipe as published
+    from gpipe_bench.experiments.predicted import torchgpipe as published
 
     measured = {cell.key: float(cell.value) for cell in load_paper() if cell.source == "torchgpipe"}
     found = []
     for model, settings in published.SETTINGS.items():
-        walk = published.predict(model, quick=True)
-        cells = [(each.table, each.row, each.column) for each in settings]
+        prediction = published.predict(model, quick=True)
+        cells = [each.cell for each in settings]
         known = [cell for cell in cells if cell in measured]
         if len(known) < 2:
             continue
@@ -152,7 +152,7 @@ def torchgpipe() -> list[Ordered]:
             Ordered(
                 f"torchgpipe, {published.TITLES[model]}", "torchgpipe documentation, benchmarks",
                 tuple(f"{row.removesuffix(' throughput')} {column}" for _, row, column in known),
-                tuple(measured[cell] for cell in known), tuple(float(walk.middle(cell)) for cell in known),
+                tuple(measured[cell] for cell in known), tuple(map(prediction.middle, known)),
             )
         )  # fmt: skip
     return found

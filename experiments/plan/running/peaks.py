@@ -75,8 +75,8 @@ def predicted(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[i
     """What `predict` says of each, of every worker; its seconds are of no interest here."""
     from gpipe_bench.pipeline.plan.links import FREE
     from gpipe_bench.planner.costs import Costs, SizeCosts
+    from gpipe_bench.planner.measured import profiles_of
     from gpipe_bench.planner.predict import predict
-    from gpipe_bench.planner.profiles import profiles_of
     from gpipe_bench.planner.request import Request
 
     layers = planned.subject.build()[0]

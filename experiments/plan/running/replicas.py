@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.planner.candidate import Candidate
-from gpipe_bench.planner.wholes import sharded_over
+from gpipe_bench.planner.probes import sharded_over
 
 
 def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, Any]:

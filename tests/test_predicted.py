@@ -8,7 +8,6 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -18,20 +17,30 @@ from hypothesis import strategies as st
 from records import record
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.experiments.published.accelerator_steps import paper_models
-from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
-from gpipe_bench.experiments.published.accelerator_steps.layout import Steps
-from gpipe_bench.experiments.published.accelerator_steps.memory import Memory
-from gpipe_bench.experiments.published.accelerator_steps.operations import work_of
-from gpipe_bench.experiments.published.accelerator_steps.work import Dim, Product, TensorSize, tiled_elements
-from gpipe_bench.experiments.published.cases import ESTIMATE_S, run
-from gpipe_bench.experiments.published.elsewhere import errors_of
-from gpipe_bench.experiments.published.entries import PART, as_published, prediction_text, timed
-from gpipe_bench.experiments.published.hypotheses import TRIED, hypotheses_of
-from gpipe_bench.experiments.published.outcome import outcome
-from gpipe_bench.experiments.published.settings import LINK, Prediction
-from gpipe_bench.experiments.published.walk import Axis, Walk, points, ranks
-from gpipe_bench.experiments.table2.predicted import _adjusted
+from gpipe_bench.experiments.paper_profiles import EXAMPLES
+from gpipe_bench.experiments.predicted.experiment import EXPERIMENT
+from gpipe_bench.experiments.predicted.records import (
+    ESTIMATE_S,
+    PART,
+    TRIED,
+    as_published,
+    errors,
+    hypotheses_of,
+    prediction_text,
+    run,
+    timed,
+)
+from gpipe_bench.experiments.predicted.sizes import (
+    FullSize,
+    num_bytes,
+    of_the_paper,
+    product_flops,
+    tiled_elements,
+)
+from gpipe_bench.experiments.predicted.steps import Steps
+from gpipe_bench.experiments.predicted.sweep import LINK, Axis, Prediction, Sweep, points, ranks
+from gpipe_bench.experiments.predicted.tables import adjusted
+from gpipe_bench.experiments.predicted.torchgpipe import SETTINGS, SIZES, predict
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging import paper as paper_file
 from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
@@ -60,29 +69,43 @@ AMOEBANET = {"num_layers": 6, "num_filters": 16, "image_size": 64, "num_classes"
     ("model", "options", "examples"),
     [("transformer-lm", TRANSFORMER, 5), ("amoebanet-d", AMOEBANET, 4), ("resnet101", {"image_size": 64}, 4)],
 )
-def test_operations_scaled_from_two_and_three_examples_are_torchs_own_count(model, options, examples) -> None:
-    work = work_of(model, options)
+def test_operations_and_memory_scaled_from_one_prime_number_of_examples_are_those_of_any(
+    model, options, examples
+) -> None:
+    full = FullSize(model, options)
     with torch.device("meta"):
-        module = MODELS[model](**options)
+        modules = MODELS[model](**options)
     inputs, target = example_batch(model, examples, device="meta", **options)
     with FlopCounterMode(display=False) as forward:
-        output = module(inputs)
-    assert sum(layer.flops(examples) for layer in work.layers) == forward.get_total_flops()
+        output = modules(inputs)
+    assert sum(full.flops(examples)) == forward.get_total_flops()
     with FlopCounterMode(display=False) as backward:
         loss_fn(model, **options)(output, target).backward()
-    counted = sum(
-        p.flops(examples) for layer in work.layers for each in layer.backward for p in each.products
+    assert backward.get_total_flops() == sum(
+        product_flops(each, examples)
+        for layer in full.layers
+        for operation in layer.backward
+        for each in operation.products
     )
-    assert counted == backward.get_total_flops()
-    assert sum(work.parameters) == sum(p.numel() for p in module.parameters())
+    assert sum(full.parameters) == sum(p.numel() for p in modules.parameters())
+    layers, loss = Profiler(None).model(
+        modules, loss_fn(model, **options), Boundary.of(inputs), Boundary.of(target)
+    )
+    assert [full.sent_bytes(n, examples, "float32") for n in range(len(layers) - 1)] == [
+        layer.outputs.num_bytes for layer in layers[:-1]
+    ]
+    cut = (range(2), range(2, len(modules)))
+    wanted = pipeline_memory(layers, loss, cut, gpipe(2, 3, "always"), receive_ahead=1)
+    peak = full.peak_bytes("float32", cut, 3, examples, "always")
+    assert peak == max(stage.peak for stage in wanted)
 
 
 def test_padded_operations_of_a_convolution_by_hand() -> None:
     """3 x 3, 40 to 70 channels, 14 x 14 places, 4 images: rows 784, inner 360, columns 70."""
-    product = Product(Dim(1, 0), Dim(0, 196), Dim(360, 0), Dim(70, 0))
-    assert product.flops(4) == 2 * 784 * 360 * 70
-    assert product.flops(4, 128) == 2 * 784 * 384 * 128
-    assert product.flops(1, 128) == 2 * 200 * 384 * 128  # 196 rows in tiles of 8
+    product = (1, 196 * EXAMPLES, 360, 70)
+    assert product_flops(product, 4) == 2 * 784 * 360 * 70
+    assert product_flops(product, 4, 128) == 2 * 784 * 384 * 128
+    assert product_flops(product, 1, 128) == 2 * 200 * 384 * 128  # 196 rows in tiles of 8
 
 
 def test_tiles_by_hand() -> None:
@@ -91,41 +114,41 @@ def test_tiles_by_hand() -> None:
     assert tiled_elements((256, 8, 1, 1), "images") == 256 * 8
     assert tiled_elements((2, 3, 16, 100), "sequences") == 6 * 16 * 128
     assert tiled_elements((100,), "images") == 100
-    weights = TensorSize((Dim(70, 0), Dim(40, 0)), 4, is_floating=True)
-    activations = TensorSize((Dim(0, 1), Dim(40, 0)), 4, is_floating=True)
-    assert weights.num_bytes(4, "bfloat16") == 4 * 70 * 40, "parameters stay float32"
-    assert activations.num_bytes(4, "bfloat16") == 2 * 4 * 40
+    assert num_bytes(((70, 40), 4, True), 4, "bfloat16") == 4 * 70 * 40, "parameters stay float32"
+    assert num_bytes(((EXAMPLES, 40), 4, True), 4, "bfloat16") == 2 * 4 * 40
 
 
 def test_an_operation_takes_the_longer_of_arithmetic_and_memory_and_fused_ones_nothing() -> None:
-    work = work_of("transformer-lm", TRANSFORMER)
+    full = FullSize("transformer-lm", TRANSFORMER)
     arithmetic = Accelerator(name="counts", flops_per_s=1.0, half_flops_per_s=2.0, bytes_per_s=math.inf)
-    layer = work.layers[1]
-    seconds = work.seconds(arithmetic, "float32", 2, (0.5, 1.0))[1]
+    seconds = full.seconds(arithmetic, "float32", 2, (0.5, 1.0))[1]
     per_token = 2 * (4 * 64 * 64 + 2 * 64 * 256) + 2 * 2 * 16 * 64
-    assert layer.flops(2) == 2 * 16 * per_token
+    assert full.flops(2)[1] == 2 * 16 * per_token
     assert seconds.forward.tolist() == [2 * 2 * 16 * per_token, 2 * 16 * per_token]
     assert seconds.backward[1] == 2 * seconds.forward[1]
-    assert work.seconds(arithmetic, "bfloat16", 2, (1.0,))[1].forward[0] == seconds.forward[1] / 2
+    assert full.seconds(arithmetic, "bfloat16", 2, (1.0,))[1].forward[0] == seconds.forward[1] / 2
     moving = replace(arithmetic, flops_per_s=math.inf, bytes_per_s=1.0)
     slow, fused = (
-        work.seconds(each, "float32", 2, (1.0,))[1].forward[0]
+        full.seconds(each, "float32", 2, (1.0,))[1].forward[0]
         for each in (moving, replace(moving, fuses=True, name="fuses"))
     )
     pointwise = sum(
-        t.num_bytes(2, "float32") for each in layer.forward if each.elementwise for t in each.tensors
+        num_bytes(tensor, 2, "float32")
+        for each in full.layers[1].forward
+        if each.is_elementwise
+        for tensor in each.tensors
     )
     assert pointwise > 0
     assert slow - fused == pointwise
     with pytest.raises(ValueError, match="share of the peak"):
-        work.seconds(arithmetic, "float32", 2, (0.0,))
+        full.seconds(arithmetic, "float32", 2, (0.0,))
 
 
 def test_fewer_than_eight_images_take_a_tpu_as_long_as_eight() -> None:
-    work = work_of("resnet101", {"image_size": 64})
-    one, eight, nine = (work.seconds(TPU_V2, "float32", n, (0.5,))[0].forward[0] for n in (1, 8, 9))
+    full = FullSize("resnet101", {"image_size": 64})
+    one, eight, nine = (full.seconds(TPU_V2, "float32", n, (0.5,))[0].forward[0] for n in (1, 8, 9))
     assert one == eight < nine
-    gpu = [work.seconds(P100_16, "float32", n, (0.5,))[0].forward[0] for n in (1, 8)]
+    gpu = [full.seconds(P100_16, "float32", n, (0.5,))[0].forward[0] for n in (1, 8)]
     assert gpu[0] < gpu[1] / 4
 
 
@@ -135,21 +158,20 @@ def test_a_core_is_half_a_chip() -> None:
     assert (P100_16.flops_per_s, P100_16.bytes_per_s) == (9.3e12, 732e9)
 
 
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [("transformer-lm", TRANSFORMER), ("amoebanet-d", AMOEBANET), ("resnet101", {"image_size": 64})],
-)
-def test_memory_from_one_prime_number_of_examples_is_the_memory_models_own(model, options) -> None:
-    with torch.device("meta"):
-        modules = MODELS[model](**options)
-    inputs, target = example_batch(model, 4, device="meta", **options)
-    layers, loss = Profiler(None).model(
-        modules, loss_fn(model, **options), Boundary.of(inputs), Boundary.of(target)
-    )
-    cut = (range(2), range(2, len(modules)))
-    wanted = pipeline_memory(layers, loss, cut, gpipe(2, 3, "always"), receive_ahead=1)
-    memory = Memory.of(model, options, "float32")
-    assert memory.peak_bytes(cut, 3, 4, "always", "rmsprop") == max(stage.peak for stage in wanted)
+def test_cuts_follow_the_rule_and_batches_hold_at_least_m_examples_and_fit() -> None:
+    full = of_the_paper("table2", "transformer", quick=True)
+    assert full.cut("layers", "cumulative share", 13) is None, "a stage would be empty"
+    with pytest.raises(ValueError, match="unknown cost 'seconds'"):
+        full.cut("seconds", "least variance", 2)
+    cut, batches = full.cut("layers", "least variance", 2), (2, 4, 64, 4096)
+    assert cut == (range(6), range(6, 12))
+    small = full.peak_bytes("float32", cut, 4, 16, "always")
+    peaks = full.peaks("float32", cut, batches, 4, "always", most=small - 1)
+    assert peaks[0] == peaks[3] == math.inf, "too few examples, and behind one that is too large"
+    assert peaks[1] < peaks[2] == small
+    assert full.peaks("float32", None, batches, 4, "always", most=small) == [math.inf] * 4
+    steps = full.steps(TPU_V2, "float32", cut, batches, 4, links=((0.5,), (1e10,), (1e-6,)))
+    assert np.isnan(steps.makespan_s()[:, 0, 0, 0]).tolist() == [True, False, False, False]
 
 
 # Steps ------------------------------------------------------------------------------------------------------
@@ -207,7 +229,7 @@ def test_equal_stages_over_a_free_link_give_the_closed_forms(k: int, m: int) -> 
     assert again.shares()["all accelerators"]["load imbalance"] == 0
 
 
-# The walk ---------------------------------------------------------------------------------------------------
+# The sweep --------------------------------------------------------------------------------------------------
 
 
 def unknown(setting: str, allowed=(), low=None, high=None) -> Unknown:
@@ -232,72 +254,77 @@ CELL = ("table", "row", "column")
 
 def test_where_the_middle_is_not_admitted_the_nearest_is_and_the_first_settings_stay() -> None:
     values = np.array([[1.0, 2.0], [np.nan, 3.0], [4.0, 5.0]])
-    walk = Walk.with_rule(AXES, {CELL: values})
-    assert walk.settings == {"a": 2, "b": "y"}, "one step in b rather than one in a, which stands first"
-    assert walk.middle(CELL) == 3
+    found = Prediction.by_rule("", AXES, {CELL: values})
+    assert found.settings == {"a": 2, "b": "y"}, "one step in b rather than one in a, which stands first"
+    assert found.middle(CELL) == 3
     other = ("table", "row", "other")
-    walk = Walk.with_rule(AXES, {CELL: values, other: np.array([[1.0, 1.0], [1.0, np.nan], [1.0, 1.0]])})
-    assert walk.settings == {"a": 1, "b": "x"}, "a combination has all cells of the table"
+    found = Prediction.by_rule(
+        "", AXES, {CELL: values, other: np.array([[1.0, 1.0], [1.0, np.nan], [1.0, 1.0]])}
+    )
+    assert found.settings == {"a": 1, "b": "x"}, "a combination has all cells of the table"
     with pytest.raises(ValueError, match="no combination of a, b is admitted"):
-        Walk.with_rule(AXES, {CELL: np.full((3, 2), np.nan)})
+        Prediction.by_rule("", AXES, {CELL: np.full((3, 2), np.nan)})
+
+
+def test_what_is_no_setting_is_left_out() -> None:
+    known = Axis("known", (1000,), (0,), is_setting=False)
+    found = Prediction.by_rule("", (AXES[0], known, AXES[1]), {CELL: np.arange(6.0).reshape(3, 1, 2)})
+    assert found.settings == {"a": 2, "b": "x"}
+    assert found.values[CELL].shape == (3, 2)
+
+
+def test_arrays_over_a_sweep_have_a_dimension_for_every_setting() -> None:
+    sweep = Sweep((*AXES, Axis("c", (4, 5), (0, 1))))
+    alone = sweep.over(lambda b, a: f"{a}{b}", "b", "a")
+    assert alone.tolist() == [[["1x"], ["1y"]], [["2x"], ["2y"]], [["3x"], ["3y"]]]
+    given = sweep.over(lambda c: [c, 2 * c, 3 * c], "c", gives=("a",))
+    assert given.tolist() == [[[4, 5]], [[8, 10]], [[12, 15]]]
+    assert (sweep.values("a") * sweep.values("c")).shape == (3, 1, 2)
+    quick = Sweep.of("table3-transformer", ("num_classes", "batch_size", "share_of_peak"), quick=True,
+                     whole=("batch_size",), num_classes=7)  # fmt: skip
+    assert quick["num_classes"] == (7,)
+    assert len(quick["batch_size"]) > 1 == len(quick["share_of_peak"])
 
 
 @settings(max_examples=50)
 @given(st.lists(st.one_of(st.floats(0.1, 10), st.just(math.nan)), min_size=6, max_size=6))
-def test_the_range_holds_every_combination_and_every_part(found: list[float]) -> None:
-    values = np.array(found).reshape(3, 2)
+def test_the_range_holds_every_combination_and_every_part(values: list[float]) -> None:
     if np.isnan(values).all():
         return
-    walk = Walk.with_rule(AXES, {CELL: values})
-    spread = walk.spread(CELL)
-    admitted = [value for value in found if not math.isnan(value)]
+    found = Prediction.by_rule("", AXES, {CELL: np.array(values).reshape(3, 2)})
+    spread = found.spread(CELL)
+    admitted = [value for value in values if not math.isnan(value)]
     assert (spread.low, spread.high, spread.combinations) == (min(admitted), max(admitted), len(admitted))
     assert [part.what for part in spread.parts] == ["a", "b"]
     for part in spread.parts:
-        assert spread.low <= part.low <= walk.middle(CELL) <= part.high <= spread.high
-
-
-def test_batches_hold_at_least_m_examples_and_fit() -> None:
-    full = paper_models.table2("transformer", quick=True)
-    cut = full.cut("layers", "least variance", 2)
-    batches = (2, 4, 64, 4096)
-    large, small = 10**12, full.memory("float32").peak_bytes(cut, 4, 16, "always", "rmsprop")
-    fits = full.fits("float32", [cut, None], batches, 4, [large, small])
-    assert fits[0].tolist() == [[False, False], [True, True], [True, True], [True, False]]
-    assert not fits[1].any(), "what cannot be cut does not fit"
-    steps = full.steps(
-        TPU_V2, "float32", [cut, None], batches, 4, shares_of_peak=(0.5,), link_bytes_per_s=(1e10,),
-        link_latency_s=(1e-6,),
-    )  # fmt: skip
-    seconds = steps.makespan_s()[..., 0, 0, 0]
-    assert np.isnan(seconds).tolist() == [[True, False, False, False], [True] * 4]
+        assert spread.low <= part.low <= found.middle(CELL) <= part.high <= spread.high
 
 
 def test_the_three_ways_to_adjust_a_batch() -> None:
     """Batches 1 and 2 of K = 2 and 4 alike: rates by hand."""
-    rates = {(k, m): np.array([1.0, 10.0]) * k * m for k in (2, 4, 8) for m in (1, 4, 32)}
-    rates = {key: each.reshape(2, 1, 1, 1) for key, each in rates.items()}
-    fits = {key: np.ones((2, 1, 1, 1), dtype=bool) for key in rates}
-    fits[4, 4] = np.array([True, False]).reshape(2, 1, 1, 1)
-    ways = unknown(
-        "batch_adjustment",
-        allowed=("one batch for the table", "one batch for each M", "one batch for each entry"),
+    rates = {(k, m): np.array([1.0, 10.0]) * k * m for m in (1, 4) for k in (2, 4)}
+    fits = {key: np.ones(2, dtype=bool) for key in rates}
+    fits[4, 4] = np.array([True, False])
+    cells = {key: ("t", f"M={key[1]}", f"K={key[0]}") for key in rates}
+    wanted = {cell: (key, (2, 1), 1.0) for key, cell in cells.items()}
+    sentence = ("claims-text", "K=4 / K=2", "M=4")
+    batch, values = adjusted(
+        Axis("batch_size", (1, 2), (0, 1)), rates, fits, {**wanted, sentence: ((4, 4), (2, 4), 2.0)}
     )
-    links = [Axis(name, (1.0,), (0,)) for name in LINK]
-    batch = Axis("batch_size", (1, 2), (0, 1))
-    walk = _adjusted("table2-amoebanet", links, ways, batch, rates, fits)
-    assert walk.settings["batch_size"] == "one batch for the table: 1"
-    cell = ("table2-amoebanet", "M=4", "K=4")
-    assert walk.middle(cell) == 8
+    assert batch.values[:4] == (
+        "one batch for the table: 1", "one batch for the table: 2", "one batch for each M: 1, first 1",
+        "one batch for each M: 1, first 2",
+    )  # fmt: skip
+    assert batch.ranks == (0, 1, 1, 2, 2, 3, 2, 3, 3, 4)
+
+    def found(cell: tuple[str, str, str]) -> list[float | None]:
+        return [None if math.isnan(value) else value for value in values[cell].tolist()]
+
     # The batch of 2 does not fit with K = 4 and M = 4: 8 with the batch of 1, over 1 or over 10 times 2.
-    found = walk.values[cell]
-    assert sorted(set(found[np.isfinite(found)].tolist())) == [0.8, 8]
-    in_its_row = walk.values["table2-amoebanet", "M=4", "K=2"]
-    assert sorted(set(in_its_row[np.isfinite(in_its_row)].tolist())) == [0.4, 4, 40]
-    each_m = in_its_row[0, 0, 0, 2:6]
-    assert sorted(each_m[np.isfinite(each_m)].tolist()) == [0.4, 4], "one batch for the row of M = 4"
-    parts = {part.what: part for part in walk.spread(cell).parts}
-    assert (parts["batch_size"].low, parts["batch_adjustment"].low) == (8, 0.8)
+    assert found(cells[4, 4]) == [8, None, 8, 0.8, None, None, 8, 0.8, None, None]
+    assert found(cells[2, 4]) == [4, None, 4, 0.4, None, None, 4, 0.4, 40, 4]
+    assert found(cells[2, 1]) == [1, None, 1, None, None, 1, 1, None, None, 1]
+    assert found(sentence) == [1, None, 1, 1, None, None, 1, 0.1, None, None]  # of one row's batch, or of two
 
 
 # Records ----------------------------------------------------------------------------------------------------
@@ -306,8 +333,7 @@ def test_the_three_ways_to_adjust_a_batch() -> None:
 def predicted(experiment: str, model: str):
     """A record of the path itself: a tiny model and the middle alone, said to be of the short profile."""
     case = Case({"part": PART, "model": model})
-    predicted = import_module(f"gpipe_bench.experiments.{experiment}.predicted")
-    found = run(predicted.predict, case, RunOptions(profile="smoke"))
+    found = run(experiment, case, RunOptions(profile="smoke"))
     return record(
         experiment=experiment, profile="short", case=case.key, quantities=found.quantities,
         details=json.loads(json.dumps(found.details)),
@@ -356,10 +382,10 @@ def test_a_prediction_knows_nothing_of_the_papers_numbers(table3, monkeypatch, t
 
 def test_entries_need_no_torch() -> None:
     program = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from gpipe_bench.experiments.published import entries, elsewhere, hypotheses\n"
-        "from gpipe_bench.experiments.predictions.experiment import EXPERIMENT\n"
-        "print(len(EXPERIMENT.cells([])), entries.as_published([]), hypotheses.hypotheses_of([]))"
+        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "from gpipe_bench.experiments.predicted import records\n"
+        "from gpipe_bench.experiments.predicted.experiment import EXPERIMENT\n"
+        "print(len(EXPERIMENT.cells([])), records.as_published([]), records.hypotheses_of([]))"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert found.stdout.split("\n")[0] == "0 [] []", found.stderr
@@ -368,7 +394,7 @@ def test_entries_need_no_torch() -> None:
 def test_errors_elsewhere_are_of_the_middle_and_by_kind() -> None:
     ratio, speed = ("table2-amoebanet", "M=4", "K=2"), ("table2-amoebanet", "M=4 throughput", "K=2")
     published = {c.key: c.value for c in paper_file.load_paper() if c.source == "torchgpipe"}
-    found = errors_of(
+    found = errors(
         [
             {"cell": list(ratio), "value": 1.1 * published[ratio]},
             {"cell": list(speed), "value": 0.7 * published[speed]},
@@ -378,10 +404,19 @@ def test_errors_elsewhere_are_of_the_middle_and_by_kind() -> None:
     assert found.ratios == pytest.approx((0.1,))
     assert found.absolute == pytest.approx((0.3,))
     assert "ratios median 10 %, worst 10 % of 1; absolute speeds median 30 %" in found.sentence
-    assert errors_of([]) is None
+    assert errors([]) is None
 
 
 # Hypotheses -------------------------------------------------------------------------------------------------
+
+
+def kept(prediction: Prediction, experiment: str):
+    """A record of a prediction."""
+    quantities, details = prediction.quantities(lambda cell: "%")
+    return record(
+        experiment=experiment, profile="short", case={"part": PART, "model": "m"},
+        quantities=tuple(quantities), details=json.loads(json.dumps(details | prediction.to_data())),
+    )  # fmt: skip
 
 
 def test_hypotheses_are_the_middle_every_single_change_and_the_best_of_all() -> None:
@@ -394,12 +429,7 @@ def test_hypotheses_are_the_middle_every_single_change_and_the_best_of_all() -> 
         cells[0]: np.array([[60.0, 65.6], [61.0, 62.0]]),
         cells[1]: np.array([[20.0, 22.5], [21.0, 0.0]]),
     }
-    prediction = Prediction("A model", Walk.with_rule(axes, values))
-    quantities, details = outcome(prediction)
-    found = hypotheses_of(
-        [record(experiment="table4", profile="short", case={"part": PART, "model": "m"},
-                quantities=tuple(quantities), details=json.loads(json.dumps(details)))]
-    )  # fmt: skip
+    found = hypotheses_of([kept(Prediction.by_rule("A model", axes, values), "table4")])
     assert [each.name for each in found] == [
         "A model: the middle of everything",
         "A model: activation_format bfloat16",
@@ -421,20 +451,48 @@ def test_the_best_of_table_2_may_have_a_batch_for_each_row() -> None:
         cells[0]: np.array([9.0, 1.13, math.nan, math.nan, 5.0]),  # a row has one batch, the first its own
         cells[1]: np.array([9.0, 3.0, 7.0, 1.26, 8.0]),
     }
-    walk = Walk.with_rule((axis,), values)
-    quantities, details = outcome(Prediction("A model", walk))
-    best = hypotheses_of(
-        [record(experiment="table2", profile="short", case={"part": PART, "model": "m"},
-                quantities=tuple(quantities), details=details)]
-    )[-1]  # fmt: skip
+    best = hypotheses_of([kept(Prediction.by_rule("A model", (axis,), values), "table2")])[-1]
     assert dict(best.values) == {cells[0]: 1.13, cells[1]: 1.26}
     assert best.settings["batch_size"] == "one batch for each M: M=1: 1, M=4: 2"
     assert best.settings[TRIED] == 5, "one for the table, and two rows of M = 4 with either first one"
 
 
-def test_a_cut_that_leaves_a_stage_empty_is_none() -> None:
-    full = FullSize("transformer-lm", TRANSFORMER)
-    assert full.cut("layers", "cumulative share", 5) is None or all(full.cut("layers", "cumulative share", 5))
-    assert full.cut("layers", "least variance", 5) == tuple(range(i, i + 1) for i in range(5))
-    with pytest.raises(ValueError, match="unknown cost 'seconds'"):
-        full.cut("seconds", "least variance", 2)
+# Others' numbers --------------------------------------------------------------------------------------------
+
+PUBLISHED = {(cell.source, *cell.key): cell for cell in paper_file.load_paper()}
+
+
+def ran(**key: str):
+    found = EXPERIMENT.run(Case(key), RunOptions(profile="short"))
+    return record(
+        experiment="predictions", profile="short", case=key, quantities=found.quantities,
+        details=found.details,
+    )  # fmt: skip
+
+
+def test_the_published_cuts_have_as_many_layers_as_the_zoos_models() -> None:
+    for model, runs in SETTINGS.items():
+        for each in runs:
+            assert each.cut[-1].stop == len(SIZES[model].layers)
+            assert ("torchgpipe", *each.cell) in PUBLISHED
+
+
+def test_torchgpipes_resnet_is_predicted_over_what_it_does_not_state() -> None:
+    found = predict("resnet101")
+    assert tuple(axis.name for axis in found.axes) == LINK
+    ratio = ("figure3-resnet101", "normalized throughput", "pipeline-4")
+    speed, base = (("figure3-resnet101", "throughput", column) for column in ("pipeline-4", "naive-1"))
+    assert found.spread(ratio).combinations == 27
+    assert found.middle(ratio) == pytest.approx(found.middle(speed) / found.middle(base))
+
+
+def test_every_number_stands_in_the_table_with_its_error() -> None:
+    records = [ran(part="torchgpipe", script="resnet101"), ran(part="count")]
+    for entry in EXPERIMENT.cells(records):
+        assert (entry.source, *entry.place) in PUBLISHED, entry.place
+        assert entry.quantity.unit == PUBLISHED[entry.source, *entry.place].unit
+        assert entry.question == "as published"
+    text = EXPERIMENT.tables(records, [])
+    for part in ("Ratios:", "Absolute speeds:", "Counts:", "in the median", "155.3M"):
+        assert part in text
+    assert EXPERIMENT.tables([], []) == ""

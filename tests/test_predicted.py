@@ -361,12 +361,12 @@ def test_every_predicted_number_is_an_entry_of_the_first_question(table3) -> Non
 
 def test_every_experiment_appends_its_predictions() -> None:
     for experiment, model in ESTIMATE_S:
-        module = importlib.import_module(f"gpipe_bench.experiments.{experiment}.experiment")
+        module = importlib.import_module(f"gpipe_bench.experiments.{experiment}")
         for profile in ("smoke", "short"):
             keys = [case.key for case in module.EXPERIMENT.cases(RunOptions(profile=profile))]
             assert {"part": PART, "model": model} in keys
     found = predicted("table3", "transformer")
-    module = importlib.import_module("gpipe_bench.experiments.table3.experiment")
+    module = importlib.import_module("gpipe_bench.experiments.table3")
     assert [entry.question for entry in module.EXPERIMENT.cells([found])] == ["as published"] * 3
 
 

@@ -18,7 +18,7 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.measuring.tables.step_text import SMOKE
+from gpipe_bench.experiments.timed.claims import SMOKE
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.allowed import Allowed, about, at_least, within_factor
 from gpipe_bench.harness.judging.entry import Entry

@@ -25,9 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from gpipe_bench.experiments.measuring.timed_actions import TimedActions
 from gpipe_bench.experiments.paper_profiles import EXAMPLES, Reading, profiled_model
 from gpipe_bench.experiments.predicted.steps import Steps
+from gpipe_bench.experiments.timed.replay import TimedActions
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.labels import Label, Relabel

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from command_line import call, lines
 
+from gpipe_bench.experiments import peers
 from gpipe_bench.experiments.engines import examination as examination_module
 from gpipe_bench.experiments.engines.examination import Row, faults
 from gpipe_bench.experiments.engines.isolated import IsolatedError, fault_of, place_of, run_isolated
-from gpipe_bench.experiments.side_by_side import peers
-from gpipe_bench.experiments.side_by_side.peers import MODELS
+from gpipe_bench.experiments.peers import MODELS
 
 ROOT = Path(__file__).parents[1]
 SCENE = """

@@ -15,7 +15,7 @@ from gpipe_bench.experiments.measuring import configuration, step_results, step_
 from gpipe_bench.experiments.measuring.configuration import Configuration, attempt
 from gpipe_bench.experiments.measuring.step_results import results
 from gpipe_bench.experiments.measuring.step_timing import StepJob, work
-from gpipe_bench.experiments.measuring.turns import measure
+from gpipe_bench.experiments.side_by_side import take_turns
 from gpipe_bench.harness.timing.rounds import (
     against_itself,
     differences,
@@ -167,7 +167,7 @@ def test_all_arms_take_as_many_steps_as_their_samples_need(monkeypatch: pytest.M
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     try:
-        found = measure(
+        found = take_turns(
             {"slow": lambda: step("slow", 2.0), "fast": lambda: step("fast", 0.02)}, [layer], 3, seed=0
         )
     finally:

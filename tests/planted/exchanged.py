@@ -47,7 +47,7 @@ EXCHANGED = (
     ),
     Mutant(
         name="two rounds are judged",
-        file="experiments/side_by_side/peers_text.py",
+        file="experiments/peers.py",
         old="if control is not None and len(control.samples) < LEAST_ROUNDS:",
         new="if False:",
         why="an interval of two rounds holds the truth every second time: one engine would be two",

@@ -10,6 +10,7 @@ be asked.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,8 @@ SETTINGS = (
 )
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """What one check found in one place."""
 
     place: str
@@ -130,7 +132,7 @@ def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
         bad = [rank for rank, row in enumerate(rows) if row.verdict != OK]
         if bad and len(rows) > 1:
             said = rows[bad[0]]
-            joined.append(said._replace(text=f"process {bad[0]}: {said.text}"))
+            joined.append(replace(said, text=f"process {bad[0]}: {said.text}"))
         else:
             joined.append(rows[-1])  # the last stage knows the loss
     return joined

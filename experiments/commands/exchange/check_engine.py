@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = examination(arguments.engine, arguments.timeout_s)
     if arguments.json:
         for row in rows:
-            print_line(json.dumps(row._asdict()).encode())
+            print_line(json.dumps(asdict(row)).encode())
         print(conclusion(arguments.engine, rows), file=sys.stderr)
     else:
         say(conclusion(arguments.engine, rows))

@@ -6,12 +6,10 @@ import pytest
 from records import record
 
 from gpipe_bench.experiments.schedules import figures, grid, published, zero_bubble
-from gpipe_bench.experiments.schedules.beside import side_by_side
 from gpipe_bench.experiments.schedules.experiment import EXPERIMENT
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.validate import validate
 
@@ -122,7 +120,7 @@ def test_smoke_is_a_part_of_short() -> None:
 
 def test_gpipe_with_its_weights_put_off_takes_nine_and_seventeen_slots() -> None:
     """Of 11 and 19, with two graphs alive instead of one."""
-    from gpipe_bench.experiments.schedules.beside.side_by_side_work import put_off
+    from gpipe_bench.experiments.schedules.beside_work import put_off
 
     for number, slots in ((2, 9), (4, 17)):
         schedule = put_off(number)
@@ -130,36 +128,6 @@ def test_gpipe_with_its_weights_put_off_takes_nine_and_seventeen_slots() -> None
         assert grid.in_slots(schedule).makespan_s == slots
         assert grid.in_slots(named("gpipe", 2, number, remat="always")).makespan_s == slots + 2
         assert grid.alive_by_worker(schedule) == [2, 2]
-
-
-def side_record(**ratios: float):
-    key = {"part": "side by side", "remat": "always", "num_microbatches": 2}
-    quantities = [
-        from_samples("step", [10.0, 10.1], "ms", key={"arm": arm}) for arm in side_by_side.arms("always")
-    ]
-    quantities += [
-        from_samples(
-            "step over", [ratio, ratio], "ratio", key={"arm": "gpipe, W put off", "against": "gpipe"}
-        )
-        for ratio in (ratios["over"],)
-    ]
-    control = ratios["control"]
-    quantities.append(from_samples("control", [control - 0.01, control, control + 0.01], "ratio"))
-    return record(
-        experiment="schedules",
-        profile="short",
-        case=key,
-        quantities=tuple(quantities),
-        details={"refused": {}},
-    )
-
-
-def test_a_target_is_judged_unless_the_control_voids_it() -> None:
-    assert "<= 0.90   yes" in EXPERIMENT.tables([side_record(over=0.85, control=1.0)], [])
-    assert "<= 0.90   NO" in EXPERIMENT.tables([side_record(over=0.95, control=1.0)], [])
-    text = EXPERIMENT.tables([side_record(over=0.85, control=1.2)], [])
-    assert "<= 0.90   void" in text
-    assert "measure again" in text
 
 
 def test_nothing_beats_a_schedule_on_the_frontier() -> None:

@@ -107,11 +107,11 @@ SUBJECTS: dict[str, list[str]] = {
     "consistency": ["--only", "part=trainability"],
 }
 MODULES = {
-    "peers": "gpipe_bench.experiments.side_by_side.peers",
+    "peers": "gpipe_bench.experiments.peers",
     "table1": "gpipe_bench.experiments.table1.experiment",
     "consistency": "gpipe_bench.experiments.consistency.experiment",
 }
-PEERS_WORK = "gpipe_bench.experiments.side_by_side.peers_work"
+PEERS_WORK = "gpipe_bench.experiments.engine_turns"
 BEGIN = "gpipe_bench.harness.running.progress:PlainReporter.begin"
 FINISHED = "gpipe_bench.harness.running.progress:PlainReporter.finished"
 APPEND = "gpipe_bench.harness.records.store:Store.append"
@@ -273,7 +273,7 @@ def test_the_guard_leaves_no_process_and_no_checkout_behind(
 
 # Other verbs
 
-TRIAL = "gpipe_bench.experiments.engines.trial:examine"
+TRIAL = "gpipe_bench.experiments.engines.examination:examine"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.timed.turns import measure
+from gpipe_bench.experiments.side_by_side import take_turns
 from gpipe_bench.harness.timing.rounds import (
     against_itself,
     differences,
@@ -53,7 +53,7 @@ def test_all_arms_take_as_many_steps_as_their_samples_need(monkeypatch: pytest.M
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     try:
-        found = measure(
+        found = take_turns(
             {"slow": lambda: step("slow", 2.0), "fast": lambda: step("fast", 0.02)}, [layer], 3, seed=0
         )
     finally:

@@ -155,6 +155,20 @@ def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
     return largest
 
 
+def counted_step(
+    engine: Engine, setup: Setup, batch: Any, target: Any, loss_fn: LossFn
+) -> tuple[dict[int, Count], Any]:
+    """What each stage of this process did in an engine's second step, which leaves its gradients, and the
+    loss that it returned. In processes, all must call.
+    """
+    clear(setup.layers)
+    engine.step(batch, target, loss_fn)  # agrees on shapes, where an engine does that
+    clear(setup.layers)
+    with counting({stage: setup.stage_layers(stage)[0] for stage in setup.local_stages}) as counted:
+        loss = engine.step(batch, target, loss_fn)
+    return counted(), loss
+
+
 def verify(
     name: str,
     engine: Engine,
@@ -166,26 +180,22 @@ def verify(
 ) -> dict[str, Any]:
     """Two steps of an engine: how often its stages ran forward and backward, on how many examples, and how
     far its gradients are from `expected`, by default the plain model's (`reference`, not possible where the
-    model is too large for one device). In processes, all must call.
+    model is too large for one device); what is not among them is not compared. In processes, all must call.
 
     RuntimeError where a micro-batch is missing or of another size, where a recomputation is missing, and
     where gradients are wrong. For a record's details.
     """
     if expected is None:
         expected = reference(setup, batch, target, loss_fn)
-    clear(setup.layers)
-    engine.step(batch, target, loss_fn)  # agrees on shapes, where an engine does that
-    clear(setup.layers)
-    with counting({stage: setup.stage_layers(stage)[0] for stage in setup.local_stages}) as counted:
-        engine.step(batch, target, loss_fn)
+    counts, _ = counted_step(engine, setup, batch, target, loss_fn)
     sizes = [num_examples(part) for part in split(batch, setup.num_microbatches)]
-    for stage, count in counted().items():
+    for stage, count in counts.items():
         check_count(name, stage, count, expected_rows(sizes, setup.remat), len(sizes))
-    error = gradient_error(gradients_of(named_parameters(setup), name), expected, name)
+    found: dict[str, Any] = {
+        "forwards": len(count.rows), "backwards": count.backwards, "examples": max(count.rows),
+    }  # fmt: skip
+    gradients = gradients_of(named_parameters(setup), name)
+    if expected:
+        found["gradient error"] = gradient_error(gradients, expected, name)
     clear(setup.layers)
-    return {
-        "forwards": len(count.rows),
-        "backwards": count.backwards,
-        "examples": max(count.rows),
-        "gradient error": error,
-    }
+    return found

@@ -140,7 +140,7 @@ def _said(record: Mapping[str, Any]) -> str:
 
 
 SERIES = Series(
-    program="gpipe_bench.experiments.guard.trials",
+    program="python -m gpipe_bench.experiments.guard.trials",
     about=__doc__ or "",
     records=PUBLISHED / "guard" / "trials.jsonl",
     docs=ROOT / "docs" / "guard.md",

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.schedules import at_costs, grid, published, recomputing
-from gpipe_bench.experiments.schedules.beside import side_by_side
+from gpipe_bench.experiments.schedules import at_costs, beside, grid, published, recomputing
 from gpipe_bench.experiments.schedules.figures import figures
 from gpipe_bench.experiments.schedules.text import tables
 from gpipe_bench.experiments.timed.workloads import TABLE2
@@ -45,7 +44,7 @@ def cases(options: RunOptions) -> list[Case]:
             for model, seconds in recomputing.SECONDS.items()
             if not smoke
         ),
-        *(Case(key, seconds) for key, seconds in side_by_side.keys(options.profile)),
+        *(Case(key, seconds) for key, seconds in beside.keys(options.profile)),
     ]
 
 
@@ -59,8 +58,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
             )
         case recomputing.PART:
             return recomputing.run(str(case.key["model"]))
-        case side_by_side.PART:
-            return side_by_side.run(case.key, options)
+        case beside.PART:
+            return beside.run(case.key, options)
     workers = int(str(case.key["num_workers"]))
     kept = {"timelines": grid.charts(workers)} if workers == grid.CHART_WORKERS else {}
     return Outcome(tuple(grid.quantities(workers)), kept)

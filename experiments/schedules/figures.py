@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpipe_bench.experiments.report.drawing import COLORS, legend, picture, without_frame
-from gpipe_bench.experiments.schedules import at_costs
-from gpipe_bench.experiments.schedules.beside import side_by_side
+from gpipe_bench.experiments.schedules import at_costs, beside
 from gpipe_bench.experiments.schedules.grid import CHART_WORKERS, GRID, REMATS, WITHOUT_NAIVE
 from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.records.record import Record, Scalar, find, of_case
@@ -245,7 +244,7 @@ _COLORS = [
 
 def timed(records: Sequence[Record]) -> list[Record]:
     """The cases without re-materialization, by M."""
-    found = of_case(records, "done", part=side_by_side.PART, remat="never")
+    found = of_case(records, "done", part=beside.PART, remat="never")
     return sorted(found, key=lambda record: int(str(record.case["num_microbatches"])))
 
 
@@ -255,7 +254,7 @@ def _side_by_side(records: Sequence[Record]) -> Figure:
     found = timed(records)
     figure = Figure(figsize=(8.4, 3.6), layout="constrained")
     all_axes = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
-    order = list(side_by_side.OURS)
+    order = list(beside.OURS)
     for axes, record in zip(all_axes, found, strict=True):
         base = record.quantity("step", arm="1f1b")
         assert base is not None, "1F1B has been timed"

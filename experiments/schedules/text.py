@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from gpipe_bench.experiments.schedules import recomputing_text
+from gpipe_bench.experiments.schedules import beside, recomputing_text
 from gpipe_bench.experiments.schedules.at_costs import PART
-from gpipe_bench.experiments.schedules.beside import side_by_side_text
 from gpipe_bench.experiments.schedules.grid import GRID, NAMES, REMATS
 from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.judging.compare import Comparison
@@ -21,7 +20,7 @@ HOW = {"never": "without re-materialization", "always": "every micro-batch recom
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     """The published numbers first, then ours."""
     parts = [text_table(comparisons)] if comparisons else []
-    parts += side_by_side_text.tables(records)
+    parts += beside.tables(records)
     for record in of_case(records, "done", part=GRID):
         parts += [_grid(record, remat) for remat in REMATS]
     for record in of_case(records, "done", part=PART):

@@ -32,8 +32,8 @@ EXCHANGED = (
     Mutant(
         name="a process that died",
         file="experiments/engines/isolated.py",
-        old='self.faults.append(Fault(f"{self._who(rank)} {_end_of(self.processes[rank])}"))',
-        new="self.found[rank] = None",
+        old='kind, content = "fault", Fault(f"{who[rank]} {_end_of(processes[rank])}")',
+        new='kind, content = "done", None',
         why="an engine that takes its process with it would pass for one that is done",
         tests=("tests/test_faulty_engines.py::test_what_becomes_of_a_bad_one_is_one_line",),
     ),
@@ -47,7 +47,7 @@ EXCHANGED = (
     ),
     Mutant(
         name="two rounds are judged",
-        file="experiments/side_by_side/peers_text.py",
+        file="experiments/peers.py",
         old="if control is not None and len(control.samples) < LEAST_ROUNDS:",
         new="if False:",
         why="an interval of two rounds holds the truth every second time: one engine would be two",

@@ -1,14 +1,14 @@
 """How often `peers` calls one engine two different ones, on a machine that is busy with something else.
 
-    python -m gpipe_bench.experiments.side_by_side.trials                 # go on; may be stopped at any time
-    python -m gpipe_bench.experiments.side_by_side.trials --seconds 200   # begin no further trial after that
-    python -m gpipe_bench.experiments.side_by_side.trials --summary       # what the records say
-    python -m gpipe_bench.experiments.side_by_side.trials --write-docs    # the same, into docs/own-engine.md
+    python tests/peers_trials.py                 go on; may be stopped at any time
+    python tests/peers_trials.py --seconds 200   begin no further trial after that
+    python tests/peers_trials.py --summary       what the records say
+    python tests/peers_trials.py --write-docs    the same, into docs/own-engine.md
 
 A trial is a case of `peers` (two processes, a Transformer, M = 4, nothing re-materialized, 12 rounds) in
 which torch's ScheduleGPipe takes part under three names, beside ours, while a neighbour multiplies matrices
-in bursts of random length. A verdict is wrong when a ratio of two of the three names is certain to be other
-than 1 (`control.verdict`). One line of JSON per finished trial; those on record are not run again.
+in bursts of random length. A verdict is wrong when one of the three names is called faster than another. One
+line of JSON per finished trial; those on record are not run again.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from statistics import median_high
 from typing import Any
 
-from gpipe_bench.experiments.side_by_side.control import Target, held_still, verdict, void_by
-from gpipe_bench.experiments.side_by_side.peers_models import MODELS
+from gpipe_bench.experiments.side_by_side import is_faster, side_by_side, void_by
 from gpipe_bench.harness.places import PUBLISHED, ROOT
 from gpipe_bench.harness.records.record import Quantity
 from gpipe_bench.harness.running.trials import Series, rate, timed
 
 TRIALS = 20
 NAMES = ("one", "another", "a third")
-ROUNDS, NUM_MICROBATCHES, NUM_STAGES, SEED = 12, 4, 2, 1811
+ROUNDS, SEED = 12, 1811
 
 # A third of the time on average, for a tenth of a second to two at a time.
 _NEIGHBOUR = """
@@ -59,36 +60,27 @@ def neighbour(seed: int) -> Iterator[None]:
 def judged(quantities: Sequence[Quantity]) -> tuple[str, dict[str, str]]:
     """Why nothing is judged, or nothing; and what is said of each two names, whether either is faster."""
     control = next(each for each in quantities if each.name == "control")
-    said = {}
-    for ratio in quantities:
-        if set(ratio.name.split(" against ")) <= set(NAMES):
-            assert ratio.value is not None
-            wanted = Target("", {}, ratio.name, at_least=ratio.value >= 1, bound=1.0)
-            certain = "within the noise" not in verdict(wanted, ratio, control)
-            said[ratio.name] = "differ" if certain else "within the noise"
-    return void_by(control), said
+    ratios = [each for each in quantities if set(each.name.split(" against ")) <= set(NAMES)]
+    return void_by(control), {
+        each.name: "within the noise" if is_faster(each, control) is None else "differ" for each in ratios
+    }
 
 
 def trial(number: int) -> dict[str, Any]:
     """Runs one trial; its record."""
-    from gpipe_bench.experiments.side_by_side.peers import outcome
-    from gpipe_bench.experiments.side_by_side.peers_work import PeersJob, work
+    from gpipe_bench.experiments.engine_turns import work
+    from gpipe_bench.experiments.peers import job_of, numbers
     from gpipe_bench.experiments.timed.steps import run_processes
-    from gpipe_bench.harness.experiment import Outcome
 
-    model, options, size, _ = MODELS["transformer"]
     order = random.Random(number).sample(NAMES, len(NAMES))  # in which they are built
+    key = {"model": "transformer", "where": "processes", "remat": "never", "num_microbatches": 4}
     engines = {"ours": ("ours", "never"), **dict.fromkeys(order, ("torch-gpipe", "never"))}
-
-    def take(rounds: int) -> Outcome:
-        job = PeersJob(
-            model, options, size, NUM_STAGES, NUM_MICROBATCHES, engines, False, rounds, SEED + number
-        )
-        return outcome(job, run_processes(work, NUM_STAGES, job))
+    job = job_of(key, None)._replace(engines=engines, seed=SEED + number)
 
     def run() -> dict[str, Any]:
         with neighbour(number):
-            found = held_still(take, ROUNDS)
+            take = partial(run_processes, work, job.num_processes, job)
+            found = side_by_side(take, partial(numbers, job, {}), ROUNDS)
         void, said = judged(found.quantities)
         ratios = [each for each in found.quantities if each.name in {*said, "control"}]
         return {
@@ -103,64 +95,46 @@ def trial(number: int) -> dict[str, Any]:
     return timed(run)
 
 
-def is_wrong(record: Mapping[str, Any]) -> bool:
+def outcome(record: Mapping[str, Any]) -> str:
     """Whether the trial called one engine two."""
-    return not record["void"] and "differ" in record["said"].values()
+    return "contaminated" if record["void"] else "wrong" if "differ" in record["said"].values() else "right"
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> str:
     """How many trials there are, how many were wrong, with an exact 95 % interval, how the others ended."""
     ratios = sum(len(each["said"]) for each in records)
-    lines = [f"{len(records)} of {TRIALS} trials, {ratios} ratios of one engine to itself"]
+    first = f"{len(records)} of {TRIALS} trials, {ratios} ratios of one engine to itself"
     if not records:
-        return lines[0]
-    states = Counter(
-        (
-            "contaminated"
-            if each["void"]
-            else "judged after a second measurement"
-            if each["before"]
-            else "judged"
-        )
-        for each in records
-    )
-    reaches = sorted(max(abs(1 - end) for end in each["ratios"]["control"][1:]) for each in records)
-    excluded = sum(
-        not low <= 1 <= high
-        for each in records
-        for name, (_, low, high) in each["ratios"].items()
-        if name != "control"
-    )
-    seconds = sorted(each["duration_s"] for each in records)
-    load_after = sorted(each["load_after"] for each in records)
-    middle = len(records) // 2
+        return first
+    wrong = sum(outcome(each) == "wrong" for each in records)
+    judged = {True: "judged after a second measurement", False: "judged"}
+    states = Counter("contaminated" if each["void"] else judged[bool(each["before"])] for each in records)
+    intervals = [ends for each in records for name, ends in each["ratios"].items() if name != "control"]
+    excluded = sum(not low <= 1 <= high for _, low, high in intervals)
+    reach = median_high(max(abs(1 - end) for end in each["ratios"]["control"][1:]) for each in records)
+    seconds, load = (median_high(each[name] for each in records) for name in ("duration_s", "load_after"))
     return "\n".join(
         [
-            *lines,
-            f"  wrong verdicts: {rate(sum(map(is_wrong, records)), len(records))}",
+            first,
+            f"  wrong verdicts: {rate(wrong, len(records))}",
             "  " + ", ".join(f"{count} {state}" for state, count in states.items()),
             f"  intervals that exclude 1 before the rules: {excluded}",
-            f"  the control's interval reaches to {reaches[middle]:.1%} from 1 (median)",
-            f"  seconds per trial: median {seconds[middle]:.0f}; load average of "
-            f"{records[-1]['cores']} cores: {load_after[middle]:.1f}",
+            f"  the control's interval reaches to {reach:.1%} from 1 (median)",
+            f"  seconds per trial: median {seconds:.0f}; load average of {records[-1]['cores']} cores: "
+            f"{load:.1f}",
         ]
     )
 
 
-def _said(record: Mapping[str, Any]) -> str:
-    word = "wrong" if is_wrong(record) else "contaminated" if record["void"] else "right"
-    return f"{record['number']}: {word}"
-
-
 SERIES = Series(
-    program="gpipe_bench.experiments.side_by_side.trials",
+    program="python tests/peers_trials.py",
     about=__doc__ or "",
     records=PUBLISHED / "peers" / "trials.jsonl",
     docs=ROOT / "docs" / "own-engine.md",
     plan=lambda: range(TRIALS),
     which=lambda record: int(record["number"]),
     ready=lambda: nullcontext(trial),
-    said=_said,
+    said=lambda record: f"{record['number']}: {outcome(record)}",
     summary=summary,
 )
 

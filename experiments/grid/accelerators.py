@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.records.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.partition import Partition, partition
@@ -78,12 +78,10 @@ class Setting(NamedTuple):
     latency_s: float
 
 
-def cases(profile: str) -> list[tuple[dict[str, Scalar], float]]:
-    """Their keys, and how long each takes."""
-    models = ("transformer",) if profile == "smoke" else tuple(MODELS)
+def cases(profile: str) -> list[Case]:
     return [
-        ({"part": PART, "model": name, "accelerators": count}, ESTIMATE_S)
-        for name in models
+        Case({"part": PART, "model": name, "accelerators": count}, ESTIMATE_S)
+        for name in (("transformer",) if profile == "smoke" else MODELS)
         for count in COUNTS[profile]
     ]
 

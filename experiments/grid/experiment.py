@@ -42,8 +42,7 @@ MARKERS = {1: "o", 2: "s", 4: "^", 8: "D"}
 
 
 def cases(options: RunOptions) -> list[Case]:
-    found = machine.cases(options.profile) + accelerators.cases(options.profile)
-    return [Case(key, seconds) for key, seconds in found]
+    return machine.cases(options.profile) + accelerators.cases(options.profile)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -59,16 +58,13 @@ def cells(records: Sequence[Record]) -> list[Entry]:
             row="bytes sent by a pipeline over data parallelism",
             column=str(record.details["column"]),
             source="others",
-            question=question,
+            question="as published" if part == machine.MODELLED else "here",
             quantity=record.quantity("pipeline over data parallelism"),
             spread=_over("balanced by", list(record.details.get("by_cut", {}).values())),
             record=record,
-            note=f"Of the rank that sends most in a step{how}",
+            note=f"Of the rank that sends most in a step, {how}.",
         )
-        for part, question, how in (
-            (machine.MODELLED, "as published", ", by shape."),
-            (machine.COUNTED, "here", ", as its process wrote them."),
-        )
+        for part, how in ((machine.MODELLED, "by shape"), (machine.COUNTED, "as its process wrote them"))
         for record in of_case(records, "done", part=part)
     ]
     for name, model in accelerators.MODELS.items():

@@ -24,9 +24,9 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
+from gpipe_bench.harness.records.record import Provenance, Quantity
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.reductions import data_parallel
 from gpipe_bench.pipeline.plan.replay import replay
@@ -76,7 +76,7 @@ SMALL = {
 """Counted."""
 COUNTED_STEPS = 3  # two before them do not count
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "smoke": {
         "num_layers": 4, "d_model": 32, "ffn_dim": 128, "num_heads": 2, "vocab_size": 200, "seq_len": 16,
     },
@@ -92,16 +92,15 @@ SUM_BYTES = (2**16, 2**24)
 """A sum that is all latency, and one that is all bytes."""
 
 
-def cases(profile: str) -> list[tuple[dict[str, Scalar], float]]:
-    """Their keys, and how long each takes."""
+def cases(profile: str) -> list[Case]:
     smoke = profile == "smoke"
     shapes = ("AmoebaNet-D (3, 32)",) if smoke else tuple(SUBJECTS)
     counted = ("Transformer-6",) if smoke else tuple(SMALL)
     return [
-        *(({"part": MODELLED, "model": name}, 2.0) for name in shapes),
-        *(({"part": COUNTED, "model": name}, 15.0) for name in counted),
-        *(({"part": STEPS, "dp": dp, "pp": 2 // dp}, 8.0 if smoke else 20.0) for dp in (2, 1)),
-        ({"part": WAITING, "dp": 2, "pp": 2}, 12.0),
+        *(Case({"part": MODELLED, "model": name}, 2.0) for name in shapes),
+        *(Case({"part": COUNTED, "model": name}, 15.0) for name in counted),
+        *(Case({"part": STEPS, "dp": dp, "pp": 2 // dp}, 8.0 if smoke else 20.0) for dp in (2, 1)),
+        Case({"part": WAITING, "dp": 2, "pp": 2}, 12.0),
     ]
 
 
@@ -145,7 +144,8 @@ def _counted(subject: Subject) -> Outcome:
 def _traffic(
     subject: Subject, sent: Mapping[str, list[int]], by_shape: Mapping[str, int], **more: object
 ) -> Outcome:
-    provenance: Provenance = "measured" if by_shape else "modelled"
+    by_rule: Provenance = "modelled"
+    provenance: Provenance = "measured" if by_shape else by_rule
     busiest = {way: max(ranks) for way, ranks in sent.items()}
     quantities = [
         Quantity(
@@ -154,7 +154,7 @@ def _traffic(
         )
         for name, ways, how, note in (
             ("bytes sent", busiest, provenance, "of the rank that sends most, in a step"),
-            ("bytes by shape", by_shape, "modelled", ""),
+            ("bytes by shape", by_shape, by_rule, ""),
         )
         for way, num_bytes in ways.items()
     ]  # fmt: skip

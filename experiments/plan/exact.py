@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.plan.models import MODELS, Planned
 from gpipe_bench.experiments.plan.rules import Peaks
@@ -32,6 +32,9 @@ from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.predict import predict, schedule_of
 from gpipe_bench.planner.prediction import Prediction
 from gpipe_bench.planner.request import Request
+
+if TYPE_CHECKING:
+    from gpipe_bench.pipeline import Pipeline
 
 PEAKS, WAITING = "peaks", "waiting stages"
 COUNTED, MODELLED = "counted peak", "predicted peak"
@@ -136,7 +139,6 @@ def _count(
     from torch import distributed as dist
 
     from gpipe_bench.experiments.engines.setup import clear
-    from gpipe_bench.pipeline import Pipeline
     from gpipe_bench.pipeline.memory.tracker import LiveMemory
     from gpipe_bench.pipeline.stage.microbatch import tensors_of
 
@@ -146,16 +148,7 @@ def _count(
     mine = [layers[layer] for stage in schedule.stages_of(worker) for layer in candidate.cut[stage]]
     with memory, memory.owned_by(rank):
         memory.watch(t for layer in mine for t in (*layer.parameters(), *layer.buffers()))
-        pipeline = Pipeline(
-            layers,
-            num_stages=schedule.num_stages,
-            num_microbatches=schedule.num_microbatches,
-            schedule=schedule,
-            cost=[1 / len(span) for span in candidate.cut for _ in span],
-            **processes_of(candidate),
-            share_memory=share_memory,
-        )
-        with pipeline:
+        with _pipeline(candidate, layers, share_memory=share_memory) as pipeline:
             parameters = [p for layer in mine for p in layer.parameters()]
             optimizer = torch.optim.SGD(parameters, lr=1e-6, foreach=False)
             for step in range(2):
@@ -172,6 +165,21 @@ def _count(
             storage = tensor.untyped_storage()
             users[storage.data_ptr()] = tensor.nbytes  # a part of an example may lie in the whole one
     return memory.peak_bytes[rank] + shared_bytes + sum(users.values())
+
+
+def _pipeline(candidate: Candidate, layers: Sequence[Any], **more: Any) -> Pipeline:
+    from gpipe_bench.pipeline import Pipeline
+
+    schedule = schedule_of(candidate)
+    return Pipeline(
+        layers,
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        schedule=schedule,
+        cost=[1 / len(span) for span in candidate.cut for _ in span],
+        **processes_of(candidate),
+        **more,
+    )
 
 
 def peaks(record: Record) -> list[Peaks]:
@@ -226,11 +234,9 @@ def waiting_step(candidate: Candidate, slot_s: float) -> Prediction:
 def wait(candidates: Sequence[Candidate], slot_s: float, steps: int) -> list[list[float]]:
     """What one process does: seconds of some steps of each."""
     import torch
-    from torch import distributed as dist
     from torch import nn
 
     from gpipe_bench.experiments.schedules.waiting import waiting_stages
-    from gpipe_bench.pipeline import Pipeline
     from gpipe_bench.planner.timing import time_step
 
     torch.manual_seed(0)
@@ -239,12 +245,7 @@ def wait(candidates: Sequence[Candidate], slot_s: float, steps: int) -> list[lis
     found = []
     with waiting_stages(slot_s):
         for each in candidates:
-            schedule = schedule_of(each)
-            pipeline = Pipeline(
-                layers, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches,
-                schedule=schedule, cost=[1.0] * LAYERS, group=dist.group.WORLD,
-            )  # fmt: skip
-            with pipeline:
+            with _pipeline(each, layers) as pipeline:
                 step = partial(pipeline.step, batch, batch, nn.functional.mse_loss)
                 time_step(step, layers)  # agrees on shapes
                 found.append([time_step(step, layers) for _ in range(steps)])

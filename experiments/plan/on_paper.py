@@ -314,7 +314,7 @@ def _laid_out(step: Step, remat: str) -> Prediction:
 
 def run_published() -> Outcome:
     """The case of all published steps."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"name": step.name, "source": step.source, "differs": step.differs, "measured_s": step.measured_s}
         | dict(zip(("step_s", "low_s", "high_s"), step.predicted(), strict=True))
         for step in steps()

@@ -29,55 +29,44 @@ PALETTE = (
 
 def figures(records: Sequence[Record]) -> list[Plot]:
     """Every figure the records suffice for."""
-    chart = find(records, "done", part=EQUAL, num_workers=CHART_WORKERS)
-    panels = panels_of(records)
-    timed = of_case(records, "done", part=side_by_side.PART, remat="never")
-    plots = []
-    if chart is not None:
-        plots.append(
-            picture(
-                name="schedules-charts",
-                caption=(
-                    f"All schedules on {CHART_WORKERS} workers with {2 * CHART_WORKERS} micro-batches, "
-                    "replayed at equal costs"
-                ),
-                alt=(
-                    "Gantt charts of every schedule on one time axis, activations kept at the left and "
-                    "recomputed at the right; zero bubble in a V leaves the least white."
-                ),
-                draw=partial(_charts, chart.details["timelines"]),
-            )
-        )
-    if panels:
-        plots.append(
-            picture(
-                name="schedules-frontier",
-                caption="Memory of the fullest worker against the time of a step",
-                alt=(
-                    "A point for each schedule, kept and recomputed; a line joins those that no other beats "
-                    "in both time and memory."
-                ),
-                draw=partial(_frontiers, panels),
-            )
-        )
-    if timed:
-        plots.append(
-            picture(
-                name="schedules-side-by-side",
-                caption="Steps on two processes over those of our 1F1B, ours and torch's in one run",
-                alt=(
-                    "For each number of micro-batches the ratio of every schedule's step to 1F1B's; those of "
-                    "zero bubble are the lowest, and ours do not lie above torch's."
-                ),
-                draw=partial(_side_by_side, timed),
-            )
-        )
-    return plots
+    found: list[tuple[Any, Any, str, str, str]] = [
+        (
+            find(records, "done", part=EQUAL, num_workers=CHART_WORKERS),
+            _charts,
+            "schedules-charts",
+            f"All schedules on {CHART_WORKERS} workers with {2 * CHART_WORKERS} micro-batches, "
+            "replayed at equal costs",
+            "Gantt charts of every schedule on one time axis, activations kept at the left and "
+            "recomputed at the right; zero bubble in a V leaves the least white.",
+        ),
+        (
+            panels_of(records),
+            _frontiers,
+            "schedules-frontier",
+            "Memory of the fullest worker against the time of a step",
+            "A point for each schedule, kept and recomputed; a line joins those that no other beats "
+            "in both time and memory.",
+        ),
+        (
+            of_case(records, "done", part=side_by_side.PART, remat="never"),
+            _side_by_side,
+            "schedules-side-by-side",
+            "Steps on two processes over those of our 1F1B, ours and torch's in one run",
+            "For each number of micro-batches the ratio of every schedule's step to 1F1B's; those of "
+            "zero bubble are the lowest, and ours do not lie above torch's.",
+        ),
+    ]
+    return [
+        picture(name=name, caption=caption, alt=alt, draw=partial(draw, shown))
+        for shown, draw, name, caption, alt in found
+        if shown
+    ]
 
 
-def _charts(kept: dict[str, dict[str, Any]]) -> Figure:
+def _charts(record: Record) -> Figure:
     from matplotlib.figure import Figure
 
+    kept = record.details["timelines"]
     drawn = {(n, r): Timeline.from_data(kept[r][n]) for n in WITHOUT_NAIVE for r in REMATS}
     longest = max(timeline.makespan_s for timeline in drawn.values())
     figure = Figure(figsize=(13, 1.02 * len(WITHOUT_NAIVE) + 0.8), layout="constrained")
@@ -194,9 +183,9 @@ def _frontiers(panels: Sequence[Panel]) -> Figure:
         axes.yaxis.set_minor_formatter(ScalarFormatter())
         axes.set_title(title, fontsize=9)
         axes.set(xlabel=f"step ({time_unit})", ylabel=f"fullest worker ({memory_unit})")
-        shown = axes.get_legend_handles_labels()
-        axes.get_legend().remove()
-    figure.legend(*shown, loc="outside right upper", frameon=False, fontsize=8)
+        handles = axes.get_legend_handles_labels()
+        axes.legend().remove()
+    figure.legend(*handles, loc="outside right upper", frameon=False, fontsize=8)
     without_frame(figure)
     return figure
 

@@ -20,7 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
-from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.records.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
@@ -58,17 +58,17 @@ OPTIMIZER = "sgd"
 """Without state, so that what differs between schedules is not drowned in what does not."""
 
 
-def cases(profile: str) -> list[tuple[dict[str, Scalar], float]]:
-    """Their keys, and how long each takes."""
+def cases(profile: str) -> list[Case]:
     models = ("transformer",) if profile == "smoke" else tuple(SUBJECTS)
-    workers = [number for number in GRID_S if profile != "smoke" or number <= 4]
-    return [
-        *(({"part": EQUAL, "num_workers": number}, GRID_S[number]) for number in workers),
-        *(
-            ({"part": MEASURED, "model": model, "num_microbatches": number}, seconds)
-            for model in models
-            for number, seconds in SECONDS[profile].items()
-        ),
+    equal = [
+        Case({"part": EQUAL, "num_workers": workers}, seconds)
+        for workers, seconds in GRID_S.items()
+        if profile != "smoke" or workers <= 4
+    ]
+    return equal + [
+        Case({"part": MEASURED, "model": model, "num_microbatches": number}, seconds)
+        for model in models
+        for number, seconds in SECONDS[profile].items()
     ]
 
 

@@ -79,7 +79,7 @@ def test_every_published_step_says_what_it_was() -> None:
     [
         ("Llama 3 8B, 8 H100, FSDP", 2.843, 2.66),
         ("Llama 2 13B, 64 A100, FSDP", 3.789, 3.92),
-        ("GPT-3 22B, 8 A100, TP", 1.42, 1.54),
+        ("GPT-3 22B, 8 A100, TP", 1.42, 1.47),
     ],
 )
 def test_a_published_step_is_predicted(name: str, measured_s: float, step_s: float) -> None:

@@ -6,11 +6,10 @@ import itertools
 import math
 
 import pytest
-from records import record
+from records import ran
 
 from gpipe_bench.experiments.grid import accelerators, machine
 from gpipe_bench.experiments.grid.experiment import EXPERIMENT
-from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.judging.unknowns import load_unknowns
 from gpipe_bench.pipeline.plan.collectives import all_reduce_s
@@ -18,16 +17,9 @@ from gpipe_bench.pipeline.plan.collectives import all_reduce_s
 PLACES = {(cell.table, cell.row, cell.column) for cell in load_paper() if cell.source == "others"}
 
 
-def ran(key, profile="short"):
-    found = EXPERIMENT.run(Case(key), RunOptions(profile=profile))
-    return record(
-        experiment="grid", profile=profile, case=key, quantities=found.quantities, details=found.details
-    )
-
-
 def test_a_small_amoebanet_sends_more_as_a_pipeline() -> None:
     """Images of 67 x 67 pixels, ten classes and no second head, on four ranks."""
-    found = ran({"part": machine.MODELLED, "model": "AmoebaNet-D (3, 32)"})
+    found = ran(EXPERIMENT, {"part": machine.MODELLED, "model": "AmoebaNet-D (3, 32)"})
     assert found.quantity("pipeline over data parallelism").value > 1
     (entry,) = EXPERIMENT.cells([found])
     assert entry.place in PLACES
@@ -83,7 +75,7 @@ def test_settings_are_the_geometric_middle_and_every_corner_of_what_is_not_state
 
 
 def test_a_tiny_transformer_on_eight_accelerators() -> None:
-    found = ran({"part": accelerators.PART, "model": "transformer", "accelerators": 8}, "smoke")
+    found = ran(EXPERIMENT, {"part": accelerators.PART, "model": "transformer", "accelerators": 8}, "smoke")
 
     def peak(level: str) -> float:
         return found.quantity("peak memory", dp=8, pp=1, tp=1, level=level).value

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from planning_models import costs_of, planned
-from records import record
+from records import ran
 
 from gpipe_bench.experiments.plan import on_paper
 from gpipe_bench.experiments.plan.experiment import EXPERIMENT
 from gpipe_bench.experiments.plan.figures import figures
 from gpipe_bench.experiments.plan.tables import tables
-from gpipe_bench.harness.experiment import Case, RunOptions
+from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.pipeline.plan.cutting.best import EFFORT
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.planner.request import Request
@@ -43,17 +43,15 @@ def test_of_each_grid_it_is_the_best_of_all_its_ways() -> None:
 
 def test_a_case_is_recorded_shown_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(on_paper.SCALES, "transformer-4", TINY)
-    case = Case({"part": on_paper.AT_SCALE, "model": "transformer-4"}, 1.0)
-    outcome = EXPERIMENT.run(case, RunOptions())
-    assert {each.provenance for each in outcome.quantities} == {"modelled"}
-    assert all(each.low < each.value < each.high for each in outcome.quantities)  # type: ignore[operator]
-    steps = [each for each in outcome.quantities if each.name == on_paper.STEP]
+    found = ran(EXPERIMENT, {"part": on_paper.AT_SCALE, "model": "transformer-4"})
+    assert {each.provenance for each in found.quantities} == {"modelled"}
+    assert all(each.low < each.value < each.high for each in found.quantities)  # type: ignore[operator]
+    steps = [each for each in found.quantities if each.name == on_paper.STEP]
     assert all(each.key["dp"] * each.key["tp"] * each.key["K"] == 4 for each in steps)  # type: ignore[operator]
-    (theirs,) = (each for each in outcome.quantities if each.name == on_paper.THEIRS)
+    (theirs,) = (each for each in found.quantities if each.name == on_paper.THEIRS)
     (same,) = (each for each in steps if each.key["tp"] == 1 and each.key["K"] == 2)
     assert theirs.key == {"name": "somebody", "dp": 2, "tp": 1, "K": 2}
     assert same.value <= theirs.value  # type: ignore[operator]
-    found = record(experiment="plan", case=case.key, quantities=outcome.quantities, details=outcome.details)
     line = next(line for line in tables([found], []).splitlines() if line.startswith("somebody "))
     assert " ".join(line.split()).startswith("somebody 2 2, 2 of them ZeRO-2 1 1f1b 2 2/2 ")
     assert line.split()[-2] == "3.0"
@@ -95,14 +93,8 @@ def test_published_steps_are_recorded_and_shown(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(on_paper, "steps", lambda: few)
     ranges = iter([(few[0].measured_s, 2.0, 3.0), (9.0, 8.0, 12.0)])
     monkeypatch.setattr(on_paper.Step, "predicted", lambda step: next(ranges))
-    outcome = EXPERIMENT.run(Case({"part": on_paper.PUBLISHED_STEPS}, 1.0), RunOptions())
-    assert [each.value for each in outcome.quantities] == [few[0].measured_s, 9.0]
-    found = record(
-        experiment="plan",
-        case={"part": on_paper.PUBLISHED_STEPS},
-        quantities=outcome.quantities,
-        details=outcome.details,
-    )
+    found = ran(EXPERIMENT, {"part": on_paper.PUBLISHED_STEPS})
+    assert [each.value for each in found.quantities] == [few[0].measured_s, 9.0]
     text = tables([found], [])
     assert "1 of 2 inside, the widest range a factor of 1.50; asked: 75% of them, and at most 1.6: NO" in text
     assert figures([found]) == []

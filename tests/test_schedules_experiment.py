@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from records import record
+from records import ran, record
 
 from gpipe_bench.experiments.schedules import figures, laid_out, published
 from gpipe_bench.experiments.schedules.beside import side_by_side
 from gpipe_bench.experiments.schedules.experiment import EXPERIMENT
-from gpipe_bench.harness.experiment import Case, RunOptions
+from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.judging.paper import load_paper
 from gpipe_bench.harness.judging.stats import from_samples
@@ -17,13 +17,6 @@ from gpipe_bench.pipeline.plan.validate import validate
 
 PRINTED = {cell.key: cell for cell in load_paper() if cell.source == "others"}
 SMALL = [setting for setting in published.SETTINGS if setting.num_workers <= 16]
-
-
-def ran(key, profile="short"):
-    found = EXPERIMENT.run(Case(key), RunOptions(profile=profile))
-    return record(
-        experiment="schedules", profile=profile, case=key, quantities=found.quantities, details=found.details
-    )
 
 
 @pytest.mark.parametrize("setting", SMALL, ids=lambda each: each.column)
@@ -53,9 +46,9 @@ def test_a_searched_schedule_is_no_longer_than_the_written_one_and_keeps_to_its_
 
 def test_every_published_number_has_an_entry_with_its_unit_and_a_verdict() -> None:
     records = [
-        ran({"part": "published", "what": published.RATES, "model": "1.5B"}),
-        ran({"part": "published", "what": published.RATES_V}),
-        ran({"part": "published", "what": published.ELSEWHERE}),
+        ran(EXPERIMENT, {"part": "published", "what": published.RATES, "model": "1.5B"}),
+        ran(EXPERIMENT, {"part": "published", "what": published.RATES_V}),
+        ran(EXPERIMENT, {"part": "published", "what": published.ELSEWHERE}),
     ]
     entries = EXPERIMENT.cells(records)
     for entry in entries:
@@ -91,7 +84,7 @@ def test_steps_in_slots(name: str, num_workers: int) -> None:
 
 
 def test_graphs_alive_are_counted_from_recomputation_to_the_weights() -> None:
-    found = ran({"part": "equal costs", "num_workers": 4})
+    found = ran(EXPERIMENT, {"part": "equal costs", "num_workers": 4})
     alive = {
         ("gpipe", "never"): 8, ("gpipe", "always"): 1, ("interleaved", "never"): 5.5,
         ("zb-h1", "always"): 4, ("v-min", "never"): 2,
@@ -159,7 +152,9 @@ def test_nothing_beats_a_schedule_on_the_frontier() -> None:
 
 def test_costs_of_stages_come_back_as_steps_and_memory() -> None:
     """A tiny model, measured for real: every schedule has a step, a bubble and a peak."""
-    found = ran({"part": "measured costs", "model": "transformer", "num_microbatches": 4}, "smoke")
+    found = ran(
+        EXPERIMENT, {"part": "measured costs", "model": "transformer", "num_microbatches": 4}, "smoke"
+    )
     for name in laid_out.NAMES:
         for remat in laid_out.REMATS:
             key = {"schedule": name, "K": 2, "M": 4, "remat": remat}

@@ -238,7 +238,16 @@ def _draw(records: Sequence[Record]) -> Figure:
         ("#555555", "o", "none", "dp divided (ZeRO-2)"),
     ]
     handles = [
-        Line2D([], [], color=color, marker=marker, linestyle="none", markerfacecolor=fill, label=label)
+        Line2D(
+            [],
+            [],
+            color=color,
+            marker=marker,
+            linestyle="none",
+            markersize=5.5,
+            markerfacecolor=fill,
+            label=label,
+        )
         for color, marker, fill, label in points
     ]
     handles.append(Line2D([], [], color="black", linewidth=0.8, linestyle=":", label=f"{CAP_GIB:g} GiB"))

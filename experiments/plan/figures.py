@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.plan import on_paper, steps
 from gpipe_bench.experiments.plan.rules import Compared, by_model, order_of, regret
-from gpipe_bench.experiments.report.drawing import picture
+from gpipe_bench.experiments.report.drawing import COLORS, picture
 from gpipe_bench.harness.records.record import Record, of_case
 from gpipe_bench.harness.shown import Plot
+from gpipe_bench.pipeline.plan.schedule import Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,8 +71,8 @@ def _predicted(models: dict[str, list[Compared]]) -> Figure:
             if points or not replicas:
                 axes.plot(
                     [1e3 * each.predicted_s for each in points], [1e3 * each.measured_s for each in points],
-                    linestyle="none", marker="s" if replicas else "o", markersize=5, color=COLOURS[0],
-                    markerfacecolor=COLOURS[0] if chosen else "white",
+                    linestyle="none", marker="s" if replicas else "o", markersize=5, color=COLORS[Kind.B],
+                    markerfacecolor=COLORS[Kind.B] if chosen else "white",
                     label=("the plan's best" if chosen else "others") + ", replicas" * replicas,
                 )  # fmt: skip
         axes.set(xlim=line, ylim=line, xlabel="predicted (ms)", ylabel="measured (ms)")

@@ -88,7 +88,7 @@ PLANNED = (
     ),
     Mutant(
         name="regret by what was predicted",
-        file="experiments/plan/measures.py",
+        file="experiments/plan/rules.py",
         old="best = min(configurations, key=lambda each: each.measured_s)",
         new="best = min(configurations, key=lambda each: each.predicted_s)",
         why="a plan would be compared with itself and never regret anything",

@@ -3,11 +3,9 @@
 On two cores four workers cannot compute side by side, but they can wait side by side. So every action of a
 stage takes a fixed time from its beginning, in which its tiny layers are computed and the rest is slept. A
 step should then take what the replay of the same slots says; what it takes more is the engine's, be it ours
-or torch's.
-
-Likewise a layer that waits takes a fixed time forward and back, each gradient is there when its layer's time
-is over, and a sum over replicas ends when a link that carries one after the other would have carried it. What
-a step should take is then known with and without an overlap of the sums with the backward.
+or torch's. A waiting layer takes a fixed time forward and back, each gradient is there when its layer's time
+is over, and a sum over replicas ends when a link that carries one after the other would have carried it: so
+the replay says, too, what a step takes with and without an overlap of the sums with the backward.
 """
 
 from __future__ import annotations

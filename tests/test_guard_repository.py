@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,7 @@ from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError,
 from gpipe_bench.experiments.guard.run import Finding, measure
 from gpipe_bench.harness.guard import Change, Judgement, Sample
 
-NONE = Change(0.0, -0.01, 0.01)
-SAME = Judgement("same", 12, 0.975, NONE, NONE, NONE, 0.01, 0.01)
-SLOWER = replace(SAME, verdict="regression", head=Change(0.1, 0.08, 0.12))
-CANT_TELL = replace(SAME, verdict="inconclusive", head=Change(0.0, -0.1, 0.1))
+SAME = Judgement("same", 12, 0.975, *[Change(0.0, -0.01, 0.01)] * 3, 0.01, 0.01)
 
 
 @pytest.fixture
@@ -34,10 +30,18 @@ def subject_of(repo: Path, engine: str = their_repository.ENGINE, *, with_file: 
     return repository(repo, engine, repo / "benchmarks.py" if with_file else None, [])
 
 
-def started(subject: Subject, tree: Path, stack: ExitStack, store: Path, num_processes: int = 1) -> Arm:
-    arm = Arm("head", tree, subject, num_processes, store, stack)
-    arm.wait_until_started()
-    return arm
+@pytest.fixture
+def start(theirs: Path, tmp_path: Path) -> Iterator[Callable[..., Arm]]:
+    """Starts the processes that measure their repository."""
+    with ExitStack() as stack:
+
+        def started(num_processes: int = 1, *, with_file: bool = False) -> Arm:
+            subject = subject_of(theirs, with_file=with_file)
+            arm = Arm("head", theirs, subject, num_processes, tmp_path / "store", stack)
+            arm.wait_until_started()
+            return arm
+
+        yield started
 
 
 def edit(path: Path, before: str, after: str) -> None:
@@ -64,59 +68,65 @@ def test_their_slower_commit_is_measured_as_slower(theirs: Path, tmp_path: Path)
             assert abs(judged.control.value) < 1
 
 
-def test_both_processes_of_their_engine_take_a_step_together(theirs: Path, tmp_path: Path) -> None:
-    subject = subject_of(theirs)
-    with ExitStack() as stack:
-        both = started(subject, theirs, stack, tmp_path / "store", 2)
-        apart = both.build("two-processes")
-        together = both.build("transformer")
-        assert both.sample("two-processes", 1).wall_s > 0
+def test_both_processes_of_their_engine_take_a_step_together(start: Callable[..., Arm]) -> None:
+    both = start(2)
+    apart, together = both.build("two-processes"), both.build("transformer")
+    assert both.sample("two-processes", 1).wall_s > 0
     assert apart.refused == together.refused == ""
     assert apart.loss == pytest.approx(together.loss, rel=1e-5)
 
 
-def test_an_engine_with_a_wrong_gradient_is_not_timed(theirs: Path, tmp_path: Path) -> None:
-    edit(
-        theirs / "fast_pipe" / "fill_drain.py",
-        "loss_fn(value, wanted) / self.count",
-        "loss_fn(value, wanted)",
-    )
-    with ExitStack() as stack:
-        arm = started(subject_of(theirs), theirs, stack, tmp_path / "store")
-        with pytest.raises(WorkerError, match="gradients of fast_pipe.engine:Engine are wrong"):
-            arm.build("tiny-layers")
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            "loss_fn(value, wanted) / self.count", "loss_fn(value, wanted)",
+            "gradients of fast_pipe.engine:Engine are wrong",
+        ),
+        (
+            "        kept, losses = [], []", "        import threading; threading.Event().wait()",
+            "has not answered for 1 s",
+        ),
+    ],
+)  # fmt: skip
+def test_an_engine_that_is_wrong_or_hangs_is_not_timed(
+    theirs: Path, start: Callable[..., Arm], monkeypatch: pytest.MonkeyPatch,
+    before: str, after: str, message: str,
+) -> None:  # fmt: skip
+    edit(theirs / "fast_pipe" / "fill_drain.py", before, after)
+    arm = start()
+    if "threading" in after:
+        monkeypatch.setattr(guard_arms, "BUILD_S", 1.0)
+    with pytest.raises(WorkerError, match=message):
+        arm.build("tiny-layers")
 
 
-def test_what_an_engine_cannot_do_is_no_failure(theirs: Path, tmp_path: Path) -> None:
+def test_what_an_engine_cannot_do_is_no_failure(theirs: Path, start: Callable[..., Arm]) -> None:
     edit(
         theirs / "fast_pipe" / "fill_drain.py",
         "        self.setup, self.count",
         "        if setup.num_stages > 2:\n            raise ValueError('two stages are all I know')\n"
         "        self.setup, self.count",
     )
-    with ExitStack() as stack:
-        arm = started(subject_of(theirs), theirs, stack, tmp_path / "store")
-        assert arm.build("tiny-layers") == Built(None, "two stages are all I know")
-        assert arm.build("transformer").refused == ""
+    arm = start()
+    assert arm.build("tiny-layers") == Built(None, "two stages are all I know")
+    assert arm.build("transformer").refused == ""
 
 
 def test_an_engine_that_is_installed_elsewhere_is_not_measured(
-    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    theirs: Path, start: Callable[..., Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be the same in all arms, and "same" a lie."""
     (theirs / "fast_pipe").rename(tmp_path / "fast_pipe")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with ExitStack() as stack:
-        arm = started(subject_of(theirs), theirs, stack, tmp_path / "store")
-        with pytest.raises(WorkerError, match=f"comes from {tmp_path}.*nothing to compare; .* --path src"):
-            arm.build("tiny-layers")
+    with pytest.raises(WorkerError, match=f"comes from {tmp_path}.*nothing to compare; .* --path src"):
+        start().build("tiny-layers")
 
 
-def test_modules_below_src_are_found(theirs: Path, tmp_path: Path) -> None:
+def test_modules_below_src_are_found(theirs: Path, start: Callable[..., Arm]) -> None:
     (theirs / "src").mkdir()
     (theirs / "fast_pipe").rename(theirs / "src" / "fast_pipe")
-    with ExitStack() as stack:
-        assert started(subject_of(theirs), theirs, stack, tmp_path / "store").build("tiny-layers").loss
+    assert start().build("tiny-layers").loss
 
 
 def test_their_functions_are_named_without_being_run_here(theirs: Path) -> None:
@@ -139,12 +149,10 @@ def test_a_file_without_benchmarks_says_so(theirs: Path, text: str, message: str
         subject_of(theirs, with_file=True)
 
 
-def test_a_function_that_builds_nothing_says_so(theirs: Path, tmp_path: Path) -> None:
+def test_a_function_that_builds_nothing_says_so(theirs: Path, start: Callable[..., Arm]) -> None:
     (theirs / "benchmarks.py").write_text("BENCHMARKS = {'once': lambda: 3}")
-    with ExitStack() as stack:
-        arm = started(subject_of(theirs, with_file=True), theirs, stack, tmp_path / "store")
-        with pytest.raises(WorkerError, match="once returned int; it must build what is timed and return a"):
-            arm.build("once")
+    with pytest.raises(WorkerError, match="once returned int; it must build what is timed and return a"):
+        start(with_file=True).build("once")
 
 
 # What is refused before anything is measured
@@ -204,69 +212,6 @@ def test_a_base_that_cannot_be_built_says_why(
 # What a run amounts to
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, findings: dict[str, list[Judgement] | str]) -> None:
-    """What `guard` finds, instead of timing."""
-
-    def found(*arguments: Any, **options: Any) -> list[Finding]:
-        return [
-            Finding(name, refused=runs) if isinstance(runs, str) else Finding(name, runs, [], [0.1, 0.2])
-            for name, runs in findings.items()
-        ]
-
-    monkeypatch.setattr(verb, "guard", found)
-
-
-def guarded(theirs: Path, *more: str) -> int:
-    return main(
-        ["guard", "--repo", str(theirs), "--engine", their_repository.ENGINE, "--base", "HEAD", *more]
-    )
-
-
-def test_a_confirmed_regression_fails_and_the_summary_says_which(
-    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scripted(monkeypatch, {"transformer": [SLOWER, SLOWER], "tiny-layers": [SAME]})
-    summary = tmp_path / "summary.md"
-    summary.write_text("before\n")
-    assert guarded(theirs, "--markdown", str(summary)) == 1
-    out = capsys.readouterr().out
-    assert "counters" not in out  # those are of this project
-    lines = summary.read_text().splitlines()
-    assert lines[:2] == ["before", "### guard: FAILED"]
-    assert "- transformer: slower by +10.0% [+8.0, +12.0], in two runs one after the other" in lines
-    assert any(line.startswith("| tiny-layers") and "| same" in line for line in lines)
-
-
-@pytest.mark.parametrize(("option", "status"), [((), 0), (("--require-conclusive",), 1)])
-def test_what_cannot_be_told_passes_only_unless_it_must_be(
-    theirs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    option: tuple[str, ...], status: int,
-) -> None:  # fmt: skip
-    scripted(monkeypatch, {"transformer": [SAME], "tiny-layers": [CANT_TELL]})
-    assert guarded(theirs, *option) == status
-    assert "nothing can be told of tiny-layers" in capsys.readouterr().out
-
-
-def test_an_engine_that_refuses_everything_has_not_passed(
-    theirs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scripted(monkeypatch, {"transformer": "not my kind", "tiny-layers": "nor this"})
-    assert guarded(theirs) == 3
-    captured = capsys.readouterr()
-    assert "nothing was timed: transformer: not my kind; tiny-layers: nor this" in captured.err
-    assert "passed" not in captured.out
-
-
-def test_history_for_a_trend_tool(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted(monkeypatch, {"transformer": [SLOWER], "tiny-layers": "not my kind"})
-    assert guarded(theirs, "--history", str(tmp_path / "h")) == 0
-    rate, against = json.loads((tmp_path / "h" / "github.json").read_text())
-    assert (rate["name"], against["name"]) == ("transformer", "transformer against its base")
-    assert rate["value"] == pytest.approx((1 / 0.1 + 1 / 0.2) / 2)  # the median of two
-    assert against["value"] == pytest.approx(1 / 1.1)
-    assert against["range"] == "0.8929 to 0.9259"  # 1 / 1.12 and 1 / 1.08
-
-
 def measured(monkeypatch: pytest.MonkeyPatch, base: Built, head: Built) -> tuple[Judgement | None, Finding]:
     """With arms that say this of building, and rounds that find nothing."""
 
@@ -303,18 +248,3 @@ def test_a_head_that_computes_something_else_is_noted_and_one_that_unlearnt_it_f
     assert finding.notes == ["computes something else: the first loss was 1 and is 2"]
     with pytest.raises(WorkerError, match="transformer: the base runs it, the head refuses: too deep"):
         measured(monkeypatch, Built(1.0), Built(None, "too deep"))
-
-
-def test_an_engine_that_hangs_ends_the_run(
-    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    edit(
-        theirs / "fast_pipe" / "fill_drain.py",
-        "        kept, losses = [], []",
-        "        import threading; threading.Event().wait()",
-    )
-    monkeypatch.setattr(guard_arms, "BUILD_S", 1.0)
-    with ExitStack() as stack:
-        arm = started(subject_of(theirs), theirs, stack, tmp_path / "store")
-        with pytest.raises(WorkerError, match="has not answered for 1 s"):
-            arm.build("tiny-layers")

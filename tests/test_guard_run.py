@@ -279,18 +279,33 @@ def found(fake: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[F
     return result
 
 
-def test_a_confirmed_regression_fails_and_is_annotated(
+def test_a_confirmed_regression_fails_and_is_annotated_summed_up_and_kept(
     found: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    found.append(finding("tiny-layers", SLOWER, SLOWER))
-    assert cli.main(["guard", "--base", "main", "--history", str(tmp_path / "h")]) == exits.VERDICT_FAILED
+    found += [finding("tiny-layers", SLOWER, SLOWER), Finding("transformer", refused="not my kind")]
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n")
+    keeping = ["guard", "--base", "main", "--markdown", str(summary), "--history"]
+    assert cli.main([*keeping, str(tmp_path / "h")]) == exits.VERDICT_FAILED
     out, err = capsys.readouterr()
     assert "::error title=guard::tiny-layers: slower by +10.0%25" in err
     assert out.endswith("guard: FAILED\n")
-    assert json.loads((tmp_path / "h" / "github.json").read_text())[0]["name"] == "tiny-layers"
+    lines = summary.read_text().splitlines()
+    assert lines[:2] == ["before", "### guard: FAILED"]
+    assert "- tiny-layers: slower by +10.0% [+8.0, +12.0], in two runs one after the other" in lines
+    assert any(line.startswith("| tiny-layers") and "| regression" in line for line in lines)
+    # Each entry for the trend tool needs name, unit and a number, bigger being better.
+    rate, against = json.loads((tmp_path / "h" / "github.json").read_text())
+    assert (rate["name"], against["name"]) == ("tiny-layers", "tiny-layers against its base")
+    assert (rate["unit"], rate["value"]) == (
+        "steps/s",
+        pytest.approx((1 / 0.01 + 1 / 0.02) / 2),
+    )  # the median
+    assert against["value"] == pytest.approx(1 / 1.1)
+    assert against["range"] == "0.8929 to 0.9259"  # 1 / 1.12 and 1 / 1.08
     (tmp_path / "file").touch()
-    assert cli.main(["guard", "--base", "main", "--history", str(tmp_path / "file")]) == exits.BAD_USAGE
+    assert cli.main([*keeping, str(tmp_path / "file")]) == exits.BAD_USAGE
     assert "the history can't be written to" in capsys.readouterr().err
 
 
@@ -326,6 +341,8 @@ def test_what_could_not_be_told_has_not_passed(
     status = cli.main(["guard", "--base", "main"])
     assert status == (exits.VERDICT_FAILED if "FAILED" in said else exits.DONE)
     assert capsys.readouterr().out.splitlines()[-1] == said
+    status = cli.main(["guard", "--base", "main", "--require-conclusive"])
+    assert status == (exits.DONE if said == "guard: passed" else exits.VERDICT_FAILED)
 
 
 def test_counters_that_differ_fail_whatever_was_timed(
@@ -337,10 +354,24 @@ def test_counters_that_differ_fail_whatever_was_timed(
     assert capsys.readouterr().out.splitlines()[-1] == "guard: FAILED"
 
 
-def test_a_benchmark_that_fails_is_an_error(found: list, capsys: pytest.CaptureFixture[str]) -> None:
-    found.append(WorkerError("base: no such layer"))
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([WorkerError("base: no such layer")], "error: base: no such layer"),
+        (
+            [Finding("transformer", refused="not my kind"), Finding("tiny-layers", refused="nor this")],
+            "nothing was timed: transformer: not my kind; tiny-layers: nor this",
+        ),
+    ],
+)
+def test_where_nothing_can_be_timed_nothing_has_passed(
+    found: list, capsys: pytest.CaptureFixture[str], result: list, message: str
+) -> None:
+    found += result
     assert cli.main(["guard", "--base", "main"]) == exits.CASE_FAILED
-    assert "error: base: no such layer" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert message in err
+    assert "passed" not in out
 
 
 def test_a_benchmark_that_vanished_is_an_error(
@@ -382,19 +413,6 @@ def test_the_trials_are_mixed_and_all_there() -> None:
     assert {name for _, _, name in planned} == set(BENCHMARKS)
 
 
-def test_a_trial_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
-    path = tmp_path / "trials.jsonl"
-    harness_trials.append(path, {"number": 0})
-    with path.open("a") as file:
-        file.write('{"number": 1, "ki')
-    assert harness_trials.load(path) == [{"number": 0}]
-    harness_trials.append(path, {"number": 1})
-    assert harness_trials.load(path) == [{"number": 0}, {"number": 1}]
-    path.write_text('{"number": 0}\nnonsense\n{"number": 1}\n')
-    with pytest.raises(ValueError, match=r"trials.jsonl:2: no JSON"):
-        harness_trials.load(path)
-
-
 def test_the_committed_trials_hold_what_is_promised() -> None:
     """At most one false alarm, none confirmed; four fifths of the slow-downs found; 3 minutes at most."""
     records = harness_trials.load(guard_trials.SERIES.records)
@@ -410,8 +428,3 @@ def test_the_committed_trials_hold_what_is_promised() -> None:
     assert guard_trials.SERIES.rewritten(text, records) == text, "stale: --write-docs"
     with pytest.raises(ValueError, match="has lost its markers"):
         guard_trials.SERIES.rewritten(text.replace(harness_trials.END, ""), [])
-
-
-def test_intervals_of_rates_are_exact() -> None:
-    assert harness_trials.rate(0, 40) == "0 of 40 (0.0%, 95 % interval 0.0% to 8.8%)"
-    assert harness_trials.rate(20, 20) == "20 of 20 (100.0%, 95 % interval 83.2% to 100.0%)"

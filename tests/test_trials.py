@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.harness.running.trials import BEGIN, END, Series, timed
+from gpipe_bench.harness.running.trials import BEGIN, END, Series, append, load, rate, timed
 
 
 def series(folder: Path, stop_before: int | None = None) -> tuple[Series[int], list[int]]:
@@ -68,3 +68,21 @@ def test_other_records_are_said_and_written_into_the_page(
     assert said.main(["--records", str(elsewhere), "--write-docs"]) == 0
     assert said.docs.read_text() == f"before\n{BEGIN}\n```text\n2 trials\n```\n\n{END}after\n"
     assert ran == []
+
+
+def test_a_trial_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "trials.jsonl"
+    append(path, {"number": 0})
+    with path.open("a") as file:
+        file.write('{"number": 1, "ki')
+    assert load(path) == [{"number": 0}]
+    append(path, {"number": 1})
+    assert load(path) == [{"number": 0}, {"number": 1}]
+    path.write_text('{"number": 0}\nnonsense\n{"number": 1}\n')
+    with pytest.raises(ValueError, match=r"trials.jsonl:2: no JSON"):
+        load(path)
+
+
+def test_intervals_of_rates_are_exact() -> None:
+    assert rate(0, 40) == "0 of 40 (0.0%, 95 % interval 0.0% to 8.8%)"
+    assert rate(20, 20) == "20 of 20 (100.0%, 95 % interval 83.2% to 100.0%)"

@@ -28,8 +28,7 @@ from gpipe_bench.harness.judging.spread import Spread
 from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar, of_case
-from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.width import fill
+from gpipe_bench.harness.report.grid import Grid, fill, numbers
 
 Cell = tuple[str, str, str]
 """Table, row and column, as in results/paper.csv."""

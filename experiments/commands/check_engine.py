@@ -15,7 +15,17 @@ from dataclasses import asdict
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.engines.examination import BROKEN, CANNOT, Row, examination, faults
-from gpipe_bench.harness.report.width import labelled
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument(
+        "engine", metavar="MODULE:ATTRIBUTE", help="your engine, or one by its name, such as gpipe"
+    )
+    verb.add_argument(
+        "--timeout-s", type=float, default=30.0, metavar="S",
+        help="after which a step counts as hung; default: %(default)g",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,7 +66,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
             place = row.place
             found.append(f"\nin {place}" if row.place == "one process" else f"\nover {place}, a stage each")
         verdict = "can't:" if row.verdict == CANNOT else row.verdict
-        found.append(labelled(f"  {row.check:{width}}  {verdict:9}  ", row.text))
+        found.append(f"  {row.check:{width}}  {verdict:9}  {row.text}")
     return found
 
 

@@ -28,8 +28,7 @@ from gpipe_bench.harness.judging.verdict import NO_RECORD
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import Loaded, Problem, Store, left_out, lines_of
-from gpipe_bench.harness.report.replies import replies_markdown
-from gpipe_bench.harness.report.table import markdown_table
+from gpipe_bench.harness.report.table import markdown_table, replies_markdown
 
 LOCAL = "local"
 
@@ -107,9 +106,10 @@ def _several(arguments: argparse.Namespace, experiment: Experiment) -> None:
     )
     if arguments.json:
         for row in side.rows:
+            known = row.known
             line = {
-                "table": row.table, "row": row.row, "column": row.column, "part": row.part,
-                "source": row.source, "unit": row.unit, "printed": row.printed,
+                "table": known.table, "row": known.row, "column": known.column, "part": row.part,
+                "source": known.source, "unit": known.unit, "printed": known.paper_text,
                 "machines": dict(zip(side.machines, row.cells, strict=True)),
                 "ratio_to_first": dict(zip(side.machines, row.ratios, strict=True)),
                 "differences": side.differences,

@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import their_repository
 
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.guard import arms as guard_arms
 from gpipe_bench.experiments.guard import run as guard_run
-from gpipe_bench.experiments.guard import scene
-from gpipe_bench.experiments.guard.arms import Arm, Built, arms_of
+from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of, repository
 from gpipe_bench.experiments.guard.run import Finding, measure
-from gpipe_bench.experiments.guard.subject import Subject, repository
-from gpipe_bench.harness.guard.judge import Change, Judgement, Look
-from gpipe_bench.harness.guard.process import WorkerError
+from gpipe_bench.harness.guard import Change, Judgement, Sample
 
 NONE = Change(0.0, -0.01, 0.01)
 SAME = Judgement("same", 12, 0.975, NONE, NONE, NONE, 0.01, 0.01)
@@ -29,18 +27,15 @@ CANT_TELL = replace(SAME, verdict="inconclusive", head=Change(0.0, -0.1, 0.1))
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    return scene.make(tmp_path / "theirs")
+    return their_repository.make(tmp_path / "theirs")
 
 
-def subject_of(repo: Path, engine: str = scene.ENGINE, *, with_file: bool = False) -> Subject:
+def subject_of(repo: Path, engine: str = their_repository.ENGINE, *, with_file: bool = False) -> Subject:
     return repository(repo, engine, repo / "benchmarks.py" if with_file else None, [])
 
 
 def started(subject: Subject, tree: Path, stack: ExitStack, store: Path, num_processes: int = 1) -> Arm:
-    arm = Arm(
-        "head", tree, num_processes, store, 0.0, stack,
-        benchmarks=subject.benchmarks, program=subject.program,
-    )  # fmt: skip
+    arm = Arm("head", tree, subject, num_processes, store, stack)
     arm.wait_until_started()
     return arm
 
@@ -57,14 +52,13 @@ def edit(path: Path, before: str, after: str) -> None:
 @pytest.mark.alone  # steps are timed
 def test_their_slower_commit_is_measured_as_slower(theirs: Path, tmp_path: Path) -> None:
     """Their `models/` is theirs and ours is ours; the base is their earlier commit."""
-    scene.git(theirs, "worktree", "add", "-q", "--detach", str(tmp_path / "base"), "HEAD")
-    scene.slow_down(theirs, 3.0)
+    their_repository.git(theirs, "worktree", "add", "-q", "--detach", str(tmp_path / "base"), "HEAD")
+    their_repository.slow_down(theirs, 3.0)
     subject = subject_of(theirs, with_file=True)
     names = ("tiny-layers", "rows")
-    chosen = {name: subject.benchmarks[name] for name in names}
-    with arms_of(tmp_path / "base", theirs, chosen, program=subject.program) as arms:
+    with arms_of(subject, tmp_path / "base", names) as arms:
         for name in names:
-            judged = measure(arms, Finding(name), "seed", looks=(Look(2, 0.975),), sample_s=0.01)
+            judged = measure(arms, Finding(name), "seed", looks=(2,), sample_s=0.01)
             assert judged is not None
             assert 1.5 < judged.head.value < 6  # four times as long
             assert abs(judged.control.value) < 1
@@ -202,7 +196,7 @@ def test_a_base_that_cannot_be_built_says_why(
     theirs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(theirs)
-    arguments = ["--repo", ".", "--engine", scene.ENGINE, "--base", "HEAD"]
+    arguments = ["--repo", ".", "--engine", their_repository.ENGINE, "--base", "HEAD"]
     assert main(["guard", *arguments, "--build", "echo no compiler; exit 7"]) == 2
     assert "failed with status 7 in the base's checkout: no compiler" in capsys.readouterr().err
 
@@ -213,7 +207,7 @@ def test_a_base_that_cannot_be_built_says_why(
 def scripted(monkeypatch: pytest.MonkeyPatch, findings: dict[str, list[Judgement] | str]) -> None:
     """What `guard` finds, instead of timing."""
 
-    def found(base: Path, head: Path, names: Any, seed: int, **options: Any) -> list[Finding]:
+    def found(*arguments: Any, **options: Any) -> list[Finding]:
         return [
             Finding(name, refused=runs) if isinstance(runs, str) else Finding(name, runs, [], [0.1, 0.2])
             for name, runs in findings.items()
@@ -223,7 +217,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch, findings: dict[str, list[Judgement
 
 
 def guarded(theirs: Path, *more: str) -> int:
-    return main(["guard", "--repo", str(theirs), "--engine", scene.ENGINE, "--base", "HEAD", *more])
+    return main(
+        ["guard", "--repo", str(theirs), "--engine", their_repository.ENGINE, "--base", "HEAD", *more]
+    )
 
 
 def test_a_confirmed_regression_fails_and_the_summary_says_which(
@@ -271,38 +267,42 @@ def test_history_for_a_trend_tool(theirs: Path, tmp_path: Path, monkeypatch: pyt
     assert against["range"] == "0.8929 to 0.9259"  # 1 / 1.12 and 1 / 1.08
 
 
+def measured(monkeypatch: pytest.MonkeyPatch, base: Built, head: Built) -> tuple[Judgement | None, Finding]:
+    """With arms that say this of building, and rounds that find nothing."""
+
+    class Told:
+        def __init__(self, built: Built) -> None:
+            self.build = lambda name: built
+            self.sample = lambda name, repeats: Sample(1.0, 1.0)
+
+    monkeypatch.setattr(guard_run, "run_rounds", lambda *_, **__: (SAME, []))
+    finding = Finding("transformer")
+    arms: Any = {"base": Told(base), "head": Told(head), "control": Told(base)}
+    return measure(arms, finding, "seed"), finding
+
+
 @pytest.mark.parametrize(
-    ("base", "head", "outcome"),
+    ("base", "head", "refused"),
     [
-        (Built(1.0), Built(1.0), "timed"),
+        (Built(1.0), Built(1.0), ""),
         (Built(None, "no"), Built(None, "no"), "no"),
         (Built(None, "no"), Built(1.0), "the base refuses, the head runs it: no"),
     ],
 )
 def test_what_one_revision_refuses_is_not_compared(
-    monkeypatch: pytest.MonkeyPatch, base: Built, head: Built, outcome: str
+    monkeypatch: pytest.MonkeyPatch, base: Built, head: Built, refused: str
 ) -> None:
-    class Told:
-        def __init__(self, built: Built) -> None:
-            self.build = lambda name: built
-
-    monkeypatch.setattr(guard_run, "calibrate", lambda *_: 1)
-    monkeypatch.setattr(guard_run, "run_rounds", lambda *_, **__: (SAME, []))
-    finding = Finding("transformer")
-    told: Any = {"base": Told(base), "head": Told(head), "control": Told(base)}
-    judged = measure(told, finding, "seed")
-    assert (judged is SAME, finding.refused) == ((True, "") if outcome == "timed" else (False, outcome))
-    assert finding.needs_another_run == (outcome == "timed")
+    judged, finding = measured(monkeypatch, base, head)
+    assert (judged, finding.refused) == (None if refused else SAME, refused)
 
 
-def test_a_head_that_has_unlearnt_a_benchmark_fails() -> None:
-    class Told:
-        def __init__(self, built: Built) -> None:
-            self.build = lambda name: built
-
-    told: Any = {"base": Told(Built(1.0)), "head": Told(Built(None, "too deep")), "control": Told(Built(1.0))}
+def test_a_head_that_computes_something_else_is_noted_and_one_that_unlearnt_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, finding = measured(monkeypatch, Built(1.0), Built(2.0))
+    assert finding.notes == ["computes something else: the first loss was 1 and is 2"]
     with pytest.raises(WorkerError, match="transformer: the base runs it, the head refuses: too deep"):
-        measure(told, Finding("transformer"), "seed")
+        measured(monkeypatch, Built(1.0), Built(None, "too deep"))
 
 
 def test_an_engine_that_hangs_ends_the_run(

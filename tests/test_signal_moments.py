@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import their_repository
 from command_line import ROOT, call, lines, surroundings
 from records import record
 
-from gpipe_bench.experiments.guard import scene
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.experiment import select as chosen
@@ -236,10 +236,10 @@ def test_while_results_are_compared(
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
     """Two benchmarks that need no torch."""
-    folder = scene.make(tmp_path / "theirs")
+    folder = their_repository.make(tmp_path / "theirs")
     text = (folder / "benchmarks.py").read_text()
     (folder / "benchmarks.py").write_text(f'{text}BENCHMARKS["again"] = build_rows\n')
-    scene.commit(folder, "two benchmarks")
+    their_repository.commit(folder, "two benchmarks")
     return folder
 
 
@@ -248,9 +248,9 @@ def theirs(tmp_path: Path) -> Path:
     [
         Moment("gpipe_bench.experiments.commands.guard", TERM),
         Moment("gpipe_bench.experiments.guard.run:guard", INT),
-        Moment("gpipe_bench.harness.guard.rounds:run_rounds", TERM),
-        Moment("gpipe_bench.harness.guard.rounds:run_rounds", INT, times=1),
-        Moment("gpipe_bench.experiments.guard.text:table", TERM),
+        Moment("gpipe_bench.harness.guard:run_rounds", TERM),
+        Moment("gpipe_bench.harness.guard:run_rounds", INT, times=1),
+        Moment("gpipe_bench.experiments.guard.run:table", TERM),
     ],
 )
 def test_the_guard_leaves_no_process_and_no_checkout_behind(

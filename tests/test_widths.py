@@ -18,8 +18,8 @@ from gpipe_bench.experiments.commands import doctor
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.engines.examination import Row
 from gpipe_bench.experiments.guard.run import Finding
-from gpipe_bench.experiments.guard.text import table as guard_table
-from gpipe_bench.harness.guard.judge import Change, Judgement
+from gpipe_bench.experiments.guard.run import table as guard_table
+from gpipe_bench.harness.guard import Change, Judgement
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.width import fill, fitted, labelled, width, width_of, within
 
@@ -132,9 +132,9 @@ def test_the_guards_table_keeps_to_it(columns: int) -> None:
         head_s=0.102,
     )  # fmt: skip
     findings = [Finding("gpipe two stages", [run, run])]
-    whole = guard_table(findings)
+    whole = guard_table(findings).text()
     with within(columns):
-        text = guard_table(findings)
+        text = guard_table(findings).text()
     check(text, columns)
     assert words(text) >= words(whole)
 

@@ -153,7 +153,7 @@ def _said(record: Mapping[str, Any]) -> str:
 
 
 SERIES = Series(
-    program="gpipe_bench.experiments.side_by_side.trials",
+    program="python -m gpipe_bench.experiments.side_by_side.trials",
     about=__doc__ or "",
     records=PUBLISHED / "peers" / "trials.jsonl",
     docs=ROOT / "docs" / "own-engine.md",

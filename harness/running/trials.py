@@ -32,7 +32,7 @@ class Series(Generic[Which]):
     """All trials of one judgement.
 
     Args:
-        program: the module that is run with `python -m`.
+        program: what one types to run it.
         about: what its `--help` says.
         records: where the finished trials are.
         docs: the page that says what they say, between `BEGIN` and `END`.
@@ -59,7 +59,7 @@ class Series(Generic[Which]):
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """The program; its exit status."""
-        parser = argparse.ArgumentParser(prog=f"python -m {self.program}", description=self.about)
+        parser = argparse.ArgumentParser(prog=self.program, description=self.about)
         parser.add_argument("--records", type=Path, default=self.records, metavar="FILE")
         parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S")
         parser.add_argument("--summary", action="store_true")

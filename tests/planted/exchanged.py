@@ -63,9 +63,9 @@ EXCHANGED = (
     ),
     Mutant(
         name="rounds are thrown away where time ends",
-        file="harness/guard/rounds.py",
-        old="        if len(rounds) < looks[0].rounds:\n",
-        new="        if len(rounds) < look.rounds:\n",
+        file="harness/guard.py",
+        old="        if len(rounds) < looks[0]:\n",
+        new="        if len(rounds) < look:\n",
         why="a slow-down that was measured would not be found on a busy machine",
         tests=("tests/test_guard.py::test_where_time_ends_between_two_looks_the_next_one_is_taken_there",),
     ),

@@ -13,51 +13,42 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from gpipe_bench.harness.judging.stats import median_interval
-from gpipe_bench.harness.timing.rounds import level
+from gpipe_bench.harness.timing.rounds import level, orders
 
 Verdict = Literal["regression", "improved", "same", "inconclusive", "contaminated"]
 
+ARMS = ("base", "head", "control")
+
 THRESHOLD = 0.03
 """The least change that counts; smaller ones come and go with the layout of code in memory."""
+
+LOOKS = (12, 48, 192)
+"""The rounds after which the intervals are looked at. Four times the rounds halve an interval: the first look
+is enough on a quiet machine, the last one is what a busy machine needs.
+"""
+
+CONFIDENCE = 0.984
+"""Of a look: three of them err together no more often than one at 95 %."""
 
 MAX_RUNS = 4
 """Runs of one benchmark at most: one, its confirmation, and one more for each if it was contaminated."""
 
 
-@dataclass(frozen=True)
-class Look:
-    """After so many rounds the intervals are looked at, with this confidence."""
-
-    rounds: int
-    confidence: float
-
-
-LOOKS = (Look(12, 0.984), Look(48, 0.984), Look(192, 0.984))
-"""Three looks at 98.4 % err together no more often than one at 95 %. Four times the rounds halve an interval:
-the first look is enough on a quiet machine, the last one is what a busy machine needs.
-"""
-
-
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """Seconds of one step: by the clock on the wall, and of processor time over all threads."""
 
     wall_s: float
     cpu_s: float
 
 
-@dataclass(frozen=True)
-class Round:
-    """The samples of each arm in one round, there and back."""
-
-    base: tuple[Sample, ...]
-    head: tuple[Sample, ...]
-    control: tuple[Sample, ...]
+Round = Mapping[str, Sequence[Sample]]
+"""The samples of each arm in one round, there and back."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +58,6 @@ class Change:
     value: float
     low: float
     high: float
-
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
-
-    @property
-    def reach(self) -> float:
-        """How far from no change the interval goes."""
-        return max(abs(self.low), abs(self.high))
 
 
 @dataclass(frozen=True)
@@ -95,7 +77,7 @@ class Judgement:
     @property
     def noise_floor(self) -> float:
         """How far identical code seemed to differ: the control's interval, at its further end."""
-        return self.control.reach
+        return max(abs(self.control.low), abs(self.control.high))
 
     @property
     def smallest_detectable(self) -> float:
@@ -110,6 +92,60 @@ class Judgement:
         return math.expm1(math.log1p(THRESHOLD) + half * (1 + power / quantile))
 
 
+def run_rounds(
+    sample: Callable[[str], Sample],
+    seed: str,
+    *,
+    looks: Sequence[int] = LOOKS,
+    deadline_s: float = math.inf,
+    clock_s: Callable[[], float] = time.monotonic,
+) -> tuple[Judgement, list[Round]]:
+    """Takes rounds up to the first look that ends the run, or the last one; `sample(arm)` takes one sample.
+
+        12 rounds   look   48 rounds   look   192 rounds, or as many as there is time for   look
+
+    A look ends the run with a verdict, or with a control that refutes it. At the first look that may be
+    chance; later two processes of the same code do differ, and more of their rounds would only say so again:
+    fresh processes are the remedy.
+
+    Past `deadline_s` of the clock no round is begun, and what is there gets the look that would have come
+    next: the clock knows nothing of who is faster. Before the first look's rounds the run is inconclusive,
+    whatever it has seen, and two rounds are taken in any case, without which there is nothing to show.
+    """
+    rounds: list[Round] = []
+    order_of = orders(ARMS, seed)
+    for look in looks:
+        while len(rounds) < look and (len(rounds) < 2 or clock_s() < deadline_s):
+            taken: dict[str, list[Sample]] = {arm: [] for arm in ARMS}
+            for arm in next(order_of):
+                taken[arm].append(sample(arm))
+            rounds.append(taken)
+        judgement = judge(rounds)
+        if len(rounds) < looks[0]:
+            judgement = replace(judgement, verdict="inconclusive")
+        if len(rounds) < look:
+            return replace(judgement, out_of_time=judgement.verdict == "inconclusive"), rounds
+        by_chance = judgement.verdict == "contaminated" and look == looks[0]
+        if judgement.verdict != "inconclusive" and not by_chance:
+            break
+    return judgement, rounds
+
+
+def judge(rounds: Sequence[Round], confidence: float = CONFIDENCE) -> Judgement:
+    """The verdict on these rounds. Raises ValueError below two, and for a sample that took no time."""
+    head, control, cpu = (
+        change(log_ratios(rounds, arm, quantity), confidence)
+        for arm, quantity in (("head", "wall_s"), ("control", "wall_s"), ("head", "cpu_s"))
+    )
+    seconds = {arm: statistics.median(each.wall_s for pair in rounds for each in pair[arm]) for arm in ARMS}
+    judged = Judgement(
+        "contaminated", len(rounds), confidence, head, control, cpu, seconds["base"], seconds["head"]
+    )
+    if not control.low <= 0 <= control.high:
+        return judged
+    return replace(judged, verdict=verdict_of(head, judged.noise_floor))
+
+
 def log_ratios(rounds: Sequence[Round], arm: str, quantity: str = "wall_s") -> list[float]:
     """Of each round: the mean logarithm of the arm's samples less that of the base's.
 
@@ -117,8 +153,7 @@ def log_ratios(rounds: Sequence[Round], arm: str, quantity: str = "wall_s") -> l
     """
 
     def level_of(each: Round, arm: str) -> float:
-        seconds: list[float] = [getattr(sample, quantity) for sample in getattr(each, arm)]
-        return level(seconds, f"{quantity} of {arm}")
+        return level([getattr(sample, quantity) for sample in each[arm]], f"{quantity} of {arm}")
 
     return [level_of(each, arm) - level_of(each, "base") for each in rounds]
 
@@ -128,24 +163,7 @@ def change(ratios: Sequence[float], confidence: float) -> Change:
     interval = median_interval(ratios, confidence)
     if interval is None:
         raise ValueError(f"{len(ratios)} rounds have no interval; measure at least 2")
-    low, high = map(math.expm1, interval)
-    return Change(math.expm1(statistics.median(ratios)), low, high)
-
-
-def judge(rounds: Sequence[Round], confidence: float) -> Judgement:
-    """The verdict on these rounds. Raises ValueError below two."""
-    head = change(log_ratios(rounds, "head"), confidence)
-    control = change(log_ratios(rounds, "control"), confidence)
-    return Judgement(
-        verdict="contaminated" if control.excludes_zero else verdict_of(head, control.reach),
-        rounds=len(rounds),
-        confidence=confidence,
-        head=head,
-        control=control,
-        cpu=change(log_ratios(rounds, "head", "cpu_s"), confidence),
-        base_s=statistics.median(sample.wall_s for each in rounds for sample in each.base),
-        head_s=statistics.median(sample.wall_s for each in rounds for sample in each.head),
-    )
+    return Change(*map(math.expm1, (statistics.median(ratios), *interval)))
 
 
 def verdict_of(head: Change, noise_floor: float = 0.0) -> Verdict:
@@ -161,16 +179,6 @@ def verdict_of(head: Change, noise_floor: float = 0.0) -> Verdict:
     if faster <= head.low and head.high <= slower:
         return "same"
     return "inconclusive"
-
-
-def ends_run(judgement: Judgement, look: int) -> bool:
-    """Whether the look of that number, the first is 0, ends the run: with a verdict, or with a control that
-    refutes it. At the first look that may be chance; later two processes of the same code do differ, and more
-    of their rounds would only say so again: fresh processes are the remedy.
-    """
-    if judgement.verdict == "contaminated":
-        return look > 0
-    return judgement.verdict != "inconclusive"
 
 
 def confirmed(verdicts: Sequence[Verdict]) -> bool:

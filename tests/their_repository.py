@@ -1,6 +1,6 @@
 """Somebody else's repository, made up: an engine of its own, a folder `models/` of its own, a slowed commit.
 
-Tests and trials guard it as its owner would.
+Tests and trials (`guard_trials.py`) guard it as its owner would.
 """
 
 from __future__ import annotations
@@ -82,12 +82,6 @@ def commit(folder: Path, message: str) -> None:
 
 
 def git(folder: Path, *arguments: str) -> None:
-    identity = (
-        "-c",
-        "user.name=owner",
-        "-c",
-        "user.email=owner@example.org",
-        "-c",
-        "core.hooksPath=/dev/null",
-    )
-    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+    settings = ("user.name=owner", "user.email=owner@example.org", "core.hooksPath=/dev/null")
+    given = [word for setting in settings for word in ("-c", setting)]
+    subprocess.run(["git", "-C", str(folder), *given, *arguments], check=True, capture_output=True)

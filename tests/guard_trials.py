@@ -1,15 +1,15 @@
 """How often the guard cries wolf, and how often it sees the wolf, on this machine as busy as it is.
 
-    python -m gpipe_bench.experiments.guard.trials                 # go on; may be stopped at any time
-    python -m gpipe_bench.experiments.guard.trials --seconds 200   # begin no further trial after that
-    python -m gpipe_bench.experiments.guard.trials --summary       # what the records say
-    python -m gpipe_bench.experiments.guard.trials --write-docs    # the same, into docs/guard.md
+    python tests/guard_trials.py                 go on; may be stopped at any time
+    python tests/guard_trials.py --seconds 200   begin no further trial after that
+    python tests/guard_trials.py --summary       what the records say
+    python tests/guard_trials.py --write-docs    the same, into docs/guard.md
 
 A trial is a guard run on one benchmark, as `guard --only NAME` makes it; the benchmarks take turns. In trials
 of this project both arms are the same commit: in those of kind "same" they are identical, in those of kind
 "slower" the head's engine stays busy for another tenth of every step. In trials of another repository
-(`scene`) its owner has committed since: nothing, or an engine that takes a tenth longer. One line of JSON per
-finished trial; those on record are not run again.
+(`their_repository.py`) its owner has committed since: nothing, or an engine that takes a tenth longer. One
+line of JSON per finished trial; those on record are not run again.
 """
 
 from __future__ import annotations
@@ -18,23 +18,41 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gpipe_bench.experiments.guard import scene
+import their_repository
+
+from gpipe_bench.experiments.guard.arms import repository, this_project
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
-from gpipe_bench.experiments.guard.run import BUDGET_S, Finding, guard
-from gpipe_bench.experiments.guard.subject import repository
-from gpipe_bench.harness.guard.tree import base_tree
+from gpipe_bench.experiments.guard.run import Finding, guard
+from gpipe_bench.experiments.guard.trees import base_tree
 from gpipe_bench.harness.places import PUBLISHED, ROOT
 from gpipe_bench.harness.running.trials import Series, rate, timed
 
 TRIALS = {"same": 40, "slower": 20, "other repository, same": 20, "other repository, slower": 8}
-SLOW_DOWN = {"same": 0.0, "slower": 0.10, "other repository, same": 0.0, "other repository, slower": 0.10}
-ELSEWHERE = ("other repository, same", "other repository, slower")
+SLOW_DOWN = 0.10
 Which = tuple[str, int, str]  # kind, number, benchmark
+
+# After the engine's actions it stays busy for that share of the time they took.
+_SLOW = """
+
+def run(*arguments, _run=run, **options):
+    from time import perf_counter
+    begin_s = perf_counter()
+    _run(*arguments, **options)
+    end_s = perf_counter() + {share} * (perf_counter() - begin_s)
+    while perf_counter() < end_s:
+        pass
+"""
+
+
+def slow_down(tree: Path, share: float) -> None:
+    """From here on a revision of this project is slower by that share of its engine's time."""
+    with (tree / "pipeline" / "engine.py").open("a", encoding="utf-8") as file:
+        file.write(_SLOW.format(share=share))
 
 
 def plan() -> Iterator[Which]:
@@ -48,45 +66,47 @@ def plan() -> Iterator[Which]:
 
 
 def _benchmark(number: int) -> str:
-    names = list(BENCHMARKS)
-    return names[number % len(names)]
+    return list(BENCHMARKS)[number % len(BENCHMARKS)]
 
 
-def trial(kind: str, number: int, benchmark: str, tree: Path, commit: str) -> dict[str, Any]:
-    """Runs one trial; its record."""
+@contextmanager
+def ready() -> Iterator[Callable[[Which], dict[str, Any]]]:
+    """What runs a trial, with a checkout of HEAD and another one whose engine is slower."""
+    with base_tree(ROOT, "HEAD") as tree, base_tree(ROOT, "HEAD") as slower:
+        slow_down(slower.path, SLOW_DOWN)
+        heads = {"same": tree.path, "slower": slower.path}
 
-    def found() -> dict[str, Any]:
-        seed = 1000 * number + list(TRIALS).index(kind)
-        if kind in ELSEWHERE:
-            finding = _elsewhere(benchmark, seed, SLOW_DOWN[kind])
-        else:
-            (finding,) = guard(tree, tree, [benchmark], seed, budget_s=BUDGET_S, slow_down=SLOW_DOWN[kind])
-        return {
-            "kind": kind,
-            "number": number,
-            "benchmark": benchmark,
-            "slow_down": SLOW_DOWN[kind],
-            "confirmed": finding.confirmed,
-            "runs": [asdict(run) for run in finding.runs],
-            "notes": finding.notes,
-            "commit": commit,
-        }
+        def run(which: Which) -> dict[str, Any]:
+            kind, number, benchmark = which
+            seed = 1000 * number + list(TRIALS).index(kind)
+            slow = SLOW_DOWN if "slower" in kind else 0.0
 
-    return timed(found)
+            def found() -> dict[str, Any]:
+                if kind in heads:
+                    subject = replace(this_project(), root=heads[kind])
+                    (finding,) = guard(subject, tree.path, [benchmark], seed)
+                else:
+                    finding = elsewhere(benchmark, seed, slow)
+                return {
+                    "kind": kind, "number": number, "benchmark": benchmark, "slow_down": slow,
+                    "confirmed": finding.confirmed, "runs": [asdict(each) for each in finding.runs],
+                    "notes": finding.notes, "commit": tree.commit,
+                }  # fmt: skip
+
+            return timed(found)
+
+        yield run
 
 
-def _elsewhere(benchmark: str, seed: int, slow_down: float) -> Finding:
+def elsewhere(benchmark: str, seed: int, share: float) -> Finding:
     """The guard in a repository of somebody else, whose last commit slows the engine down by that share."""
     with TemporaryDirectory() as folder:
-        theirs = scene.make(Path(folder) / "theirs")
-        scene.slow_down(theirs, slow_down)
-        scene.commit(theirs, "one more commit")
-        subject = repository(theirs, scene.ENGINE, None, ())
+        theirs = their_repository.make(Path(folder) / "theirs")
+        their_repository.slow_down(theirs, share)
+        their_repository.commit(theirs, "one more commit")
+        subject = repository(theirs, their_repository.ENGINE, None, ())
         with base_tree(subject.root, "HEAD~1") as base:
-            (finding,) = guard(
-                base.path, subject.root, [benchmark], seed, budget_s=BUDGET_S,
-                benchmarks=subject.benchmarks, program=subject.program,
-            )  # fmt: skip
+            (finding,) = guard(subject, base.path, [benchmark], seed)
     return finding
 
 
@@ -128,26 +148,21 @@ def _median(records: Sequence[Mapping[str, Any]], name: str) -> float:
     return values[len(values) // 2]
 
 
-@contextmanager
-def _ready() -> Iterator[Callable[[Which], dict[str, Any]]]:
-    with base_tree(ROOT, "HEAD") as tree:
-        yield lambda which: trial(*which, tree.path, tree.commit)
-
-
-def _said(record: Mapping[str, Any]) -> str:
+def said(record: Mapping[str, Any]) -> str:
+    """Of a record, on a terminal."""
     verdicts = " ".join(run["verdict"] for run in record["runs"])
     return f"{record['kind']} {record['number']} {record['benchmark']}: {verdicts}"
 
 
 SERIES = Series(
-    program="gpipe_bench.experiments.guard.trials",
+    program="python tests/guard_trials.py",
     about=__doc__ or "",
     records=PUBLISHED / "guard" / "trials.jsonl",
     docs=ROOT / "docs" / "guard.md",
     plan=plan,
     which=lambda record: (record["kind"], record["number"], _benchmark(record["number"])),
-    ready=_ready,
-    said=_said,
+    ready=ready,
+    said=said,
     summary=summary,
 )
 

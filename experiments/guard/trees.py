@@ -38,10 +38,8 @@ def base_tree(root: Path, ref: str) -> Iterator[Base]:
     path = folder / "base"
     try:
         # A checkout hook is the user's, for checkouts of the user's.
-        _git(
-            root, "-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--quiet", "--detach",
-            os.fspath(path), commit,
-        )  # fmt: skip
+        without_hooks = ("-c", f"core.hooksPath={os.devnull}")
+        _git(root, *without_hooks, "worktree", "add", "--quiet", "--detach", os.fspath(path), commit)
         yield Base(ref, commit, path / prefix)
     finally:
         with contextlib.suppress(ValueError):
@@ -49,55 +47,6 @@ def base_tree(root: Path, ref: str) -> Iterator[Base]:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(ValueError):
             _git(root, "worktree", "prune")
-
-
-def check_place(root: Path, module: str, cwd: Path) -> None:
-    """Raises ValueError, with the remedy, unless `cwd` lies in the checkout whose code is running.
-
-    `root` is the folder of that code and `module` one of its files. A guard that is started elsewhere,
-    through PYTHONPATH or an installation, would vouch for another checkout than its user has changed.
-    Without any repository, as in an unpacked archive, the folders decide.
-    """
-    root, cwd = root.resolve(), cwd.resolve()
-    ours, theirs = top_of(root), top_of(cwd)
-    if ours is None and theirs is None and cwd.is_relative_to(root):
-        return
-    if ours is not None and not _is_tracked(root, module):
-        ours = None
-    if ours is None:
-        raise ValueError(
-            f"this guard runs from {root}, which is not a checkout of the repository that is to be guarded; "
-            "start the guard in a clone, from its folder"
-        )
-    if theirs is None:
-        raise ValueError(
-            f"{cwd} is in no git repository that can be read, and this guard measures {root}; to guard that, "
-            f"cd {root}"
-        )
-    if theirs == ours:
-        return
-    if (theirs / root.relative_to(ours) / module).exists():
-        there = theirs / root.relative_to(ours)
-        raise ValueError(f"this guard measures {root}; to guard {there}, start from its folder: cd {there}")
-    raise ValueError(
-        f"{theirs} is another repository, and without --repo this guard measures {root}; to guard an engine "
-        f"there: guard --repo {theirs} --engine module:attribute --base REF; to guard this one: cd {root}"
-    )
-
-
-def top_of(folder: Path) -> Path | None:
-    """The top of the git working tree that a folder lies in; None in no repository that can be read."""
-    try:
-        return Path(_git(folder, "rev-parse", "--show-toplevel")).resolve()
-    except ValueError:
-        return None
-
-
-def _is_tracked(root: Path, file: str) -> bool:
-    try:
-        return bool(_git(root, "ls-files", "--", file))
-    except ValueError:
-        return False
 
 
 def merge_base(root: Path, ref: str) -> str:
@@ -126,6 +75,46 @@ def merge_base(root: Path, ref: str) -> str:
             else "compare with a revision of the same history"
         )
         raise ValueError(f"{ref!r} and HEAD have no common commit here; {remedy}") from error
+
+
+def check_place(root: Path, module: str, cwd: Path) -> None:
+    """Raises ValueError, with the remedy, unless `cwd` lies in the checkout whose code is running.
+
+    `root` is the folder of that code and `module` one of its files. A guard that is started elsewhere,
+    through PYTHONPATH or an installation, would vouch for another checkout than its user has changed.
+    Without any repository, as in an unpacked archive, the folders decide.
+    """
+    root, cwd = root.resolve(), cwd.resolve()
+    ours, theirs = top_of(root), top_of(cwd)
+    if ours is None and theirs is None and cwd.is_relative_to(root):
+        return
+    if ours is None or not _git(root, "ls-files", "--", module):
+        raise ValueError(
+            f"this guard runs from {root}, which is not a checkout of the repository that is to be guarded; "
+            "start the guard in a clone, from its folder"
+        )
+    if theirs is None:
+        raise ValueError(
+            f"{cwd} is in no git repository that can be read, and this guard measures {root}; to guard that, "
+            f"cd {root}"
+        )
+    if theirs == ours:
+        return
+    there = theirs / root.relative_to(ours)
+    if (there / module).exists():
+        raise ValueError(f"this guard measures {root}; to guard {there}, start from its folder: cd {there}")
+    raise ValueError(
+        f"{theirs} is another repository, and without --repo this guard measures {root}; to guard an engine "
+        f"there: guard --repo {theirs} --engine module:attribute --base REF; to guard this one: cd {root}"
+    )
+
+
+def top_of(folder: Path) -> Path | None:
+    """The top of the git working tree that a folder lies in; None in no repository that can be read."""
+    try:
+        return Path(_git(folder, "rev-parse", "--show-toplevel")).resolve()
+    except ValueError:
+        return None
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -27,7 +27,7 @@ from gpipe_bench.experiments.registry import suggestion
 from gpipe_bench.harness.places import PUBLISHED, ROOT
 from gpipe_bench.harness.records.environment import code_state
 from gpipe_bench.harness.records.files import write_whole
-from gpipe_bench.harness.report.width import fill
+from gpipe_bench.harness.report.grid import fill
 
 COUNTERS = PUBLISHED / "guard" / "counters.json"
 SEED = 1811

@@ -32,6 +32,9 @@ EXPERIMENTS: dict[str, str] = {
     "grid": "gpipe_bench.experiments.grid.experiment",
     "plan": "gpipe_bench.experiments.plan.experiment",
 }
+PROFILES = ("smoke", "short", "full")
+"""Of every experiment: that it runs, what a laptop can do, the paper's sizes."""
+
 VERBS_TOO = ("plan",)
 """Experiments that have the name of a verb, which it stays on the command line."""
 

@@ -14,7 +14,7 @@ import pytest
 import their_repository
 import yaml
 
-from gpipe_bench.experiments.commands.parsing.parser import parser
+from gpipe_bench.experiments.commands.cli import parser
 from gpipe_bench.experiments.guard.run import HEADERS
 
 ROOT = Path(__file__).parents[1]

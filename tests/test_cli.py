@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -17,7 +16,6 @@ from records import quantity, record
 
 from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.experiments.commands.run import sees_no_cuda
 from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, load, spelled_out
 from gpipe_bench.harness.records.store import Store
 from gpipe_bench.models import zoo
@@ -299,24 +297,15 @@ def test_a_device_that_is_not_there_is_bad_usage(fake, tmp_path, capsys, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("cuda", "hip", "driver", "none"),
-    [
-        ("None", "None", True, True), ("'13.0'", "None", False, True), ("'13.0'", "None", True, False),
-        ("None", "'6.4'", False, False), ("None", "", False, False),
-    ],
-)  # fmt: skip
-def test_where_torch_could_see_a_device_it_is_asked(tmp_path, monkeypatch, cuda, hip, driver, none):
-    def load(name):
-        if not driver:
-            raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    monkeypatch.setattr(sys, "platform", "linux")
-    version = tmp_path / "version.py"
-    assert not sees_no_cuda(version)
-    lines = ["__version__ = '2.13.0'", f"cuda: Optional[str] = {cuda}", f"hip: Optional[str] = {hip}"]
-    version.write_text("\n".join(lines[: 3 if hip else 2]))
-    assert sees_no_cuda(version) is none
+    ("build", "device"), [("2.13.0+cpu", "cpu"), ("2.13.0", "cuda"), ("2.13.0+rocm6.4", "cuda")]
+)
+def test_torch_is_asked_for_a_device_unless_it_is_built_for_none(
+    fake, tmp_path, capsys, monkeypatch, build, device
+):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: build)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert main(["run", "fake", "--only", "step=1", "--json", "--results", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["options"]["device"] == device
 
 
 def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, capsys, monkeypatch):

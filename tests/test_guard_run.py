@@ -19,7 +19,7 @@ import yaml
 
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.commands import guard as verb
-from gpipe_bench.experiments.commands.parsing.parser import parser
+from gpipe_bench.experiments.commands.cli import parser
 from gpipe_bench.experiments.guard import arms as guard_arms
 from gpipe_bench.experiments.guard.arms import Arm, WorkerError, arms_of, this_project
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS

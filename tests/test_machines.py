@@ -9,7 +9,7 @@ from records import quantity, record
 
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
-from gpipe_bench.experiments.commands.compare_machines import comparable, machine_folders
+from gpipe_bench.experiments.commands.compare import comparable, machine_folders
 from gpipe_bench.experiments.report.readings import shown_of
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import compare

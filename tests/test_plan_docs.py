@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.experiments.commands.parsing.parser import parser
+from gpipe_bench.experiments.commands.cli import main, parser
 
 PAGE = (Path(__file__).parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
 

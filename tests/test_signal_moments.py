@@ -279,7 +279,7 @@ TRIAL = "gpipe_bench.experiments.engines.trial:examine"
 @pytest.mark.parametrize(
     "moment",
     [
-        Moment("gpipe_bench.experiments.commands.exchange.check_engine", INT),
+        Moment("gpipe_bench.experiments.commands.check_engine", INT),
         Moment("torch", INT, in_a_child=True),
         Moment(TRIAL, TERM, in_a_child=True),
         Moment(TRIAL, INT, in_a_child=True, times=1),
@@ -309,7 +309,7 @@ def test_a_plan(ended: Callable[..., tuple[str, str]], moment: Moment) -> None:
 @pytest.mark.parametrize(
     "moment",
     [
-        Moment("gpipe_bench.experiments.commands.exchange.export", INT),
+        Moment("gpipe_bench.experiments.commands.export", INT),
         Moment("gpipe_bench.harness.records.travel:pack", TERM),
         Moment("os:replace", INT),
     ],
@@ -330,7 +330,7 @@ def test_an_export_writes_its_file_whole_or_not(
 @pytest.mark.parametrize(
     "moment",
     [
-        Moment("gpipe_bench.experiments.commands.exchange.check", TERM),
+        Moment("gpipe_bench.experiments.commands.check", TERM),
         Moment("gpipe_bench.harness.records.travel:unpack", INT),
         Moment("gpipe_bench.experiments.report.plausible:remarks", TERM),
     ],

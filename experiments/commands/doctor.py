@@ -38,6 +38,14 @@ class Check:
     remedy: str = ""
 
 
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument(
+        "--device", choices=("auto", "cuda"), default="auto",
+        help="cuda: what .ci/gpu would run here, how long each step takes and what it needs",
+    )  # fmt: skip
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb: 0 if the short profiles run here, or with `--device cuda` what `.ci/gpu` runs,
     else 1.

@@ -21,7 +21,7 @@ from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.guard.arms import Subject, WorkerError, repository, this_project
 from gpipe_bench.experiments.guard.counters import differences, encode, load
-from gpipe_bench.experiments.guard.run import LEGEND, Finding, ending, guard, table, trend
+from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table, trend
 from gpipe_bench.experiments.guard.trees import Base, base_tree, check_place, top_of
 from gpipe_bench.experiments.registry import suggestion
 from gpipe_bench.harness.places import PUBLISHED, ROOT
@@ -33,6 +33,51 @@ COUNTERS = PUBLISHED / "guard" / "counters.json"
 SEED = 1811
 
 Say = Callable[[str], None]
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument(
+        "--base", metavar="REF", help="time the working tree against where it left this revision"
+    )
+    verb.add_argument(
+        "--update", action="store_true",
+        help="write the committed counters anew; say in the commit why they changed",
+    )  # fmt: skip
+    verb.add_argument(
+        "--only", action="append", default=[], metavar="BENCHMARK", help="time only this one; may be repeated"
+    )
+    verb.add_argument(
+        "--removed", action="append", default=[], metavar="BENCHMARK",
+        help="a benchmark of the base that is gone on purpose",
+    )  # fmt: skip
+    verb.add_argument(
+        "--budget-s", type=float, default=BUDGET_S, metavar="S",
+        help="time for all rounds; default: %(default)g",
+    )  # fmt: skip
+    verb.add_argument("--history", type=Path, metavar="DIR", help="also write a file for a trend tool there")
+    verb.add_argument(
+        "--markdown", type=Path, metavar="FILE",
+        help="also add the result to this file, as to a job's summary",
+    )  # fmt: skip
+    verb.add_argument(
+        "--require-conclusive", action="store_true", help="exit with 1 where nothing can be told, too"
+    )
+    verb.add_argument(
+        "--repo", type=Path, metavar="DIR", help="guard this repository instead, by --engine or --benchmarks"
+    )
+    verb.add_argument(
+        "--engine", metavar="MODULE:ATTRIBUTE", help="its engine, timed by this project's benchmarks"
+    )
+    verb.add_argument(
+        "--benchmarks", type=Path, metavar="FILE",
+        help="a file of its own benchmarks: functions in a dictionary BENCHMARKS",
+    )  # fmt: skip
+    verb.add_argument(
+        "--path", action="append", default=[], metavar="FOLDER",
+        help="where its modules are, below DIR; default: DIR and DIR/src",
+    )  # fmt: skip
+    verb.add_argument("--build", metavar="COMMAND", help="run in the base's checkout before it is timed")
 
 
 def run(arguments: argparse.Namespace) -> int:

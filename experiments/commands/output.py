@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 
 def prepare_streams() -> None:
@@ -72,6 +73,20 @@ def lines_only() -> Iterator[Callable[[bytes], None]]:
 def say(text: str) -> None:
     """Prints text for people."""
     print(text, flush=True)
+
+
+def warn(*lines: str) -> None:
+    """Says on standard error what a result should not be read without."""
+    for line in lines:
+        print(f"warning: {line}", file=sys.stderr)
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Writes the file that an option names. Raises ValueError where it can't be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}; give a file in a folder that exists") from error
 
 
 def print_line(line: bytes) -> None:

@@ -6,14 +6,14 @@ Reads records and draws; needs neither torch nor a device.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
-from gpipe_bench.experiments.report.build import build, short_path
+from gpipe_bench.experiments.commands.output import print_line, warn
+from gpipe_bench.experiments.report.build import build
+from gpipe_bench.harness.places import short_path
 from gpipe_bench.harness.records.files import write_whole
 from gpipe_bench.harness.records.travel import unpacked
 from gpipe_bench.harness.report.cells import cells_csv
@@ -21,6 +21,17 @@ from gpipe_bench.harness.report.counts import counts_lines
 from gpipe_bench.harness.report.render import html, markdown
 
 HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")
+    verb.add_argument(
+        "--with", dest="with_", action="append", default=[], type=Path, metavar="FILE",
+        help="also the records of a file that export wrote; may be repeated",
+    )  # fmt: skip
+    verb.add_argument("--engine", metavar="NAME", help="first of all the runs in which it took part")
+    verb.add_argument("--no-figures", action="store_true", help="numbers and timelines only")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,8 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.results, figures=not (arguments.no_figures or arguments.json), others=others,
             engine=arguments.engine,
         )  # fmt: skip
-    for warning in page.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    warn(*page.warnings)
     if arguments.json:
         for table in page.tables:
             for row in (*table.rows, *table.settings):

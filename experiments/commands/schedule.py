@@ -17,20 +17,47 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say
+from gpipe_bench.experiments.commands.output import print_line, say, write_text
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.drawn.drawing import draw
 from gpipe_bench.pipeline.plan.drawn.svg import svg
 from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.remat import from_text, to_text
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.plan.validate import validate
 
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 """Of a schedule, and of a picture: more would take minutes and gigabytes, and no terminal shows them."""
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(NAMED)}; none with --from")
+    verb.add_argument("--workers", type=int, metavar="K", help="processes or devices")
+    verb.add_argument("--num-stages", type=int, metavar="K", help="instead: the stages of all workers")
+    verb.add_argument(
+        "--stages-per-worker", type=int, metavar="V", help="of interleaved and breadth-first; default: 2"
+    )
+    verb.add_argument(
+        "--microbatches", "--num-microbatches", dest="num_microbatches", type=int, metavar="M",
+        help="micro-batches of a mini-batch",
+    )  # fmt: skip
+    verb.add_argument(
+        "--remat", metavar="WHICH",
+        help=f"what is recomputed: {', '.join(REMAT_MODES)}, or one choice per stage, of these or of "
+        "micro-batches: always,0-2+5,never; default: the schedule's, or as in the file",
+    )  # fmt: skip
+    verb.add_argument(
+        "--csv", type=Path, metavar="FILE",
+        help="write it, one line per worker, as torch reads it: 0F0,0F1,0B1",
+    )  # fmt: skip
+    verb.add_argument("--draw", type=Path, metavar="FILE.svg", help="write a picture of it")
+    verb.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="read what --csv or torch writes"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,9 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"that is a picture of {slots} slots; --json has the numbers without it")
     facts = _facts(schedule, timeline)
     if arguments.csv is not None:
-        _write("--csv", arguments.csv, to_csv(schedule))
+        write_text("--csv", arguments.csv, to_csv(schedule))
     if arguments.draw is not None:
-        _write("--draw", arguments.draw, svg(timeline, f"{_title(facts)}; {_length(facts)}"))
+        write_text("--draw", arguments.draw, svg(timeline, f"{_title(facts)}; {_length(facts)}"))
     if arguments.json:
         print_line(json.dumps(facts).encode())
     else:
@@ -135,13 +162,6 @@ def _read(arguments: argparse.Namespace) -> Schedule:
     except ValueError as error:
         raise ValueError(f"--from {path}: {error}") from error
     return schedule
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{option} {path}: {error.strerror}; give a file in a folder that exists") from error
 
 
 def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:

@@ -7,18 +7,53 @@ import json
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say
-from gpipe_bench.experiments.commands.parsing.asked import (
+from gpipe_bench.experiments.commands.asked import (
     check_counts,
     find_own_modules,
     memory_bytes,
+    model_options,
     precision,
+    reserve_option,
+    training_options,
 )
+from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.models.paper import GIB, HALVES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedules.known import NAMED
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.table1.largest import Placement, Setting
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    model_options(verb, "; without it, the largest that fits is searched")
+    machines = verb.add_argument_group("your machines")
+    machines.add_argument(
+        "--accelerators", "--num-stages", type=int, required=True, metavar="K",
+        help="of the pipeline; where a schedule has two stages on each, there are twice as many stages",
+    )  # fmt: skip
+    machines.add_argument(
+        "--memory-gib", "--cap-gib", type=float, required=True, metavar="GIB", help="of each"
+    )
+    reserve_option(machines)
+    machines.add_argument(
+        "--device-type", metavar="NAME",
+        help="an accelerator by its name, such as h100, whose attention keeps less; default: this CPU",
+    )  # fmt: skip
+    training = verb.add_argument_group("how it is trained")
+    training.add_argument(
+        "--batch-size", type=int, metavar="N",
+        help="examples of a mini-batch; default: 32, Table 1's, or as many as your example has",
+    )  # fmt: skip
+    training_options(training, default=None)
+    training.add_argument("--num-microbatches", type=int, metavar="M", help="default: the fewest that fit")
+    training.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(NAMED)}; default: gpipe")
+    training.add_argument(
+        "--remat", metavar="WHICH",
+        help=f"what is recomputed: {', '.join(REMAT_MODES)}, or one choice per stage as for the verb "
+        "schedule; default: always",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from gpipe_bench.experiments.report.tables import table_infos
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.places import short_path
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import lines_of
 from gpipe_bench.harness.report.page import Answer, table_views
@@ -163,11 +164,3 @@ def _side(experiments: Sequence[Experiment], shown: dict[str, list[Reading]]) ->
             compared.setdefault(machine, []).extend(each.shown.comparisons)
             environments.setdefault(machine, []).extend(r.environment for r in each.source.records)
     return side_by_side(compared, environments) if len(compared) > 1 else None
-
-
-def short_path(path: Path) -> str:
-    """As seen from here, where it lies below."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from gpipe_bench.experiments.commands.parsing.asked import reserve_bytes
+from gpipe_bench.experiments.commands.asked import reserve_bytes
 from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.pipeline.plan.remat import check_remat, from_text
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named

@@ -6,19 +6,24 @@ Exit status 0; 2 where there is nothing to export.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import print_line, warn
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness.records.codec import encode
 from gpipe_bench.harness.records.files import write_whole
 from gpipe_bench.harness.records.store import Store, latest, lines_of
 from gpipe_bench.harness.records.travel import SUFFIX, pack
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument("name", nargs="*", metavar="NAME", help="experiments; default: all on record")
+    verb.add_argument("--output", type=Path, metavar="FILE.zip", help="default: the results folder's name")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,16 +54,12 @@ def collected(store: Store, names: Sequence[str]) -> tuple[dict[str, bytes], dic
     for name in names:
         revision = load(name).revision  # ValueError for an unknown one
         loaded = store.load(name)
-        for problem in lines_of(loaded.problems):
-            print(f"warning: {problem}", file=sys.stderr)
+        warn(*lines_of(loaded.problems))
         found = latest(loaded.records).values()
         records = [record for record in found if record.revision == revision]
         if len(records) < len(found):
-            print(
-                f"warning: {name}: records of other revisions than {revision} are left out: "
-                f"{len(found) - len(records)}",
-                file=sys.stderr,
-            )
+            left_out = len(found) - len(records)
+            warn(f"{name}: records of other revisions than {revision} are left out: {left_out}")
         if records:
             lines[name] = b"".join(encode(record) + b"\n" for record in records)
             counts[name] = len(records)

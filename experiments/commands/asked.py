@@ -1,13 +1,56 @@
-"""What `plan` and `size` both read from the command line, with one refusal for each value that is none."""
+"""What `plan` and `size` both take from the command line: options that are called the same and mean the same,
+and one refusal for each value that is none.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 GIB = 2**30
 PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 MOST_GIB = 1e6
+
+
+def model_options(verb: argparse.ArgumentParser, without: str = "") -> None:
+    """Which model, and how large."""
+    verb.add_argument(
+        "model", metavar="MODEL",
+        help="a published shape (gpt2-xl, llama-8b, unet-5-64 ...), transformer-lm or amoebanet-d with Table "
+        "1's options, or your own as module:function",
+    )  # fmt: skip
+    verb.add_argument(
+        "--num-layers", type=int, metavar="L",
+        help="blocks of GPT-2 or Llama, in the place of the shape's own; of transformer-lm and amoebanet-d"
+        + without,
+    )  # fmt: skip
+    verb.add_argument("--num-filters", type=int, metavar="D", help="of amoebanet-d, with --num-layers")
+
+
+def reserve_option(machines: Any) -> None:
+    """What of the memory is not planned with."""
+    machines.add_argument(
+        "--reserve-gib", type=float, metavar="GIB",
+        help="of each, for what is no tensor: context, kernels, workspaces, buffers of collectives; default: "
+        "1.5 of an accelerator that is named, else 0",
+    )  # fmt: skip
+
+
+def training_options(group: Any, default: str | None = "adam") -> None:
+    """What a step is made of besides the mini-batch."""
+    said = default or "adam; rmsprop where the largest is searched"
+    group.add_argument(
+        "--optimizer", choices=("sgd", "rmsprop", "adam"), default=default, help=f"default: {said}"
+    )
+    group.add_argument(
+        "--precision", default="float32", metavar="TYPE",
+        help="of the activations (autocast): float32 or bfloat16, also fp32, bf16; default: %(default)s",
+    )  # fmt: skip
+    group.add_argument(
+        "--compiled", action="store_true",
+        help="layers as torch.compile keeps them, each by itself; takes seconds more",
+    )  # fmt: skip
 
 
 def memory_bytes(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,17 @@ from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.engines.examination import BROKEN, CANNOT, Row, examination, faults
 
 
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument(
+        "engine", metavar="MODULE:ATTRIBUTE", help="your engine, or one by its name, such as gpipe"
+    )
+    verb.add_argument(
+        "--timeout-s", type=float, default=30.0, metavar="S",
+        help="after which a step counts as hung; default: %(default)g",
+    )  # fmt: skip
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for a name that leads nowhere."""
     if arguments.timeout_s <= 0:

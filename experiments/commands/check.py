@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.report.plausible import Remark, remarks
 from gpipe_bench.harness.records.travel import unpack
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument("file", type=Path, metavar="FILE", help="what export wrote")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -33,10 +33,9 @@ from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.planner import kept
 from gpipe_bench.planner.costs import FIRST, LEVELS, ONCE, About, Costs, Run, SizeCosts
-from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.model import Model, OfTheZoo, OneOfYours, Subject
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, ProbeRun, probe
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.subjects import OfTheZoo, OneOfYours, Subject
 
 MOST_SIZES = 5
 """Of micro-batches that are timed; of more, those in the middle and the ends."""

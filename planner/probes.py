@@ -57,7 +57,7 @@ from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Event
 from gpipe_bench.pipeline.stage.microbatch import flatten, split
 from gpipe_bench.planner.costs import LEVELS, About, kinds_of
-from gpipe_bench.planner.subjects import Subject
+from gpipe_bench.planner.model import Subject
 from gpipe_bench.planner.timing import settle, time_step
 
 NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them

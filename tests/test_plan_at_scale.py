@@ -11,8 +11,8 @@ from gpipe_bench.experiments.plan.experiment import EXPERIMENT
 from gpipe_bench.experiments.plan.figures import figures
 from gpipe_bench.experiments.plan.tables import tables
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.pipeline.plan.cutting.best import EFFORT
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.planner.cuts import EFFORT
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.search import Search
 from gpipe_bench.planner.space import Space, ways

@@ -15,13 +15,13 @@ from planning_models import costs_of, planned
 
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.planner import kept
+from gpipe_bench.planner.answer import worth
 from gpipe_bench.planner.costs import About, Costs
-from gpipe_bench.planner.likely import worth
-from gpipe_bench.planner.links import link_named
 from gpipe_bench.planner.measured import Timing, measured, sizes_worth
+from gpipe_bench.planner.model import OneOfYours
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, affordable, print_progress, probe
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.subjects import OneOfYours
+from gpipe_bench.planner.topology import link_named
 
 LOOPBACK = link_named("loopback")
 REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBACK)

@@ -27,10 +27,9 @@ from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.replay import SLOTS
 from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.predict import predict, schedule_of
-from gpipe_bench.planner.prediction import Prediction
 from gpipe_bench.planner.request import Request
 
 if TYPE_CHECKING:

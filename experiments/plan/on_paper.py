@@ -24,11 +24,10 @@ from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.records.record import Quantity
 
 if TYPE_CHECKING:
-    from gpipe_bench.planner.found import Found
-    from gpipe_bench.planner.models import Model
-    from gpipe_bench.planner.prediction import Prediction
+    from gpipe_bench.planner.candidate import Prediction
+    from gpipe_bench.planner.model import Model
     from gpipe_bench.planner.request import Request
-    from gpipe_bench.planner.search import Search
+    from gpipe_bench.planner.search import Found, Search
 
 AT_SCALE, PUBLISHED_STEPS = "at scale", "published steps"
 STEP, THEIRS = "step", "step of what was done"
@@ -87,8 +86,8 @@ class Scale:
 
     def request(self) -> Request:
         """As `plan` is asked."""
-        from gpipe_bench.planner.links import link_named
         from gpipe_bench.planner.request import Request
+        from gpipe_bench.planner.topology import link_named
 
         link, between = (link_named(name, self.device_type) for name in (self.link, self.between))
         return Request(
@@ -100,7 +99,7 @@ class Scale:
     def model(self, name: str) -> Model:
         """The paper's Transformer of so many layers, or a published shape."""
         from gpipe_bench.models.paper import HALVES
-        from gpipe_bench.planner.models import built, model_of
+        from gpipe_bench.planner.model import built, model_of
 
         if not name.startswith("transformer-"):
             return model_of(name, self.batch_size)
@@ -179,16 +178,15 @@ def best_of_each_grid(search: Search) -> dict[tuple[int, int], Found]:
 
 def as_done(done: Done, search: Search) -> Found:
     """What was done, cut evenly by the work of layers, everything recomputed."""
-    from gpipe_bench.pipeline.plan.cutting.best import Cut
     from gpipe_bench.pipeline.plan.partition import partition
-    from gpipe_bench.planner.grids import Grid
-    from gpipe_bench.planner.space import Way
+    from gpipe_bench.planner.candidate import Grid, Way
+    from gpipe_bench.planner.cuts import Cut
 
     stages_per_worker = 2 if done.schedule == "interleaved" else 1
     grid = Grid(done.num_workers, 1, done.shards, 2 if done.shards > 1 else 0, done.tp)
     size = search.request.batch_size // done.shards // done.num_microbatches
     way = Way(grid, done.schedule, stages_per_worker, done.num_microbatches, size)
-    times = search.parts.times(way)
+    times = search.times(way)
     work_s = [times.least_s(layer, layer + 1) for layer in range(times.num_layers)]
     cut = partition(work_s, way.num_stages)
     return search.found(way, Cut(cut, ("always",) * way.num_stages, 1.0, 0.0))
@@ -255,7 +253,7 @@ class Step:
     def model(self) -> Model:
         """On the meta device, with the attention that it had."""
         from gpipe_bench.models import SHAPES
-        from gpipe_bench.planner.models import built
+        from gpipe_bench.planner.model import built
 
         builder, options = SHAPES[self.shape] if self.shape else (self.builder, self.options)
         return replace(built(self.name, builder, options, self.batch_size), attention=self.attention)

@@ -30,10 +30,9 @@ from gpipe_bench.harness.timing.rounds import against_itself, turns
 from gpipe_bench.harness.timing.usage import Usage, used_by_others
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.predict import Layout, predict, schedule_of
-from gpipe_bench.planner.prediction import Prediction
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.space import Space
 

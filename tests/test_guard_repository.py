@@ -226,20 +226,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, base: Built, head: Built) -> tuple
     return measure(arms, finding, "seed"), finding
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, base: Built, head: Built) -> tuple[Judgement | None, Finding]:
-    """With arms that say this of building, and rounds that find nothing."""
-
-    class Told:
-        def __init__(self, built: Built) -> None:
-            self.build = lambda name: built
-            self.sample = lambda name, repeats: Sample(1.0, 1.0)
-
-    monkeypatch.setattr(guard_run, "run_rounds", lambda *_, **__: (SAME, []))
-    finding = Finding("transformer")
-    arms: Any = {"base": Told(base), "head": Told(head), "control": Told(base)}
-    return measure(arms, finding, "seed"), finding
-
-
 @pytest.mark.parametrize(
     ("base", "head", "refused"),
     [

@@ -45,21 +45,6 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-LOCAL = "local"
-
-
-def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
-    verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
-    verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
-    verb.add_argument("--engine", metavar="NAME", help="of several runs the latest in which it took part")
-    verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
-    verb.add_argument(
-        "--machines", nargs="+", metavar="MACHINE",
-        help="several machines in one table: names under results/reference, local, folders, files of export",
-    )  # fmt: skip
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for an unknown machine, and where there are no records."""
     experiment = load(arguments.name)

@@ -102,69 +102,6 @@ def options(verb: argparse.ArgumentParser) -> None:
     output.add_argument("--frontier", type=Path, metavar="FILE.png", help="draw memory against time")
 
 
-def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
-    model_options(verb)
-    machines = verb.add_argument_group("your machines")
-    machines.add_argument(
-        "--accelerators", type=int, required=True, metavar="N", help="of all hosts together"
-    )
-    machines.add_argument("--memory-gib", type=float, required=True, metavar="GIB", help="of each")
-    reserve_option(machines)
-    machines.add_argument("--hosts", type=int, default=1, metavar="N", help="default: %(default)s")
-    machines.add_argument(
-        "--device-type", default="measured", metavar="NAME",
-        help="an accelerator by its name, such as h100, whose seconds are modelled (a roofline); default: "
-        "measured, the layers are timed on this machine",
-    )  # fmt: skip
-    machines.add_argument(
-        "--link", metavar="LINK",
-        help="inside a host: nvlink, pcie, infiniband, ethernet or a preset; default: nvlink where the "
-        "accelerator has it, else pcie; loopback where the layers are timed here",
-    )  # fmt: skip
-    machines.add_argument("--between", metavar="LINK", help="between hosts, likewise; needed with --hosts")
-    training = verb.add_argument_group("how it is trained")
-    training.add_argument(
-        "--batch-size", type=int, required=True, metavar="N", help="examples of a mini-batch, of all replicas"
-    )
-    training_options(training)
-    tried = verb.add_argument_group(
-        "what is tried", "everything by default, but for tensor parallelism; each may be repeated"
-    )
-    tried.add_argument(
-        "--schedule", action="append", default=[], metavar="NAME",
-        help=f"only this one, of {', '.join(NAMED)}",
-    )  # fmt: skip
-    tried.add_argument(
-        "--num-microbatches", action="append", type=int, default=[], metavar="M",
-        help="only so many micro-batches, of each replica",
-    )  # fmt: skip
-    tried.add_argument(
-        "--pp", action="append", type=int, default=[], metavar="K", help="only so many workers of a pipeline"
-    )
-    tried.add_argument(
-        "--tp", action="append", type=int, default=[], metavar="N",
-        help="so many accelerators that compute a layer together; needs a model that says how; default: 1",
-    )  # fmt: skip
-    tried.add_argument("--no-fsdp", action="store_true", help="every replica holds all parameters")
-    clock = verb.add_argument_group("how layers are timed, where no accelerator is named")
-    clock.add_argument(
-        "--probe-s", type=float, default=60.0, metavar="S",
-        help="seconds that may go into it, where they matter for the ranking; default: %(default)g",
-    )  # fmt: skip
-    clock.add_argument(
-        "--fresh", action="store_true", help="time anew, though there are costs of the same model and machine"
-    )
-    output = verb.add_argument_group("what is printed and written")
-    output.add_argument(
-        "--top", type=int, default=5, metavar="N", help="plans to print; default: %(default)s"
-    )
-    output.add_argument(
-        "--script", type=Path, metavar="FILE.py", help="write the script that trains as planned"
-    )
-    output.add_argument("--frontier", type=Path, metavar="FILE.png", help="draw memory against time")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what cannot be planned."""
     request = request_of(arguments)

@@ -71,37 +71,6 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
-    model_options(verb, "; without it, the largest that fits is searched")
-    machines = verb.add_argument_group("your machines")
-    machines.add_argument(
-        "--accelerators", "--num-stages", type=int, required=True, metavar="K",
-        help="of the pipeline; where a schedule has two stages on each, there are twice as many stages",
-    )  # fmt: skip
-    machines.add_argument(
-        "--memory-gib", "--cap-gib", type=float, required=True, metavar="GIB", help="of each"
-    )
-    reserve_option(machines)
-    machines.add_argument(
-        "--device-type", metavar="NAME",
-        help="an accelerator by its name, such as h100, whose attention keeps less; default: this CPU",
-    )  # fmt: skip
-    training = verb.add_argument_group("how it is trained")
-    training.add_argument(
-        "--batch-size", type=int, metavar="N",
-        help="examples of a mini-batch; default: 32, Table 1's, or as many as your example has",
-    )  # fmt: skip
-    training_options(training, default=None)
-    training.add_argument("--num-microbatches", type=int, metavar="M", help="default: the fewest that fit")
-    training.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(NAMED)}; default: gpipe")
-    training.add_argument(
-        "--remat", metavar="WHICH",
-        help=f"what is recomputed: {', '.join(REMAT_MODES)}, or one choice per stage as for the verb "
-        "schedule; default: always",
-    )  # fmt: skip
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what can't be placed."""
     check_counts(arguments, "accelerators", "num_layers", "num_filters", "num_microbatches", "batch_size")

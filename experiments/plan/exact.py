@@ -98,7 +98,7 @@ def ways(planned: Planned, number: int) -> list[Candidate]:
 
 def peaks_of(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[int, ...]]:
     """What `predict` says of each, of every worker; its seconds are of no interest here."""
-    from gpipe_bench.planner.profiles import profiles_of
+    from gpipe_bench.planner.measured import profiles_of
 
     layers = planned.subject.build()[0]
     second = SizeCosts(layers_s=dict.fromkeys(KINDS, (1.0,) * len(layers)))

@@ -37,7 +37,7 @@ from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.space import Space
 
 if TYPE_CHECKING:
-    from gpipe_bench.planner.bench import Bench
+    from gpipe_bench.planner.probes import Bench
 
 PART = "steps"
 NUM_WORKERS = 2
@@ -90,10 +90,8 @@ def work(planned: Planned, seed: int, device: str) -> Found:
     import torch
 
     from gpipe_bench.pipeline.times.clock import conditions
-    from gpipe_bench.planner.bench import Bench, ProbeJob
-    from gpipe_bench.planner.measured import measured
-    from gpipe_bench.planner.probes import probe
-    from gpipe_bench.planner.profiles import profiles_of
+    from gpipe_bench.planner.measured import measured, profiles_of
+    from gpipe_bench.planner.probes import Bench, ProbeJob, probe
     from gpipe_bench.planner.timing import settle
 
     torch.manual_seed(seed)
@@ -138,7 +136,7 @@ class _Run:
     """A candidate over all processes."""
 
     def __init__(self, bench: Bench, prediction: Prediction) -> None:
-        from gpipe_bench.planner.bench import Trained
+        from gpipe_bench.planner.probes import Trained
 
         candidate = prediction.candidate
         schedule = schedule_of(candidate)
@@ -179,7 +177,7 @@ def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, An
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from gpipe_bench.planner.wholes import sharded_over
+    from gpipe_bench.planner.probes import sharded_over
 
     if candidate.fsdp > 1:
         return sharded_over(candidate.fsdp, candidate.fsdp_level, device_type)

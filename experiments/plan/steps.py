@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments.plan.models import MODELS, Planned
 from gpipe_bench.experiments.plan.rules import CHOSEN, MOST_DRIFT, OTHERS, Compared
-from gpipe_bench.experiments.side_by_side.control import void_of
+from gpipe_bench.experiments.side_by_side import void_of
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar

@@ -16,7 +16,7 @@ from gpipe_bench.experiments.plan.rules import (
     order_of,
     regret,
 )
-from gpipe_bench.experiments.side_by_side.control import measured
+from gpipe_bench.experiments.side_by_side import measured
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.records.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid

@@ -53,7 +53,7 @@ KERNEL_S = 3.2e-6
 """From one kernel to the next where each has little to do."""
 
 _aten: Any = torch.ops.aten
-_UNMOVED = ("empty", "new_empty", "_unsafe_view")
+_UNMOVED = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh")
 """Operations beside views, by how their names begin, that move no bytes."""
 
 

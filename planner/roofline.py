@@ -299,9 +299,8 @@ def _products(func: Any, args: Any, output: Any) -> tuple[tuple[int, int, int, i
         case _aten.convolution_backward:
             groups, (for_inputs, for_weights, _) = args[9:]
             rows, inner, columns = _as_product(args[0].shape, args[2].shape, groups)
-            return ((groups, rows, columns, inner),) * for_inputs + (
-                (groups, inner, rows, columns),
-            ) * for_weights
+            of_inputs, of_weights = (groups, rows, columns, inner), (groups, inner, rows, columns)
+            return (*[of_inputs] * for_inputs, *[of_weights] * for_weights)
     return ()
 
 

@@ -52,7 +52,8 @@ BANDWIDTH = 0.92
 KERNEL_S = 3.2e-6
 """From one kernel to the next where each has little to do."""
 
-_UNMOVED = ("empty", "new_empty", "_unsafe_view")
+_aten: Any = torch.ops.aten
+_UNMOVED = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh")
 """Operations beside views, by how their names begin, that move no bytes."""
 
 
@@ -240,7 +241,7 @@ class _Notes(TorchDispatchMode):
                 any(tensor.itemsize == 2 for tensor in made[:1]),
                 self._bytes(given),
                 self._bytes(made),
-                tuple(_PRODUCTS.get(func._overloadpacket, _no_products)(args, output)),
+                _products(func, args, output),
                 tuple(
                     (tuple(t.shape), t.itemsize, t.is_floating_point())
                     for t in {id(t): t for t in (*given, *made)}.values()
@@ -283,48 +284,29 @@ def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> float:
     return float(flop_registry[packet](*args, **kwargs, out_val=output))
 
 
-_Products = Iterable[tuple[int, int, int, int]]
-
-
-def _no_products(args: Any, output: Any) -> _Products:
+def _products(func: Any, args: Any, output: Any) -> tuple[tuple[int, int, int, int], ...]:
+    """The matrix products of an operation, where they are known."""
+    match func._overloadpacket:
+        case _aten.mm | _aten.addmm:
+            ours, theirs = args[-2:]
+            return ((1, *ours.shape, theirs.shape[1]),)
+        case _aten.bmm | _aten.baddbmm:
+            ours, theirs = args[-2:]
+            return ((*ours.shape, theirs.shape[2]),)
+        case _aten.convolution:
+            groups = args[8]
+            return ((groups, *_as_product(output.shape, args[1].shape, groups)),)
+        case _aten.convolution_backward:
+            groups, (for_inputs, for_weights, _) = args[9:]
+            rows, inner, columns = _as_product(args[0].shape, args[2].shape, groups)
+            of_inputs, of_weights = (groups, rows, columns, inner), (groups, inner, rows, columns)
+            return (*[of_inputs] * for_inputs, *[of_weights] * for_weights)
     return ()
-
-
-def _mm(args: Any, output: Any) -> _Products:
-    (rows, inner), columns = args[0].shape, args[1].shape[1]
-    return [(1, rows, inner, columns)]
-
-
-def _bmm(args: Any, output: Any) -> _Products:
-    (count, rows, inner), columns = args[0].shape, args[1].shape[2]
-    return [(count, rows, inner, columns)]
-
-
-def _convolution(args: Any, output: Any) -> _Products:
-    rows, inner, columns = _as_product(output.shape, args[1].shape, args[8])
-    return [(args[8], rows, inner, columns)]
-
-
-def _convolution_backward(args: Any, output: Any) -> _Products:
-    groups, mask = args[9], args[10]
-    rows, inner, columns = _as_product(args[0].shape, args[2].shape, groups)
-    return [(groups, rows, columns, inner)] * mask[0] + [(groups, inner, rows, columns)] * mask[1]
 
 
 def _as_product(result: Sequence[int], weight: Sequence[int], groups: int) -> tuple[int, int, int]:
     """A convolution as a product: examples and positions x channels and places of the window x filters."""
     return result[0] * prod(result[2:]), weight[1] * prod(weight[2:]), weight[0] // groups
-
-
-_aten: Any = torch.ops.aten
-_PRODUCTS: dict[Any, Callable[[Any, Any], _Products]] = {
-    _aten.mm: _mm,
-    _aten.addmm: lambda args, output: _mm(args[1:], output),
-    _aten.bmm: _bmm,
-    _aten.baddbmm: lambda args, output: _bmm(args[1:], output),
-    _aten.convolution: _convolution,
-    _aten.convolution_backward: _convolution_backward,
-}
 
 
 def _kinds(layers: Sequence[Noted], device: Accelerator, *, fuses: bool) -> dict[str, list[float]]:

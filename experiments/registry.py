@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 # A line for each: the name on the command line and in nox, and the module that ends with its EXPERIMENT.
 EXPERIMENTS: dict[str, str] = {
     "table1": "gpipe_bench.experiments.table1.experiment",
-    "table2": "gpipe_bench.experiments.table2.experiment",
-    "table3": "gpipe_bench.experiments.table3.experiment",
-    "table4": "gpipe_bench.experiments.table4.experiment",
+    "table2": "gpipe_bench.experiments.table2",
+    "table3": "gpipe_bench.experiments.table3",
+    "table4": "gpipe_bench.experiments.table4",
     "figure2": "gpipe_bench.experiments.figure2.experiment",
-    "figure3": "gpipe_bench.experiments.figure3.experiment",
+    "figure3": "gpipe_bench.experiments.figure3",
     "computed": "gpipe_bench.experiments.computed.experiment",
     "engine": "gpipe_bench.experiments.side_by_side.engine",
     "consistency": "gpipe_bench.experiments.consistency.experiment",

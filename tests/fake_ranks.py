@@ -22,7 +22,7 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if case.key["step"] == 2:
-        from gpipe_bench.experiments.measuring.processes import run_processes
+        from gpipe_bench.experiments.timed.steps import run_processes
 
         run_processes(wait_for_ever, 1)
     return Outcome((Quantity(name="one", value=1, unit="ratio", provenance="modelled"),))

@@ -30,8 +30,8 @@ from gpipe_bench.experiments.published.entries import PART, as_published, predic
 from gpipe_bench.experiments.published.hypotheses import TRIED, hypotheses_of
 from gpipe_bench.experiments.published.outcome import outcome
 from gpipe_bench.experiments.published.settings import LINK, Prediction
+from gpipe_bench.experiments.published.table2 import _adjusted
 from gpipe_bench.experiments.published.walk import Axis, Walk, points, ranks
-from gpipe_bench.experiments.table2.predicted import _adjusted
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging import paper as paper_file
 from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
@@ -306,7 +306,7 @@ def test_the_three_ways_to_adjust_a_batch() -> None:
 def predicted(experiment: str, model: str):
     """A record of the path itself: a tiny model and the middle alone, said to be of the short profile."""
     case = Case({"part": PART, "model": model})
-    predicted = import_module(f"gpipe_bench.experiments.{experiment}.predicted")
+    predicted = import_module(f"gpipe_bench.experiments.published.{experiment}")
     found = run(predicted.predict, case, RunOptions(profile="smoke"))
     return record(
         experiment=experiment, profile="short", case=case.key, quantities=found.quantities,
@@ -335,12 +335,12 @@ def test_every_predicted_number_is_an_entry_of_the_first_question(table3) -> Non
 
 def test_every_experiment_appends_its_predictions() -> None:
     for experiment, model in ESTIMATE_S:
-        module = importlib.import_module(f"gpipe_bench.experiments.{experiment}.experiment")
+        module = importlib.import_module(f"gpipe_bench.experiments.{experiment}")
         for profile in ("smoke", "short"):
             keys = [case.key for case in module.EXPERIMENT.cases(RunOptions(profile=profile))]
             assert {"part": PART, "model": model} in keys
     found = predicted("table3", "transformer")
-    module = importlib.import_module("gpipe_bench.experiments.table3.experiment")
+    module = importlib.import_module("gpipe_bench.experiments.table3")
     assert [entry.question for entry in module.EXPERIMENT.cells([found])] == ["as published"] * 3
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from records import record
 from scipy.stats import t
 
-from gpipe_bench.experiments.measuring.tables.replay_error import (
+from gpipe_bench.experiments.timed.replay import (
     next_error,
     prediction_interval,
     replayed_spread,

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from gpipe_bench.experiments.table3 import slow_link
-from gpipe_bench.experiments.table3.slow_link import UnavailableError, existing, set_rate
-from gpipe_bench.experiments.table3.slow_link_steps import LinkJob, steps_at_rates
+from gpipe_bench.experiments.timed import slow_link
+from gpipe_bench.experiments.timed.slow_link import UnavailableError, existing, set_rate, steps_at_rates
+from gpipe_bench.experiments.timed.steps import Configuration, Job
+from gpipe_bench.experiments.timed.workloads import Workload
 
 pytestmark = pytest.mark.processes  # two of them; what is asserted of times holds however slow the machine is
 RATE = 20e6
@@ -83,8 +84,8 @@ def test_steps_over_a_slow_link_take_at_least_as_long_as_their_messages(link: sl
         "num_layers": 2, "d_model": 32, "ffn_dim": 64, "num_heads": 2, "seq_len": 64, "vocab_size": 50,
         "cut": "sublayer",
     }  # fmt: skip
-    job = LinkJob("transformer-lm", options, 4, 4, 1, (None, 0.2))
-    first, second = link.run(steps_at_rates, job)
+    job = Job(Workload("", "transformer-lm", options, 4), (Configuration(2, 4, 4),), rounds=1)
+    first, second = link.run(steps_at_rates, job, (None, 0.2))
     assert first.rates == second.rates
     assert first.rates[0] is None
     assert first.timed[0].activation_bytes == first.timed[0].gradient_bytes == (64 * 32 * 4,)
@@ -127,7 +128,7 @@ def test_an_exception_leaves_nothing_behind(link: slow_link.SlowLink) -> None:
 
 def test_what_a_killed_run_leaves_is_removed_by_the_next(link: slow_link.SlowLink) -> None:
     code = (
-        "import time\nfrom gpipe_bench.experiments.table3.slow_link import slow_link\n"
+        "import time\nfrom gpipe_bench.experiments.timed.slow_link import slow_link\n"
         "with slow_link() as made:\n"
         "    print(*made.namespaces, flush=True)\n    time.sleep(600)\n"
     )

@@ -11,15 +11,13 @@ import pytest
 from records import record
 from test_timed_actions import timed
 
-from gpipe_bench.experiments.figure3 import experiment as figure3
-from gpipe_bench.experiments.measuring.configuration import Configuration, Steps
-from gpipe_bench.experiments.measuring.speed_models import SUBJECTS, V1_SUBJECTS
-from gpipe_bench.experiments.measuring.step_results import results
-from gpipe_bench.experiments.measuring.step_timing import Found, StepJob, work
+from gpipe_bench.experiments import figure3, table2, table4
 from gpipe_bench.experiments.report.figures import draw
-from gpipe_bench.experiments.table2 import experiment as table2
-from gpipe_bench.experiments.table2.fitted_batch import fitted_microbatch, peak_bytes
-from gpipe_bench.experiments.table4 import experiment as table4
+from gpipe_bench.experiments.table2 import fitted_microbatch, peak_bytes
+from gpipe_bench.experiments.timed import steps as timed_steps
+from gpipe_bench.experiments.timed.replay import results
+from gpipe_bench.experiments.timed.steps import Configuration, Found, Job, Steps, work
+from gpipe_bench.experiments.timed.workloads import TABLE2, TABLE3, VERSION1, Workload
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.records.record import Quantity, Record
@@ -27,21 +25,26 @@ from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.launch import launch
 
-TINY = {
+TINY_OPTIONS = {
     "num_layers": 3, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8, "vocab_size": 40,
     "cut": "sublayer",
 }  # fmt: skip
+TINY = Workload("", "transformer-lm", TINY_OPTIONS, 4)
 OPTIONS = RunOptions(profile="smoke", device="cpu", engine="ours")
 
 
 def steps(turns: int = 2, real_s: tuple[float, ...] = (), why: str = "", **more: Any) -> Steps:
     action = timed(**more)
-    return Steps(action.partition, (action,) * turns, (0.5,) * turns, real_s, None, {"F": 8}, why)
+    return Steps(action.partition, [action] * turns, [0.5] * turns, list(real_s), None, {"F": 8}, why)
 
 
 def found(*each: Steps, copy_bytes_per_s: float = 1e12) -> Found:
     layers_s = {1: (0.01, 0.02, 0.01, 0.02) * 2}
     return Found(each, layers_s, 1000, copy_bytes_per_s, {"threads": "1"}, Usage(1.0, 2.0, 1.0, 2))
+
+
+def job_of(*configurations: Configuration) -> Job:
+    return Job(Workload("A model", "transformer-lm", {}, 32, "half"), configurations, 2)
 
 
 def value(quantities: Any, name: str, **key: Any) -> float:
@@ -50,15 +53,12 @@ def value(quantities: Any, name: str, **key: Any) -> float:
 
 
 def test_ratios_and_errors_come_from_the_action_times() -> None:
-    plan = [
-        (Configuration(2, 1, 32, runs_for_real=True), (1,)),
-        (Configuration(2, 4, 32, runs_for_real=True), (4,)),
-    ]
+    job = job_of(Configuration(2, 1, 32, runs_for_real=True), Configuration(2, 4, 32, runs_for_real=True))
     one = found(steps(num_microbatches=1, real_s=(0.07, 0.07)), steps(num_microbatches=4, real_s=(0.2, 0.2)))
     other = found(
         steps(num_microbatches=1, real_s=(0.06, 0.08)), steps(num_microbatches=4, real_s=(0.1, 0.19))
     )
-    quantities, details = results(plan, [one, other], "cpu")
+    quantities, details = results(job, [one, other])
     # 7 slots of 10 ms at M=1, 19 at M=4; the link's latency shows a little.
     first, second = value(quantities, "step", K=2, M=1), value(quantities, "step", K=2, M=4)
     assert first == pytest.approx(70, rel=0.01)
@@ -77,8 +77,8 @@ def test_ratios_and_errors_come_from_the_action_times() -> None:
 
 
 def test_a_step_that_was_run_with_fewer_micro_batches_is_laid_out_with_more() -> None:
-    plan = [(Configuration(2, 4, 32, runs_for_real=True, label="pipeline-2"), (8, 4))]
-    quantities, details = results(plan, [found(steps(num_microbatches=4, real_s=(0.2, 0.2)))], "cpu")
+    job = job_of(Configuration(2, 4, 32, runs_for_real=True, counts=(8, 4), label="pipeline-2"))
+    quantities, details = results(job, [found(steps(num_microbatches=4, real_s=(0.2, 0.2)))])
     assert list(details["cells"]) == ["pipeline-2", "pipeline-2 M=4"]
     assert details["cells"]["pipeline-2"]["batch_size"] == 64
     more, ran = ({"configuration": "pipeline-2", "M": count} for count in (8, 4))
@@ -89,12 +89,12 @@ def test_a_step_that_was_run_with_fewer_micro_batches_is_laid_out_with_more() ->
 
 def test_nothing_is_relative_to_a_base_that_was_not_measured() -> None:
     """naive-1 can't run on two devices, so pipeline-2's measured step has nothing to be divided by."""
-    plan = [
-        (Configuration(1, 1, 32, label="naive-1"), (1,)),
-        (Configuration(2, 4, 32, runs_for_real=True, label="pipeline-2"), (4,)),
-    ]
+    job = job_of(
+        Configuration(1, 1, 32, label="naive-1"),
+        Configuration(2, 4, 32, runs_for_real=True, label="pipeline-2"),
+    )
     answer = found(steps(num_microbatches=1), steps(num_microbatches=4, real_s=(0.2, 0.2)))
-    quantities, _ = results(plan, [answer], "cpu")
+    quantities, _ = results(job, [answer])
     normalised = {(q.name, q.key["configuration"]) for q in quantities if q.name.startswith("normalised")}
     assert normalised == {
         (f"normalised {kind}throughput", cell)
@@ -105,8 +105,8 @@ def test_nothing_is_relative_to_a_base_that_was_not_measured() -> None:
 
 
 def test_an_engine_without_a_timeline_has_real_steps_only() -> None:
-    plan = [(Configuration(2, 4, 32, runs_for_real=True), (4,))]
-    quantities, details = results(plan, [found(steps(0, real_s=(0.2, 0.2), why="no timeline"))], "cpu")
+    job = job_of(Configuration(2, 4, 32, runs_for_real=True))
+    quantities, details = results(job, [found(steps(0, real_s=(0.2, 0.2), why="no timeline"))])
     assert {q.provenance for q in quantities} == {"measured"}
     assert details["cells"]["K=2 M=4"]["why"] == "no timeline"
 
@@ -118,7 +118,7 @@ def test_real_steps_are_counted_and_timed() -> None:
         Configuration(4, 2, 7, "except_last"),
         Configuration(3, 1, 4, "never"),
     )
-    answer = work(StepJob("transformer-lm", TINY, plan, rounds=1))
+    answer = work(Job(TINY, plan, rounds=1))
     assert [each.counts for each in answer.steps] == [
         {"F": 8, "R": 8, "B": 8}, {"F": 8, "R": 4, "B": 8}, {"F": 3, "B": 3},
     ]  # fmt: skip
@@ -140,12 +140,11 @@ def test_any_engine_runs_through_the_table_unchanged(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "docs"))
     plan = (Configuration(2, 1, 4, runs_for_real=True), Configuration(2, 4, 4, runs_for_real=True))
     for engine in ("ours", "own_engine_example:FillDrain"):
-        answers = launch(
-            work, 2, StepJob("transformer-lm", TINY, plan, rounds=1, engine=engine), device="cpu"
-        )
+        job = Job(TINY, plan, rounds=1, engine=engine)
+        answers = launch(work, 2, job, device="cpu")
         assert answers[0].steps[0].partition == answers[1].steps[0].partition
         assert all(each.real_s and min(each.real_s) > 0 for answer in answers for each in answer.steps)
-        quantities, details = results([(each, (each.num_microbatches,)) for each in plan], answers, "cpu")
+        quantities, details = results(job, answers)
         found_here = {quantity.label for quantity in quantities}
         assert "normalised real throughput K=2 M=4" in found_here
         assert ("replay error K=2 M=4" in found_here) == (engine == "ours")
@@ -154,28 +153,28 @@ def test_any_engine_runs_through_the_table_unchanged(monkeypatch: pytest.MonkeyP
 
 
 def test_a_fitted_mini_batch_is_the_largest_under_the_cap() -> None:
-    size, peak = fitted_microbatch("transformer-lm", TINY, 2, 4, 200_000)
-    assert peak <= 200_000 < peak_bytes("transformer-lm", TINY, 2, 4, 2 * size)
+    size, peak = fitted_microbatch(TINY, 2, 4, 200_000)
+    assert peak <= 200_000 < peak_bytes(TINY, 2, 4, 2 * size)
     with pytest.raises(ValueError, match="the cap is 1,000: raise it or take more stages"):
-        fitted_microbatch("transformer-lm", TINY, 2, 4, 1_000)
+        fitted_microbatch(TINY, 2, 4, 1_000)
 
 
 def test_a_scaled_model_keeps_the_papers_layers() -> None:
-    for subject in [*SUBJECTS.values(), *V1_SUBJECTS.values()]:
-        short, full = subject.sizes["short"], subject.sizes["full"]
+    for sizes in [*TABLE2.values(), *TABLE3.values(), *VERSION1.values()]:
+        short, full = sizes["short"], sizes["full"]
         assert short.options.get("num_layers") == full.options.get("num_layers")
         assert short.scale
 
 
 def table2_record(model: str = "transformer", batch: str = "fitted", profile: str = "short") -> Record:
-    plan = [(Configuration(k, m, 32), (m,)) for k in (2, 4, 8) for m in (1, 4, 32)]
+    plan = [Configuration(k, m, 32) for k in (2, 4, 8) for m in (1, 4, 32)]
     each = [
         steps(
             num_stages=c.num_stages,
             num_microbatches=c.num_microbatches,
             unit_s=1.0 / (c.num_stages * c.num_microbatches),  # the same work in every cell
         )
-        for c, _ in plan
+        for c in plan
     ]
     return as_record("table2", {"model": model, "batch": batch}, plan, each, profile)
 
@@ -183,11 +182,10 @@ def table2_record(model: str = "transformer", batch: str = "fitted", profile: st
 def as_record(
     experiment: str, case: dict[str, Any], plan: Any, each: list[Steps], profile: str = "short"
 ) -> Record:
-    quantities, details = results(plan, [found(*each)], "cpu")
-    facts = {"title": "A model", "scale": "half", "engine": "ours", "rounds": 2, "options": {}}
+    quantities, details = results(job_of(*plan), [found(*each)])
     return record(
         experiment=experiment, case=case, profile=profile, quantities=tuple(quantities),
-        details=json.loads(json.dumps({**facts, **details})),
+        details=json.loads(json.dumps(details)),
     )  # fmt: skip
 
 
@@ -224,7 +222,7 @@ def test_a_smoke_run_is_not_judged() -> None:
 
 
 def test_sentences_about_the_table_are_held_against_their_words() -> None:
-    records = [with_errors(table2_record(model), -0.02, 0.0, 0.02) for model in SUBJECTS]
+    records = [with_errors(table2_record(model), -0.02, 0.0, 0.02) for model in TABLE2]
     found = {(c.row, c.column): c for c in compare(table2.cells(records)) if c.table == "claims-text"}
     linear = found["Transformer-48: share of a linear speed-up at M >> K", "K=8 over K=2, M=32"]
     late = (32 * 8 / 39) / (32 * 2 / 33) / 4  # even stages, equal work, no recomputation that starts early
@@ -244,7 +242,7 @@ def test_sentences_about_the_table_are_held_against_their_words() -> None:
 
 
 def test_fixed_and_fitted_mini_batches_are_separate_tables(tmp_path: Path) -> None:
-    records = [table2_record(model, batch) for model in SUBJECTS for batch in table2.BATCHES]
+    records = [table2_record(model, batch) for model in TABLE2 for batch in table2.BATCHES]
     text = table2.tables(records, compare(table2.cells(records)))
     assert text.count("(a) the same mini-batch in all cells") == 2
     assert text.count("(b) the largest mini-batch under a memory cap") == 2
@@ -265,7 +263,7 @@ def test_records_without_a_finished_case_make_an_empty_table() -> None:
 
 def breakdown_record(monkeypatch: pytest.MonkeyPatch, model: str = "resnet101") -> Record:
     each = [steps(num_stages=k, num_microbatches=4, slow=1.2) for k in table4.STAGES]
-    monkeypatch.setattr(table4, "measure", lambda task: [found(*each)])
+    monkeypatch.setattr(timed_steps, "measure", lambda task: [found(*each)])
     outcome = table4.run(Case({"model": model}), replace(OPTIONS, profile="short"))
     return record(
         experiment="table4", case={"model": model}, quantities=outcome.quantities,
@@ -293,14 +291,14 @@ def test_the_breakdown_adds_up_in_every_record(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_naive_and_pipeline_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plan = figure3.configurations("resnet101", 32, smoke=False, real=2)
+    plan = list(figure3.configurations("resnet101", 32, figure3.STAGES, 2))
     assert [c.label for c in plan] == ["naive-1", "pipeline-1", "pipeline-2", "pipeline-4", "pipeline-8"]
     assert [c.remat for c in plan] == ["never"] + ["always"] * 4
     assert [c.runs_for_real for c in plan] == [False, False, True, False, False]
-    naive = figure3.configurations("amoebanet", 32, smoke=False, real=2)[0]
+    naive = next(iter(figure3.configurations("amoebanet", 32, figure3.STAGES, 2)))
     assert (naive.label, naive.num_stages, naive.runs_for_real) == ("naive-2", 2, True)
     each = [steps(num_stages=c.num_stages, num_microbatches=c.num_microbatches) for c in plan]
-    monkeypatch.setattr(figure3, "measure", lambda task: [found(*each)])
+    monkeypatch.setattr(timed_steps, "measure", lambda task: [found(*each)])
     outcome: Outcome = figure3.run(Case({"model": "resnet101"}), replace(OPTIONS, profile="short"))
     made = record(
         experiment="figure3", case={"model": "resnet101"}, quantities=outcome.quantities,

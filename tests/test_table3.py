@@ -10,22 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import record
 
-from gpipe_bench.experiments.measuring.bandwidths import (
-    HIDDEN,
-    hidden_from,
-    same_share,
-    slowdowns,
-    spread_evenly,
-)
-from gpipe_bench.experiments.measuring.tables.sentences import TABLE
-from gpipe_bench.experiments.measuring.timed_actions import TimedActions, lay_out
+from gpipe_bench.experiments import table3
 from gpipe_bench.experiments.published.estimate import Estimate
 from gpipe_bench.experiments.report.figures import draw
-from gpipe_bench.experiments.table3 import experiment as table3
-from gpipe_bench.experiments.table3 import slow_link
-from gpipe_bench.experiments.table3.experiment import EXPERIMENT
-from gpipe_bench.experiments.table3.results import PCIE, modelled, over_link, replayed, shares_of_peak
-from gpipe_bench.experiments.table3.slow_link_steps import LinkFound, Measured
+from gpipe_bench.experiments.table3 import EXPERIMENT, PCIE, modelled, over_link, replayed, shares_of_peak
+from gpipe_bench.experiments.timed import slow_link
+from gpipe_bench.experiments.timed.claims import TABLE
+from gpipe_bench.experiments.timed.replay import (
+    HIDDEN,
+    TimedActions,
+    hidden_from,
+    lay_out,
+    same_share,
+    slowdowns,
+)
+from gpipe_bench.experiments.timed.slow_link import LinkFound, Measured
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.harness.records.record import Record, Scalar
@@ -62,7 +61,7 @@ def test_messages_are_hidden_from_the_found_bandwidth_on(k: int, forward_s: floa
     assert least is not None
     above, below = slowdowns(timed, [least * 1.02, least / 1.02])
     assert below < 1 / (1 + HIDDEN) <= above
-    swept = slowdowns(timed, spread_evenly(least / 100, least * 100, 4))
+    swept = slowdowns(timed, [least * 10**power for power in (-2, -1, 0, 1, 2)])
     assert swept == sorted(swept)  # a faster link is never worse
     assert swept[-1] <= 1
 
@@ -77,10 +76,6 @@ def test_a_link_whose_messages_take_longer_than_actions_sets_the_pace() -> None:
 
 def test_latency_alone_may_be_too_much() -> None:
     assert hidden_from(even(2, 1.0, 100), latency_s=100.0) is None
-
-
-def test_evenly_spread_bandwidths() -> None:
-    assert spread_evenly(1.0, 1000.0, 1) == pytest.approx([1, 10, 100, 1000])
 
 
 @settings(max_examples=25)
@@ -103,7 +98,7 @@ def test_the_papers_amoebanet_waits_for_pcie_and_its_transformer_does_not() -> N
     """Also in the paper: 2.7 of 3.4 and 3.3 of 3.4."""
     shares = {}
     for name in MODELS:
-        paper = table3._paper_size(table3.SUBJECTS[name])
+        paper = table3.estimate_of(table3.TABLE3[name]["full"])
         timed = paper.actions(8, 32, shares_of_peak()[0])
         shares[name] = slowdowns(timed, [PCIE.bandwidth_bytes_per_s], PCIE.latency_s)[0]
     assert shares["transformer"] > 0.99
@@ -150,7 +145,7 @@ class FakeFound:
 def steps_record(model: str = "amoebanet", profile: str = "short", without: tuple[int, ...] = ()) -> Record:
     plan: Any = [FakeConfiguration(k) for k in (2, 4, 8)]
     found: Any = [FakeFound((2, 4, 8), without)] * 2
-    quantities, details = replayed(plan, found, 32, paper_estimate())
+    quantities, details = replayed(plan, found, paper_estimate())
     facts = {"title": "A model", "scale": "a tenth", "timed_microbatches": 8}
     return record(
         experiment="table3", profile=profile, case={"part": "steps", "model": model},
@@ -159,7 +154,7 @@ def steps_record(model: str = "amoebanet", profile: str = "short", without: tupl
 
 
 def paper_record(model: str = "amoebanet") -> Record:
-    quantities, details = modelled(paper_estimate(), (2, 4, 8), 32, 128)
+    quantities, details = modelled(paper_estimate(), 128)
     return record(
         experiment="table3", profile="short", case={"part": "paper size", "model": model},
         quantities=tuple(quantities), details={"title": "A model", **details},

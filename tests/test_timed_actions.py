@@ -7,7 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from gpipe_bench.experiments.measuring.timed_actions import (
+from gpipe_bench.experiments.table2 import bound_shares
+from gpipe_bench.experiments.timed.replay import (
     TimedActions,
     balanced,
     check_ran,
@@ -15,7 +16,6 @@ from gpipe_bench.experiments.measuring.timed_actions import (
     samples_of,
     take_apart,
 )
-from gpipe_bench.experiments.table2.tables import bound_shares
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind, gpipe

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.measuring import configuration, step_results, step_timing
-from gpipe_bench.experiments.measuring.configuration import Configuration, attempt
-from gpipe_bench.experiments.measuring.step_results import results
-from gpipe_bench.experiments.measuring.step_timing import StepJob, work
-from gpipe_bench.experiments.measuring.turns import measure
+from gpipe_bench.experiments.timed import steps
+from gpipe_bench.experiments.timed.replay import results
+from gpipe_bench.experiments.timed.steps import Configuration, Job, attempt, work
+from gpipe_bench.experiments.timed.turns import measure
+from gpipe_bench.experiments.timed.workloads import Workload
 from gpipe_bench.harness.timing.rounds import (
     against_itself,
     differences,
@@ -65,7 +65,7 @@ def test_the_steps_of_a_table_are_taken_there_and_back_within_each_round() -> No
     }  # fmt: skip
     ORDER.clear()
     plan = tuple(Configuration(2, count, 4) for count in (1, 2, 4))
-    found = work(StepJob("transformer-lm", options, plan, rounds=8, engine=f"{__name__}:Probe"))
+    found = work(Job(Workload("", "transformer-lm", options, 4), plan, rounds=8, engine=f"{__name__}:Probe"))
     warm_up, rounds = ORDER[:3], [ORDER[i : i + 6] for i in range(3, len(ORDER), 6)]
     assert warm_up == [1, 2, 4]
     assert len(rounds) == 8
@@ -84,10 +84,11 @@ class TooLarge(Probe):
 
 
 FITS = [0]
-TINY = {
+OPTIONS = {
     "num_layers": 2, "d_model": 8, "ffn_dim": 8, "num_heads": 1, "seq_len": 4, "vocab_size": 10,
     "cut": "sublayer",
 }  # fmt: skip
+TINY = Workload("", "transformer-lm", OPTIONS, 4)
 NO_ROOM = "OutOfMemoryError: CUDA out of memory. Tried to allocate 41.30 GiB."
 
 
@@ -96,39 +97,39 @@ def test_a_configuration_that_runs_out_of_memory_leaves_the_others_their_numbers
     ORDER.clear()
     FITS[0] = fits
     plan = tuple(Configuration(2, count, 4) for count in (1, 2, 4))
-    found = work(StepJob("transformer-lm", TINY, plan, rounds=2, engine=f"{__name__}:TooLarge"))
+    job = Job(TINY, plan, rounds=2, engine=f"{__name__}:TooLarge")
+    found = work(job)
     first, *others = found.steps
     assert first.out_of_memory == f"all stages in one process: {NO_ROOM}"
-    assert first.without_numbers
     assert ORDER.count(1) == fits + 1  # not tried again
     assert [len(each.in_process_s) for each in others] == [4, 4]
     assert not any(each.out_of_memory for each in others)
-    _, details = results([(each, (each.num_microbatches,)) for each in plan], [found], "cpu")
+    _, details = results(job, [found])
     assert [cell["out_of_memory"] for cell in details["cells"].values()] == [first.out_of_memory, "", ""]
 
 
 def test_a_case_of_which_nothing_fits_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_results, "run_processes", lambda call, count, job, **_: [call(job)])
+    monkeypatch.setattr(steps, "run_processes", lambda call, count, job, **_: [call(job)])
     FITS[0] = 0
     ORDER.clear()
-    job = StepJob("transformer-lm", TINY, (Configuration(2, 1, 4),), rounds=2, engine=f"{__name__}:TooLarge")
+    job = Job(TINY, (Configuration(2, 1, 4),), rounds=2, engine=f"{__name__}:TooLarge")
     with pytest.raises(MemoryError, match="CUDA out of memory"):
-        step_results.measure(job)
+        steps.measure(job)
 
 
 def test_layers_too_large_to_be_timed_leave_other_sizes_their_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = step_timing.layer_seconds
+    real = steps.layer_seconds
 
     def layer_seconds(layers: Any, count: int, compute_loss: Any, batch: Any, *more: Any, remat: str) -> Any:
         if len(batch) == 4 and count == 1:
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         return real(layers, count, compute_loss, batch, *more, remat=remat)
 
-    monkeypatch.setattr(step_timing, "layer_seconds", layer_seconds)
+    monkeypatch.setattr(steps, "layer_seconds", layer_seconds)
     plan = tuple(Configuration(2, count, 4) for count in (1, 2))
-    found = work(StepJob("transformer-lm", TINY, plan, rounds=1))
+    found = work(Job(TINY, plan, rounds=1))
     assert "one layer at a time: RuntimeError: CUDA error: CUBLAS" in found.steps[0].out_of_memory
     assert len(found.steps[1].turns) == 2
 
@@ -146,7 +147,7 @@ def test_all_processes_give_up_together(monkeypatch: pytest.MonkeyPatch) -> None
         def all_gather_object(self, found: list[str], mine: str) -> None:
             found[:] = [mine, "OutOfMemoryError: no room"]
 
-    monkeypatch.setattr(configuration, "dist", Two())
+    monkeypatch.setattr(steps, "dist", Two())
     assert attempt(lambda: None) == "process 1: OutOfMemoryError: no room"
     with pytest.raises(ZeroDivisionError):
         attempt(lambda: 1 / 0)

@@ -76,7 +76,7 @@ def keys(profile: str) -> list[tuple[dict[str, Scalar], float]]:
 def run(key: Mapping[str, Scalar], profile: str, seed: int) -> Outcome:
     if key["part"] == WAITING:
         return _waiting()
-    from gpipe_bench.experiments.measuring.processes import run_processes
+    from gpipe_bench.experiments.timed.steps import run_processes
 
     size = "smoke" if profile == "smoke" else "short"
     dp, pp = int(str(key["dp"])), int(str(key["pp"]))

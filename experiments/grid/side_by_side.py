@@ -28,8 +28,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gpipe_bench.experiments.measuring.processes import run_processes
-from gpipe_bench.experiments.measuring.turns import Measured, measure
+from gpipe_bench.experiments.timed.steps import run_processes
+from gpipe_bench.experiments.timed.turns import Measured, measure
 from gpipe_bench.harness.judging.stats import median_interval
 from gpipe_bench.harness.timing.rounds import against_itself, ratios, slowest
 from gpipe_bench.models import MODELS, example_batch, loss_fn

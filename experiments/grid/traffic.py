@@ -97,7 +97,7 @@ def _modelled(subject: Subject) -> Outcome:
 
 def _counted(subject: Subject) -> Outcome:
     """What really left each process, beside what shapes say."""
-    from gpipe_bench.experiments.measuring.processes import run_processes
+    from gpipe_bench.experiments.timed.steps import run_processes
 
     of_ranks = run_processes(count, subject.ranks, subject)
     sent = {way: [each[way] for each in of_ranks] for way in ("pp", "dp")}

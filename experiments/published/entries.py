@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gpipe_bench.experiments.measuring.tables.step_text import SMOKE
 from gpipe_bench.experiments.published.elsewhere import errors
+from gpipe_bench.experiments.timed.claims import SMOKE
 from gpipe_bench.harness.judging.allowed import Allowed, about, at_least, within_factor
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.judging.paper import PaperCell, load_paper

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.experiments.measuring.timed_actions import TimedActions
 from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
+from gpipe_bench.experiments.timed.replay import TimedActions
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.planner.accelerators import Accelerator

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
 from gpipe_bench.experiments.schedules.grid import GENERATED, GENERATED_V, NAMES, REMATS
 from gpipe_bench.experiments.schedules.stage_costs import StageCosts, measure, profiles_of
+from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.replay import replay
@@ -69,8 +69,8 @@ class Cell:
 
 def run(name: str, profile: str, num_microbatches: int) -> Outcome:
     """Measures the stages of a model of Table 2 and lays all schedules out."""
-    subject = SUBJECTS[name]
-    size = subject.sizes[profile].batch_size // num_microbatches
+    workload = TABLE2[name][profile]
+    size = workload.batch_size // num_microbatches
     numbers = sorted({turns * workers for workers in WORKERS[profile] for turns in (1, 2)})
     found = measure(name, profile, size, numbers, ROUNDS[profile])
     quantities = [
@@ -86,9 +86,9 @@ def run(name: str, profile: str, num_microbatches: int) -> Outcome:
     return Outcome(
         tuple(quantities),
         {
-            "title": subject.title,
-            "scale": subject.sizes[profile].scale,
-            "batch_size": subject.sizes[profile].batch_size,
+            "title": workload.title,
+            "scale": workload.scale,
+            "batch_size": workload.batch_size,
             "stages": [costs.to_data() for costs in found.values()],
         },
     )

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
 from gpipe_bench.experiments.schedules import at_costs, grid, published, recomputing
 from gpipe_bench.experiments.schedules.beside import side_by_side
 from gpipe_bench.experiments.schedules.figures import figures
 from gpipe_bench.experiments.schedules.text import tables
+from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.records.record import Record
@@ -36,7 +36,7 @@ def cases(options: RunOptions) -> list[Case]:
         ),
         *(
             Case({"part": at_costs.PART, "model": model, "num_microbatches": number}, seconds)
-            for model in SUBJECTS
+            for model in TABLE2
             for number, seconds in at_costs.SECONDS[options.profile].items()
             if not smoke or model == "transformer"
         ),

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
 from gpipe_bench.experiments.report.drawing import COLORS, legend, picture, without_frame
 from gpipe_bench.experiments.schedules import at_costs
 from gpipe_bench.experiments.schedules.beside import side_by_side
 from gpipe_bench.experiments.schedules.grid import CHART_WORKERS, GRID, REMATS, WITHOUT_NAIVE
+from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.records.record import Record, Scalar, find, of_case
 from gpipe_bench.harness.shown import Plot
 from gpipe_bench.pipeline.plan.schedule import Kind
@@ -160,7 +160,7 @@ def panels(records: Sequence[Record]) -> list[Panel]:
         ]
         title = f"equal costs, K = {SHOWN_WORKERS}, M = {number} (replayed)"
         found.append(Panel(title, "slots", "graphs alive", points))
-    for model in SUBJECTS:
+    for model in TABLE2:
         record = find(records, "done", part=at_costs.PART, model=model, num_microbatches=SHOWN_MICROBATCHES)
         if record is None:
             continue

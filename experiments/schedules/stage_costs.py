@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
+from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind
 
@@ -59,21 +59,18 @@ def measure(
 
     import torch
 
-    from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
-    from gpipe_bench.experiments.measuring.timed_actions import samples_of
+    from gpipe_bench.experiments.timed.replay import samples_of
+    from gpipe_bench.experiments.timed.steps import layer_seconds
     from gpipe_bench.harness.timing.rounds import turns
-    from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline.plan.timeline import Timeline
     from gpipe_bench.planner.timing import settle, time_step
 
-    torch.manual_seed(SEED)
     torch.set_num_threads(1)
-    subject = SUBJECTS[name]
-    options = subject.sizes[profile].options
-    layers = list(MODELS[subject.model](**options))
+    workload = TABLE2[name][profile]
+    layers = list(workload.build(seed=SEED))
     number = max(1, MOST_MICROBATCHES // size)
-    batch, target = example_batch(subject.model, size * number, **options)
-    loss = loss_fn(subject.model, **options)
+    batch, target = workload.example(size * number)
+    loss = workload.loss()
     by_layer = layer_seconds(layers, number, loss, batch, target, "never")
     arms = {
         (num_stages, schedule): _pipeline(layers, partition(by_layer, num_stages), number, schedule)
@@ -115,17 +112,6 @@ def _pipeline(layers: list[Any], cut: Partition, number: int, schedule: str) -> 
 
 def profiles_of(name: str, profile: str, size: int) -> tuple[tuple[LayerProfile, ...], LayerProfile]:
     """What the memory model needs to know of the layers and of the loss, for a micro-batch of `size`."""
-    import torch
-
-    from gpipe_bench.models import MODELS, example_batch, loss_fn
-    from gpipe_bench.pipeline.memory.boundary import Boundary
     from gpipe_bench.pipeline.memory.profile import Profiler
 
-    subject = SUBJECTS[name]
-    options = subject.sizes[profile].options
-    with torch.device("meta"):
-        model = MODELS[subject.model](**options)
-    inputs, target = example_batch(subject.model, size, device="meta", **options)
-    return Profiler(split_backward=True).model(
-        model, loss_fn(subject.model, **options), Boundary.of(inputs), Boundary.of(target)
-    )
+    return TABLE2[name][profile].profile(size, Profiler(split_backward=True))

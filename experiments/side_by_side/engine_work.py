@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.experiments.measuring.timed_actions import samples_of
-from gpipe_bench.experiments.measuring.turns import measure
 from gpipe_bench.experiments.side_by_side.engine_arms import (
     Arm,
     Subject,
@@ -27,6 +25,8 @@ from gpipe_bench.experiments.side_by_side.engine_arms import (
     torchgpipe,
     verify,
 )
+from gpipe_bench.experiments.timed.replay import samples_of
+from gpipe_bench.experiments.timed.turns import measure
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline

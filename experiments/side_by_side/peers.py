@@ -142,8 +142,8 @@ def measured(
     others with the user's `own`: then the others are measured once more, without them.
     """
     from gpipe_bench.experiments.engines.isolated import IsolatedError, run_isolated
-    from gpipe_bench.experiments.measuring.processes import run_processes
     from gpipe_bench.experiments.side_by_side.peers_work import work, work_told
+    from gpipe_bench.experiments.timed.steps import run_processes
 
     def only(left_out: Iterable[str]) -> PeersJob:
         gone = set(left_out)

@@ -17,9 +17,9 @@ from gpipe_bench.experiments.engines.checks import named_parameters, reference, 
 from gpipe_bench.experiments.engines.isolated import Tell
 from gpipe_bench.experiments.engines.known import Ours
 from gpipe_bench.experiments.engines.setup import Engine, NoStepError, Setup, build, clear
-from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
-from gpipe_bench.experiments.measuring.turns import measure
 from gpipe_bench.experiments.side_by_side.engine_work import mean_actions_s
+from gpipe_bench.experiments.timed.steps import layer_seconds
+from gpipe_bench.experiments.timed.turns import measure
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.tracker import LiveMemory

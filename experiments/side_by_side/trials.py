@@ -71,9 +71,9 @@ def judged(quantities: Sequence[Quantity]) -> tuple[str, dict[str, str]]:
 
 def trial(number: int) -> dict[str, Any]:
     """Runs one trial; its record."""
-    from gpipe_bench.experiments.measuring.processes import run_processes
     from gpipe_bench.experiments.side_by_side.peers import outcome
     from gpipe_bench.experiments.side_by_side.peers_work import PeersJob, work
+    from gpipe_bench.experiments.timed.steps import run_processes
     from gpipe_bench.harness.experiment import Outcome
 
     model, options, size, _ = MODELS["transformer"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpipe_bench.experiments.measuring.tables.sentences import TABLE, word
 from gpipe_bench.experiments.table1.settings import (
     activation_choices,
     capacity_choices,
@@ -16,6 +15,7 @@ from gpipe_bench.experiments.table1.settings import (
     ranged,
     spread_of,
 )
+from gpipe_bench.experiments.timed.claims import TABLE, word
 from gpipe_bench.harness.judging.allowed import at_least
 from gpipe_bench.harness.judging.compare import Comparison, compare
 from gpipe_bench.harness.judging.entry import Entry

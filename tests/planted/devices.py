@@ -84,7 +84,7 @@ ON_DEVICES = (
     ),
     Mutant(
         name="out of memory alone",
-        file="experiments/measuring/configuration.py",
+        file="experiments/timed/steps.py",
         old="    dist.all_gather_object(found, mine)\n",
         new="    found[0] = mine\n",
         why="a process that ran out of memory would leave the others waiting for it",

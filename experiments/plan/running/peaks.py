@@ -29,7 +29,7 @@ COUNTED, MODELLED = "counted peak", "predicted peak"
 
 
 def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.measuring.processes import run_processes
+    from gpipe_bench.experiments.timed.steps import run_processes
 
     planned = MODELS[options.profile][str(key["model"])]
     number = MICROBATCHES[options.profile]

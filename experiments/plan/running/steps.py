@@ -26,8 +26,8 @@ STEP, BY_THE_CLOCK, PREDICTED = "step", "step by the clock", "predicted step"
 
 
 def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.measuring.processes import run_processes
     from gpipe_bench.experiments.plan.running.work import PlanJob, work
+    from gpipe_bench.experiments.timed.steps import run_processes
 
     planned = MODELS[options.profile][str(key["model"])]
     job = PlanJob(planned, SEED + options.seed, device=options.device)

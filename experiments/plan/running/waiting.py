@@ -30,7 +30,7 @@ STEP, PREDICTED = "waiting step", "predicted waiting step"
 
 
 def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.measuring.processes import run_processes
+    from gpipe_bench.experiments.timed.steps import run_processes
 
     slot_s, steps = SLOT_S[options.profile], STEPS[options.profile]
     candidates = ways()
@@ -91,7 +91,7 @@ def work(candidates: Sequence[Candidate], slot_s: float, steps: int) -> list[lis
     from torch import distributed as dist
     from torch import nn
 
-    from gpipe_bench.experiments.measuring.waiting_stages import waiting_stages
+    from gpipe_bench.experiments.timed.waiting import waiting_stages
     from gpipe_bench.pipeline import Pipeline
     from gpipe_bench.planner.timing import time_step
 

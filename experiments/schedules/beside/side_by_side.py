@@ -72,8 +72,8 @@ def arms(remat: str) -> tuple[str, ...]:
 
 
 def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.measuring.processes import run_processes
     from gpipe_bench.experiments.schedules.beside.side_by_side_work import SideJob, work
+    from gpipe_bench.experiments.timed.steps import run_processes
 
     remat, number = str(key["remat"]), int(str(key["num_microbatches"]))
     rounds = ROUNDS[remat, number][options.profile]

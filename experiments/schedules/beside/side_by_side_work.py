@@ -15,10 +15,10 @@ from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.checks import gradient_error
 from gpipe_bench.experiments.engines.setup import LossFn, clear
-from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
-from gpipe_bench.experiments.measuring.timed_actions import samples_of
-from gpipe_bench.experiments.measuring.turns import measure
 from gpipe_bench.experiments.schedules.torch_engines import SCHEDULES, TorchSchedule
+from gpipe_bench.experiments.timed.replay import samples_of
+from gpipe_bench.experiments.timed.steps import layer_seconds
+from gpipe_bench.experiments.timed.turns import measure
 from gpipe_bench.harness.timing.usage import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline

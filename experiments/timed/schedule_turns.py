@@ -1,7 +1,7 @@
 """Schedules side by side in the same processes: ours, and torch's of the same name, in turns.
 
-    python -m gpipe_bench.experiments.measuring.schedule_turns --workers 2 --microbatches 2 4 8 --slot-ms 20
-    python -m gpipe_bench.experiments.measuring.schedule_turns --workers 2 --microbatches 2 4 8 --width 256
+    python -m gpipe_bench.experiments.timed.schedule_turns --workers 2 --microbatches 2 4 8 --slot-ms 20
+    python -m gpipe_bench.experiments.timed.schedule_turns --workers 2 --microbatches 2 4 8 --width 256
 
 With `--slot-ms` the stages wait instead of computing (`waiting_stages`), and a step is set against the replay
 of its slots; else they are Transformer layers, and a step is set against our own 1F1B. One line per schedule
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
-from gpipe_bench.experiments.measuring.processes import run_processes
-from gpipe_bench.experiments.measuring.waiting_stages import waiting_stages
+from gpipe_bench.experiments.timed.steps import run_processes
+from gpipe_bench.experiments.timed.waiting import waiting_stages
 from gpipe_bench.harness.judging.stats import median_interval
 from gpipe_bench.harness.timing.rounds import against_itself, ratios, slowest, turns
 from gpipe_bench.pipeline import Pipeline

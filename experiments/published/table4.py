@@ -11,9 +11,9 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_bench.experiments.figure3.predicted import TITLES
 from gpipe_bench.experiments.published.accelerator_steps import paper_models
 from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize, Setup
+from gpipe_bench.experiments.published.figure3 import TITLES
 from gpipe_bench.experiments.published.settings import (
     Prediction,
     Unknowns,

@@ -580,7 +580,8 @@ def _drawn(title: str, laid_out: Mapping[str, Record], measured: Mapping[str, Re
         ]
         look = {"x": x, "y": y, "hue": "", "hue_order": list(curves), "palette": "viridis", "ax": axes}
         seaborn.lineplot(pandas.DataFrame(lines, columns=[x, y, ""]), **look)
-        seaborn.scatterplot(pandas.DataFrame(dots, columns=[x, y, ""]), legend=False, zorder=3, **look)
+        if dots:
+            seaborn.scatterplot(pandas.DataFrame(dots, columns=[x, y, ""]), legend=False, zorder=3, **look)
         for point in points:
             place = point["bandwidth_bytes_per_s"] / 1e9, point["throughput"]
             axes.plot(*place, "s", color="black", fillstyle="none", markersize=6)

@@ -88,7 +88,7 @@ ON_DEVICES = (
         old="    dist.all_gather_object(found, mine)\n",
         new="    found[0] = mine\n",
         why="a process that ran out of memory would leave the others waiting for it",
-        tests=("tests/test_timing.py::test_all_processes_give_up_together",),
+        tests=("tests/test_timed_steps.py::test_all_processes_give_up_together",),
     ),
     Mutant(
         name="one more size than torch keeps",

@@ -422,16 +422,12 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
                 [
                     f"K={k}",
                     "-" if theirs is None else theirs.printed,
-                    *(
-                        "-" if ours is None else claims.interval(ours.quantity(name, **key, K=k))
-                        for name, key in (
-                            *(("normalised throughput", {"link": link}) for link in _LINKS),
-                            ("normalised bound", {}),
-                        )
-                    ),
+                    *(_cell(ours, "normalised throughput", link=link, K=k) for link in _LINKS),
+                    _cell(ours, "normalised bound", K=k),
                     claims.percent(ours.quantity("share of the balanced step", K=k) if ours else None),
                     predicted_text(records, *place),
-                    *(_plain(of and of.quantity("hidden from", K=k), ".2g") for of in (ours, paper)),
+                    _plain(ours.quantity("hidden from", K=k) if ours else None, ".2g"),
+                    _plain(paper.quantity("hidden from", K=k) if paper else None, ".2g"),
                     verdicts.get(place, "-"),
                 ]
             )
@@ -446,6 +442,10 @@ _COLUMNS = [
     "", "paper", "PCIe,\nsame share", "PCIe", "free\nlink", "bound", "of\nbound",
     "PCIe, P100,\npredicted", "hidden\nfrom", "P100:\nhidden from", "verdict",
 ]  # fmt: skip
+
+
+def _cell(record: Record | None, name: str, **key: Scalar) -> str:
+    return "-" if record is None else claims.interval(record.quantity(name, **key))
 
 
 def _plain(quantity: Quantity | None, form: str) -> str:
@@ -493,8 +493,8 @@ def _link_text(records: Sequence[Record]) -> str:
                     [
                         "" if number else record.details["title"],
                         "no limit" if rate is None else f"{rate / 1e6:.2f}",
-                        *(_plain(bandwidth, ",.2f"), _plain(latency, ",.0f")),
-                        *(_plain(step, ",.0f"), _plain(real, ",.0f")),
+                        _plain(bandwidth, ",.2f"),
+                        *(_plain(each, ",.0f") for each in (latency, step, real)),
                         f"{100 * error.value:+.1f} %",
                     ]
                 )

@@ -32,9 +32,9 @@ UNKNOWN = (
 )
 FEWEST_ERRORS = 3
 """Errors of one model below which those of the other models of the table are taken as well."""
-Moves = Literal["with the step", "as the step grows", "either way"]
-"""How a number moves when a step takes longer than its replay: seconds grow with it, throughput falls as it
-grows, and a share of the step may move either way."""
+Moves = Literal["as the step grows", "either way"]
+"""How a number moves when a step takes longer than its replay: throughput falls as it grows, and a share of
+the step may move either way."""
 
 
 def by_model(records: Sequence[Record], models: Iterable[str], **case: Scalar) -> dict[str, Record]:
@@ -190,12 +190,8 @@ def replayed_spread(
     value = float(quantity.value)
     low = value if quantity.low is None else quantity.low
     high = value if quantity.high is None else quantity.high
-    least, most = error
-    if moves == "as the step grows":
-        least, most = -most, -least
-    elif moves == "either way":
-        most = max(abs(least), abs(most))
-        least = -most
+    reach = max(map(abs, error))
+    least, most = (-error[1], -error[0]) if moves == "as the step grows" else (-reach, reach)
     factors = [("error of the replay", math.exp(least), math.exp(most)), *more]
     parts = [Part(what="95 % interval", low=low, high=high)]
     for what, smallest, largest in factors:

@@ -33,6 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import distributed as dist
 
@@ -132,7 +133,7 @@ def set_rate(bytes_per_s: float | None) -> None:
 
 def remove_leftovers() -> list[str]:
     """Removes the namespaces of runs that no longer live, and returns their names."""
-    found = [name for name in existing() if not _is_alive(int(name.split("-")[-3]))]
+    found = [name for name in existing() if not psutil.pid_exists(int(name.split("-")[-3]))]
     for name in found:
         _remove(name)
     return found
@@ -190,16 +191,6 @@ def _remove(namespace: str) -> None:
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _start(namespace: str, folder: str, rank: int) -> subprocess.Popen[bytes]:

@@ -16,8 +16,7 @@ from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.checks import (
     Count,
-    check_count,
-    expected_rows,
+    check_counts,
     gradient_error,
     named_parameters,
     reference,
@@ -296,10 +295,12 @@ def test_an_engine_that_does_something_else_is_found_out(wrong: str, remat: str,
 
 
 def test_the_rows_of_micro_batches_are_counted_in_any_order() -> None:
-    assert expected_rows([3, 3, 2], "except_last") == [[3, 3, 2, 3, 3], [3, 3, 2, 3, 3, 2]]
-    check_count("it", 0, Count((2, 3, 3), 3), expected_rows([3, 3, 2], "never"), 3)
+    setup, batch = setup_of(num_microbatches=3), data()[0]
+    assert check_counts("it", {0: Count((2, 3, 3), 3)}, setup, batch)[1] == [3, 3, 2]
     with pytest.raises(RuntimeError, match="stage 0 ran 3 backwards"):
-        check_count("it", 0, Count((2, 2, 3), 3), expected_rows([3, 3, 2], "never"), 3)
+        check_counts("it", {0: Count((2, 2, 3), 3)}, setup, batch)
+    for rows in ((3, 3, 2, 3, 3), (3, 3, 2, 3, 3, 2)):
+        check_counts("it", {0: Count(rows, 3)}, replace(setup, remat="except_last"), batch)
 
 
 def test_a_parameter_whose_gradient_vanishes_is_compared_with_the_others() -> None:

@@ -19,9 +19,8 @@ from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.checks import (
     Count,
-    check_count,
+    check_counts,
     counted_step,
-    expected_rows,
     gradient_error,
     gradients_of,
     named_parameters,
@@ -29,7 +28,6 @@ from gpipe_bench.experiments.engines.checks import (
 )
 from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, run_isolated
 from gpipe_bench.experiments.engines.setup import Engine, NoStepError, Setup, build, clear, resolve
-from gpipe_bench.pipeline.stage.microbatch import num_examples, split
 
 NUM_STAGES, NUM_MICROBATCHES, WIDTH, SEED = 2, 4, 6, 1811
 PLACES = {"one process": 1, "two processes": NUM_STAGES}
@@ -222,12 +220,10 @@ Said = tuple[bool, str]
 
 
 def _counts(counted: Mapping[int, Count], setup: Setup, batch: Tensor) -> Said:
-    sizes = [num_examples(part) for part in split(batch, setup.num_microbatches)]
-    for stage, count in counted.items():
-        try:
-            check_count("the engine", stage, count, expected_rows(sizes, setup.remat), len(sizes))
-        except RuntimeError as error:
-            return True, str(error).partition(": ")[2]
+    try:
+        count, sizes = check_counts("the engine", counted, setup, batch)
+    except RuntimeError as error:
+        return True, str(error).partition(": ")[2]
     text = f"each stage ran {len(count.rows)} forwards and {count.backwards} backwards"
     return False, f"{text} of {', '.join(map(str, sorted(set(sizes))))} examples"
 

@@ -220,34 +220,21 @@ def _draw(records: Sequence[Record]) -> Figure:
     counts = sorted({int(str(record.case["accelerators"])) for record in records})
     figure = Figure(figsize=(3.6 * len(counts) + 1.2, 3.1 * len(names) + 0.4), layout="constrained")
     panels = figure.subplots(len(names), len(counts), squeeze=False, sharey="row")
-    for record in records:
-        _panel(
-            panels[names.index(str(record.case["model"]))][
-                counts.index(int(str(record.case["accelerators"])))
-            ],
-            record,
-        )
-    for axes in panels[:, 0]:
-        axes.set_ylabel("seconds of a step", fontsize=8)
+    for row, name in zip(panels, names, strict=True):
+        for axes, count in zip(row, counts, strict=True):
+            record = find(records, model=name, accelerators=count)
+            if record is not None:
+                _panel(axes, record)
+        row[0].set_ylabel("seconds of a step", fontsize=8)
     for axes in panels[-1]:
         axes.set_xlabel("GiB of the fullest accelerator", fontsize=8)
+    grey = "#555555"
+    shared: dict[str, Any] = {"linestyle": "none", "markersize": 5.5}
     points = [(color, "o", color, f"pp {stages}") for stages, color in COLORS.items()]
-    points += [("#555555", marker, "#555555", f"tp {parts}") for parts, marker in MARKERS.items()]
-    points += [
-        ("#555555", "o", "#555555", "dp, all parameters each"),
-        ("#555555", "o", "none", "dp divided (ZeRO-2)"),
-    ]
+    points += [(grey, marker, grey, f"tp {parts}") for parts, marker in MARKERS.items()]
+    points += [(grey, "o", grey, "dp, all parameters each"), (grey, "o", "none", "dp divided (ZeRO-2)")]
     handles = [
-        Line2D(
-            [],
-            [],
-            color=color,
-            marker=marker,
-            linestyle="none",
-            markersize=5.5,
-            markerfacecolor=fill,
-            label=label,
-        )
+        Line2D([], [], color=color, marker=marker, markerfacecolor=fill, label=label, **shared)
         for color, marker, fill, label in points
     ]
     handles.append(Line2D([], [], color="black", linewidth=0.8, linestyle=":", label=f"{CAP_GIB:g} GiB"))
@@ -267,12 +254,9 @@ def _panel(axes: Axes, record: Record) -> None:
     axes.axvline(CAP_GIB, color="black", linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    for format_ticks in (
-        axes.xaxis.set_major_formatter,
-        axes.yaxis.set_major_formatter,
-        axes.yaxis.set_minor_formatter,
-    ):
-        format_ticks("{x:g}")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.tick_params(labelsize=7, which="both")
     where = f"{record.details['title']}, {record.case['accelerators']} accelerators"
     axes.set_title(f"{where},\n{record.details['batch_size']} examples", fontsize=8)

@@ -28,7 +28,7 @@ from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Record, Scalar
 from gpipe_bench.harness.timing.rounds import against_itself, turns
 from gpipe_bench.harness.timing.usage import Usage, used_by_others
-from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
@@ -323,6 +323,7 @@ def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
             for number, each in enumerate(found)
         ),
     ]  # fmt: skip
+    costs = {name: each for name, each in first.costs.to_data().items() if name != "jitter"}
     ranking = [
         {"name": title(each.candidate), "cut": [len(stage) for stage in each.candidate.cut],
          "step_ms": 1e3 * each.step_s, "low_ms": 1e3 * each.low_s, "high_ms": 1e3 * each.high_s}
@@ -334,7 +335,7 @@ def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
         "batch_size": planned.batch_size,
         "chosen": min(planned.chosen, len(steps)),
         "plan": {"ranking": ranking, "places": first.places},
-        "costs": {"probes_s": first.probes_s, "plan_s": first.plan_s, **_in_ms(first.costs)},
+        "costs": {**costs, "probes_s": first.probes_s, "plan_s": first.plan_s},
         "pinned_cores": [each.conditions["pinned_cores"] for each in found],
         "threads": [each.conditions["threads"] for each in found],
         **void_of(quantities),
@@ -361,38 +362,6 @@ def at_reference_s(prediction: Prediction, costs: Costs, request: Request, ran: 
         max(step_s) * plain_s / float(layout.timeline(around).makespan_s)
         for step_s, around in zip(steps_s, speeds, strict=True)
     ]
-
-
-def _in_ms(costs: Costs) -> dict[str, Any]:
-    """What a record keeps of the costs: without the jitter, in milliseconds."""
-
-    def of_sizes(name: str, change: Any) -> dict[str, Any]:
-        return {str(size): change(getattr(each, name)) for size, each in costs.sizes.items()}
-
-    def rounded(kinds: Any) -> dict[str, Any]:
-        return {kind: round(1e3 * seconds, 4) for kind, seconds in kinds.items()}
-
-    def link(one: Link | None) -> dict[str, float | None] | None:
-        if one is None:
-            return None
-        speed = one.bandwidth_bytes_per_s
-        return {"latency_ms": 1e3 * one.latency_s, "bytes_per_s": speed if speed < float("inf") else None}
-
-    return {
-        "provenance": dict(costs.provenance),
-        "gap_ms": 1e3 * costs.gap_s,
-        "step_ms": 1e3 * costs.step_s,
-        "link": link(costs.link),
-        "sum_link": link(costs.sum_link),
-        "update_ms": [1e3 * each for each in costs.update_s],
-        "shard_update_ms": [1e3 * each for each in costs.shard_update_s],
-        "layers_ms": of_sizes(
-            "layers_s", lambda kinds: {k: [round(1e3 * s, 4) for s in v] for k, v in kinds.items()}
-        ),
-        "action_ms": of_sizes("action_s", rounded),
-        "whole_ms": of_sizes("whole_s", rounded),
-        "shards_ms": of_sizes("shards_s", lambda levels: {str(k): rounded(v) for k, v in levels.items()}),
-    }
 
 
 def compared(record: Record) -> list[Compared]:

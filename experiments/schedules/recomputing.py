@@ -103,16 +103,13 @@ def _subject_of(model: str) -> Subject:
     from gpipe_bench.planner.accelerators import TPU_V2, TPU_V3
 
     half = HALVES[model]
-    size, rest = (
-        half.batch_size // half.num_microbatches,
-        (half.cap_gib, half.batch_size, half.num_microbatches),
-    )
+    size = half.batch_size // half.num_microbatches
     if model == "amoebanet":
-        profile = amoebanet(Reading(), 18, 256, size)
-        return Subject("AmoebaNet-D (18, 256)", of_the_paper("table2", model), profile, TPU_V2, *rest)
-    return Subject(
-        "Transformer-48", of_the_paper("table2", model), transformer(Reading(), 48, size), TPU_V3, *rest
-    )
+        title, accelerator, profile = "AmoebaNet-D (18, 256)", TPU_V2, amoebanet(Reading(), 18, 256, size)
+    else:
+        title, accelerator, profile = "Transformer-48", TPU_V3, transformer(Reading(), 48, size)
+    sizes = (half.cap_gib, half.batch_size, half.num_microbatches)
+    return Subject(title, of_the_paper("table2", model), profile, accelerator, *sizes)
 
 
 def ways_of(subject: Subject, cut: Partition, name: str, share: float) -> dict[str, Found]:

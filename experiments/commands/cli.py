@@ -14,11 +14,7 @@ from gpipe_bench.experiments.commands.output import give_up_unwritable, prepare_
 from gpipe_bench.experiments.commands.parsing.options import complain
 from gpipe_bench.experiments.commands.parsing.parser import parser
 from gpipe_bench.experiments.registry import spelled_out
-from gpipe_bench.harness.report.width import width_of, within
 from gpipe_bench.harness.running.stopping import number_of, stopping
-
-AS_WIDE_AS_IT_IS = ("report", "export")
-"""Verbs that write text into files, whatever the terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,8 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser().parse_args(arguments)
         options.arguments = arguments
-        columns = None if options.verb in AS_WIDE_AS_IT_IS else width_of(sys.stdout)
-        with stopping(), within(columns):
+        with stopping():
             status = _verb(options.verb)(options)
             sys.stdout.flush()
     except ValueError as error:

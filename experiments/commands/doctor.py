@@ -21,7 +21,6 @@ from typing import Any, Literal
 from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say
-from gpipe_bench.harness.report.width import labelled
 
 Status = Literal["ok", "missing", "optional"]
 
@@ -50,9 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         width = max(len(check.name) for check in checks)
         for check in checks:
-            say(labelled(f"{check.status:<9}{check.name:<{width}}  ", check.found))
+            say(f"{check.status:<9}{check.name:<{width}}  {check.found}")
             if check.remedy:
-                say(labelled(f"{'':<9}{'':<{width}}  ", f"-> {check.remedy}"))
+                say(f"{'':<{9 + width}}  -> {check.remedy}")
         print()
         missing = [check.name for check in checks if check.status == "missing"]
         able = "this machine can run the smoke and short profiles"

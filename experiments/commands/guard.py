@@ -30,7 +30,6 @@ from gpipe_bench.harness.guard.tree import Base, base_tree, check_place, top_of
 from gpipe_bench.harness.places import PUBLISHED, ROOT
 from gpipe_bench.harness.records.environment import code_state
 from gpipe_bench.harness.records.files import write_whole
-from gpipe_bench.harness.report.width import fitted
 
 COUNTERS = PUBLISHED / "guard" / "counters.json"
 SEED = 1811
@@ -132,7 +131,7 @@ def check_counters(arguments: argparse.Namespace, say: Any) -> int:
         say(f"  {problem}")
         annotate("error", problem)
     say("the file as it would be now (--update writes it; commit it with the reason for the change):\n")
-    say(encode(found), whole=True)
+    say(encode(found))
     return exits.VERDICT_FAILED
 
 
@@ -233,10 +232,10 @@ def append_text(path: Path, text: str) -> None:
 
 
 def _teller(is_json: bool) -> Any:
-    """Prints for people; under --json not between the lines that a program reads. Files stay whole."""
+    """Prints for people; under --json not between the lines that a program reads."""
 
-    def say(line: str, *, whole: bool = False) -> None:
-        print(line if whole else fitted(line), file=sys.stderr if is_json else sys.stdout, flush=True)
+    def say(line: str) -> None:
+        print(line, file=sys.stderr if is_json else sys.stdout, flush=True)
 
     return say
 

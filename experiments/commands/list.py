@@ -17,7 +17,6 @@ from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.records.record import FINAL
 from gpipe_bench.harness.records.store import Store, latest
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.report.width import labelled
 from gpipe_bench.harness.running.progress import words
 from gpipe_bench.harness.running.workers import sensible_jobs
 
@@ -90,10 +89,8 @@ def _text(entries: Iterable[dict[str, Any]]) -> str:
     for entry in entries:
         lines = [f"{entry['name']}: {entry['title']} ({entry['source']})"]
         lines += [
-            labelled(
-                f"  {each['profile']:<6} {words(each['expected_s']):>12}  ",
-                f"{each['cases']:>3} cases, {each['on_record']} on record: {each['does']}",
-            )
+            f"  {each['profile']:<6} {words(each['expected_s']):>12}  "
+            f"{each['cases']:>3} cases, {each['on_record']} on record: {each['does']}"
             for each in entry["profiles"]
         ]
         blocks.append("\n".join(lines))

@@ -12,8 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from gpipe_bench.harness.report.width import fitted
-
 
 def prepare_streams() -> None:
     """Makes the standard streams take any text.
@@ -72,8 +70,8 @@ def lines_only() -> Iterator[Callable[[bytes], None]]:
 
 
 def say(text: str) -> None:
-    """Prints text for people, in the width that there is."""
-    print(fitted(text), flush=True)
+    """Prints text for people."""
+    print(text, flush=True)
 
 
 def print_line(line: bytes) -> None:

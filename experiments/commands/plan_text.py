@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpipe_bench.harness.report.grid import Grid as Table
-from gpipe_bench.harness.report.width import fill, fitted
+from gpipe_bench.harness.report.grid import fill
 from gpipe_bench.pipeline.plan.drawn.drawing import draw
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedules.known import named
@@ -18,9 +18,9 @@ MOST_WORKERS, MOST_MICROBATCHES = 16, 6
 
 
 def text(plan: Plan) -> str:
-    """All of it, in the width that there is but for the script and its command, which are to be copied."""
+    """All of it, with the script and its command at the end."""
     parts = [_ways(plan), _cut(plan.best), _schedule(plan.best.candidate), _frontier(plan)]
-    return "\n\n".join([*(fitted(part) for part in parts if part), _how(plan)])
+    return "\n\n".join([*(part for part in parts if part), _how(plan)])
 
 
 def seconds(value: float) -> str:
@@ -151,5 +151,4 @@ def _frontier(plan: Plan) -> str:
 
 
 def _how(plan: Plan) -> str:
-    said = fitted("to run it (--script FILE writes the script):")
-    return f"{said}\n\n{plan.script()}\n{plan.command()}"
+    return f"to run it (--script FILE writes the script):\n\n{plan.script()}\n{plan.command()}"

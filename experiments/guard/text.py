@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from gpipe_bench.experiments.guard.run import Finding
 from gpipe_bench.harness.guard.judge import THRESHOLD, Change, Judgement, verdict_of
-from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.report.width import fill
+from gpipe_bench.harness.report.grid import Grid, fill
 
 HEADERS = (
     "benchmark", "verdict", "base", "head", "head against base", "base against itself", "processor time",

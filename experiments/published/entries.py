@@ -19,8 +19,7 @@ from gpipe_bench.harness.judging.spread import Spread
 from gpipe_bench.harness.judging.units import show
 from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
 from gpipe_bench.harness.records.record import Record, of_case
-from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.width import fill
+from gpipe_bench.harness.report.grid import Grid, fill, numbers
 
 PART = "as published"
 """Of the key of a case that predicts; its other key is the model."""

@@ -15,9 +15,8 @@ from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.entry import Question
 from gpipe_bench.harness.judging.verdict import Verdict
 from gpipe_bench.harness.report.counts import ASKED, Counts, counts_of, evidence
-from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.report.table import ours_text, range_text, times_text
-from gpipe_bench.harness.report.width import fill, indented
 
 MOST = 3
 RULE = (
@@ -105,8 +104,7 @@ def replies_text(cells: Sequence[Comparison]) -> str:
     for reply in replies_to(cells):
         lines = [f"{reply.question.upper()}: {reply.asked}", f"  {reply.counts}"]
         if reply.counts.present:
-            with indented(2):
-                lines += ["", textwrap.indent(_evidence(reply).text(), "  ")]
+            lines += ["", textwrap.indent(_evidence(reply).text(), "  ")]
         if reply.reproduced:
             lines += ["", fill(f"reproduced: {_reproduced(reply, {})}", "  ", "    ")]
         if reply.strongest:

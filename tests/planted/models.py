@@ -162,12 +162,4 @@ OWN_MODELS = (
         why="every rank of tp would compute all of every layer, and call it a plan",
         tests=("tests/test_plan_verb.py::test_ones_own_plan_of_tensor_parallelism_is_applied",),
     ),
-    Mutant(
-        name="tables are tables whatever the width",
-        file="harness/report/grid.py",
-        old='        if widest is not None and max(map(len, found.split("\\n"))) > widest:\n',
-        new="        if widest is not None and widest < 0:\n",
-        why="a terminal would cut their lines anywhere",
-        tests=("tests/test_widths.py::test_a_table_that_fits_is_a_table_and_one_that_does_not_is_cards",),
-    ),
 )

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.engines.examination import BROKEN, CANNOT, Row, examination, faults
-from gpipe_bench.harness.report.width import labelled
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,7 +55,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
             place = row.place
             found.append(f"\nin {place}" if row.place == "one process" else f"\nover {place}, a stage each")
         verdict = "can't:" if row.verdict == CANNOT else row.verdict
-        found.append(labelled(f"  {row.check:{width}}  {verdict:9}  ", row.text))
+        found.append(f"  {row.check:{width}}  {verdict:9}  {row.text}")
     return found
 
 

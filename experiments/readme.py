@@ -20,10 +20,10 @@ from gpipe_bench.harness.judging.entry import QUESTIONS
 from gpipe_bench.harness.judging.verdict import JUDGED, Verdict
 from gpipe_bench.harness.places import PUBLISHED, REFERENCE, ROOT
 from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.report.counts import EVIDENCE, evidence
 from gpipe_bench.harness.report.grid import between
-from gpipe_bench.harness.report.render import MARKS, MEANINGS, Page
-from gpipe_bench.harness.report.replies import RULE, replies_markdown
+from gpipe_bench.harness.report.html import MARKS, MEANINGS
+from gpipe_bench.harness.report.page import Page
+from gpipe_bench.harness.report.table import EVIDENCE, RULE, evidence, replies_markdown
 
 RECORDS = REFERENCE / "cpu-2-cores"
 CORES = 2  # of the machine that times are said for
@@ -53,13 +53,12 @@ def _page() -> Page:
 def replies() -> str:
     """Both questions answered from the reference records: the same as the report's first screen."""
     page = _page()
-    cells = [row.comparison for table in page.tables for row in table.rows]
-    return f"{replies_markdown(cells, {table.name: table.info.short for table in page.tables})}\n\n{RULE}"
+    return f"{replies_markdown(page.cells, page.names)}\n\n{RULE}"
 
 
 def widths() -> str:
     """Verdicts by evidence at the declared width, and all of them at half and at twice the width."""
-    rows = [row for table in _page().tables for row in table.rows if row.comparison.counted]
+    rows = [row for row in _page().rows if row.comparison.counted]
     columns: tuple[Verdict, ...] = (*JUDGED, "not comparable", "not run")
     lines = ["| question | evidence | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
 

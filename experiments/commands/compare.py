@@ -19,8 +19,7 @@ from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.verdict import NO_RECORD
 from gpipe_bench.harness.records.record import Record
 from gpipe_bench.harness.records.store import Loaded, Problem, Store, left_out, lines_of
-from gpipe_bench.harness.report.replies import replies_markdown
-from gpipe_bench.harness.report.table import markdown_table
+from gpipe_bench.harness.report.table import markdown_table, replies_markdown
 
 
 def run(arguments: argparse.Namespace) -> int:

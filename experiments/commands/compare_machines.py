@@ -134,8 +134,9 @@ def _print_json(side: SideBySide) -> None:
     for row in side.rows:
         cells = dict(zip(side.machines, row.cells, strict=True))
         ratios = dict(zip(side.machines, row.ratios, strict=True))
-        line = {"table": row.table, "row": row.row, "column": row.column, "part": row.part,
-                "source": row.source, "unit": row.unit,
-                "printed": row.printed, "machines": cells, "ratio_to_first": ratios,
+        known = row.known
+        line = {"table": known.table, "row": known.row, "column": known.column, "part": row.part,
+                "source": known.source, "unit": known.unit,
+                "printed": known.paper_text, "machines": cells, "ratio_to_first": ratios,
                 "differences": side.differences}  # fmt: skip
         print_line(msgspec.json.encode(line))

@@ -16,9 +16,9 @@ from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.report.build import build, short_path
 from gpipe_bench.harness.records.files import write_whole
 from gpipe_bench.harness.records.travel import unpacked
-from gpipe_bench.harness.report.cells import cells_csv
-from gpipe_bench.harness.report.counts import counts_lines
-from gpipe_bench.harness.report.render import html, markdown
+from gpipe_bench.harness.report.html import html, markdown
+from gpipe_bench.harness.report.page import cells_csv
+from gpipe_bench.harness.report.table import counts_lines
 
 HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
 
@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         for table in page.tables:
             for row in (*table.rows, *table.settings):
-                line = {**msgspec.to_builtins(row.comparison), "machine": row.machine,
+                line = {**msgspec.to_builtins(row.comparison), "machine": row.machine or None,
                         "at_half": row.narrow, "at_twice": row.wide}  # fmt: skip
                 print_line(msgspec.json.encode(line))
         return exits.DONE
     folder = arguments.output or arguments.results
-    print("\n".join(counts_lines(row.comparison for table in page.tables for row in table.rows)), end="\n\n")
+    print("\n".join(counts_lines(page.cells)), end="\n\n")
     files = ((HTML, html(page)), (MARKDOWN, markdown(page)), (CELLS, cells_csv(page.tables)))
     for name, text in files:
         write(folder / name, text)

@@ -13,7 +13,8 @@ import msgspec
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
-from gpipe_bench.experiments.report.build import build, short_path
+from gpipe_bench.experiments.report.build import build
+from gpipe_bench.harness.places import short_path
 from gpipe_bench.harness.records.files import write_whole
 from gpipe_bench.harness.records.travel import unpacked
 from gpipe_bench.harness.report.html import html, markdown

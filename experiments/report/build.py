@@ -17,7 +17,7 @@ from gpipe_bench.experiments.report.records import check_engine_is_there, folder
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.places import PUBLISHED
+from gpipe_bench.harness.places import PUBLISHED, short_path
 from gpipe_bench.harness.records.store import lines_of
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, TableInfo, page_of
 from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side
@@ -148,7 +148,7 @@ def _view(
             for each in shown
         ),
         text="\n\n".join(texts),
-        pictures=tuple(picture for picture in pictures if not (first.charts and picture.of_timelines)),
+        pictures=tuple(picture for picture in pictures if not (first.charts and picture.plot.of_timelines)),
         charts=tuple(chart for chart in first.charts if chart.boxes),
         traces=tuple(chart for chart in first.charts if not chart.boxes),
     )
@@ -173,11 +173,3 @@ def _side(shown: Mapping[str, Sequence[Reading]]) -> SideBySide | None:
         compared.setdefault(each.source.machine, []).extend(each.shown.comparisons)
         environments.setdefault(each.source.machine, []).extend(r.environment for r in each.source.records)
     return side_by_side(compared, environments) if len(compared) > 1 else None
-
-
-def short_path(path: Path) -> str:
-    """As seen from here, where it lies below."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

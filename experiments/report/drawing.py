@@ -101,7 +101,7 @@ def paint(axes: Axes, timeline: Timeline, *, unit_s: float = 1e-3, width: float 
     `width` is what the axes show, in units; it decides which boxes have room for a number.
     """
     room = NARROWEST_LABEL * (timeline.makespan_s / unit_s if width is None else width)
-    edge = {"edgecolors": "white", "linewidths": 0.6}
+    edge: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.6}
     for event in timeline.events:
         start, length = event.start_s / unit_s, event.duration_s / unit_s
         kind, stage = event.action.kind, event.action.stage
@@ -137,5 +137,6 @@ def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     ]  # fmt: skip
     work = dict.fromkeys(span.name for each in shown for span in each.work)
     handles += [Patch(color=WORK_COLORS.get(name, "0.5"), label=name) for name in work]
-    place = "outside lower center"
-    figure.legend(handles=handles, loc=place, ncols=max(len(handles), 1), fontsize=8, frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=max(len(handles), 1), fontsize=8, frameon=False
+    )

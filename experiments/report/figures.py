@@ -86,18 +86,13 @@ def digest(records: Sequence[Record]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """A figure as the page needs it; `width` and `height` in pixels of the page.
+    """A figure as the page needs it; `width` and `height` in pixels of the page."""
 
-    `of_timelines`: it shows what the page may have as charts to point at.
-    """
-
+    plot: Plot
     machine: str
-    caption: str
-    alt: str
     url: str
     width: int
     height: int
-    of_timelines: bool
 
 
 def pictures_of(experiment: Experiment, source: Source) -> list[Picture]:
@@ -120,15 +115,8 @@ def pictures_of(experiment: Experiment, source: Source) -> list[Picture]:
 def _picture(path: Path, plot: Plot, source: Source) -> Picture:
     content = path.read_bytes()
     width, height = _svg_size(content) if path.suffix == ".svg" else _png_size(content)
-    return Picture(
-        machine=source.machine,
-        caption=plot.caption,
-        alt=plot.alt,
-        url=data_url(content, _TYPES[path.suffix]),
-        width=width,
-        height=height,
-        of_timelines=plot.of_timelines,
-    )
+    url = data_url(content, _TYPES[path.suffix])
+    return Picture(plot=plot, machine=source.machine, url=url, width=width, height=height)
 
 
 def _svg_size(svg: bytes) -> tuple[int, int]:

@@ -8,10 +8,11 @@ it stands on a page is the matter of its template.
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -30,6 +31,7 @@ _ABSENT = "-"
 _DIGITS = 5
 """Significant digits of where a verdict turns: one more than a number has by itself."""
 _FAILS = "fails below / above"
+_LINES = ("paper", "torchgpipe", "ours", "our range", "verdict", _FAILS)
 
 
 def part_of(cell: Comparison) -> Part:
@@ -127,9 +129,9 @@ def parts_of(name: str, rows: Sequence[Row], notes: tuple[str, ...]) -> tuple[Ta
 
 def tables_of(comparisons: Sequence[Comparison]) -> list[Table]:
     """The tables that the comparisons touch, part by part; their notes are numbered through all of them."""
-    made_of = [f"Our range is over: {parts_text(c)}" if range_text(c) else "" for c in comparisons]
     notes, marks = numbered(
-        [*c.footnotes, *filter(None, [parts])] for c, parts in zip(comparisons, made_of, strict=True)
+        [*c.footnotes, *([f"Our range is over: {parts_text(c)}"] if range_text(c) else [])]
+        for c in comparisons
     )
     rows = [Row(comparison=c, marks=of_row) for c, of_row in zip(comparisons, marks, strict=True)]
     return [
@@ -141,23 +143,23 @@ def tables_of(comparisons: Sequence[Comparison]) -> list[Table]:
 
 def text_table(comparisons: Sequence[Comparison]) -> str:
     """Every table of the comparisons for a terminal, then the footnotes and the totals."""
-    tables = tables_of(comparisons)
-    notes = [
-        fill(note, f"[{number}] ", " " * (len(str(number)) + 3))
-        for number, note in enumerate(tables[0].notes if tables else (), start=1)
-    ]
-    return _joined([_grid(table).text() for table in tables], notes, comparisons)
+    marks = (f"[{number}] " for number in itertools.count(1))
+    return _shown(comparisons, Grid.text, lambda note: fill(note, mark := next(marks), " " * len(mark)))
 
 
 def markdown_table(comparisons: Sequence[Comparison]) -> str:
     """The same for a markdown page."""
+    marks = itertools.count(1)
+    return _shown(comparisons, Grid.markdown, lambda note: f"{next(marks)}. {note}")
+
+
+def _shown(
+    comparisons: Sequence[Comparison], show: Callable[[Grid], str], numbered_note: Callable[[str], str]
+) -> str:
     tables = tables_of(comparisons)
-    notes = [f"{number}. {note}" for number, note in enumerate(tables[0].notes if tables else (), start=1)]
-    return _joined([_grid(table).markdown() for table in tables], notes, comparisons)
-
-
-def _joined(parts: Sequence[str], notes: Sequence[str], comparisons: Sequence[Comparison]) -> str:
-    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else []), "\n".join(counts_lines(comparisons))])
+    notes = "\n".join(map(numbered_note, tables[0].notes if tables else ()))
+    grids = [show(_grid(table)) for table in tables]
+    return "\n\n".join([*grids, *filter(None, [notes]), "\n".join(counts_lines(comparisons))])
 
 
 def _grid(table: Table) -> Grid:
@@ -169,11 +171,7 @@ def _grid(table: Table) -> Grid:
     known = "; ".join([*filter(None, places), *(f"paper on {name}" for name in hardware if name)])
     title = f"{table.name}, {table.part}" + (f" ({known})" if known else "")
     if table.diagonal:
-        shown = [
-            what
-            for what in ("paper", "ours", "our range", "verdict", _FAILS)
-            if what in ("paper", "ours", "verdict") or _has(table.rows, what)
-        ]
+        shown = _found(table.rows, ("paper", "ours", "verdict"), ("our range", _FAILS))
         lines = [
             [row.label, row.comparison.column, *(_said(row, what, provenance=True) for what in shown)]
             for row in table.rows
@@ -188,11 +186,7 @@ def _grid(table: Table) -> Grid:
             "paper": "paper" if table.part != "others' numbers" else "theirs",
             "ours": f"ours ({', '.join(provenances)})" if uniform else "ours",
         }
-        shown = [
-            what
-            for what in ("paper", "torchgpipe", "ours", "our range", "verdict", _FAILS)
-            if what in ("paper", "verdict") or _has(rows, what)
-        ]
+        shown = _found(rows, ("paper", "verdict"), ("torchgpipe", "ours", "our range", _FAILS))
         lines += [
             [
                 label if what == "paper" else "",
@@ -204,8 +198,10 @@ def _grid(table: Table) -> Grid:
     return Grid(title=title, columns=["", "", *columns], lines=lines)
 
 
-def _has(rows: Sequence[Row], what: str) -> bool:
-    return any(_said(row, what) != _ABSENT for row in rows)
+def _found(rows: Sequence[Row], always: Sequence[str], other: Sequence[str]) -> list[str]:
+    """The lines of an entry, in order: those that there always are, and others that any of the rows has."""
+    having = [what for what in other if any(_said(row, what) != _ABSENT for row in rows)]
+    return [what for what in _LINES if what in (*always, *having)]
 
 
 def _said(row: Row | None, what: str, *, provenance: bool = False) -> str:

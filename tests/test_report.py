@@ -240,6 +240,13 @@ def fake(step, value, **changes):
     return record(step, quantities=(number,), **changes)
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """There is no other experiment than the fake one."""
+    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
+    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
+
+
 def put(folder, *records):
     for each in records:
         Store(folder).append(each)
@@ -263,6 +270,7 @@ def test_own_records_come_first_and_references_fill_in(tmp_path):
     assert found["naive-1"].entry.record == Store(own).load("fake").records[0]
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_report_asks_each_experiment_once(tmp_path, monkeypatch):
     """Judged, laid out and drawn in one pass: cells and text of each group of records are made once."""
     asked: Counter[str] = Counter()
@@ -276,8 +284,6 @@ def test_a_report_asks_each_experiment_once(tmp_path, monkeypatch):
         return "the text"
 
     monkeypatch.setattr("fake_experiment.EXPERIMENT", dataclasses.replace(FAKE, cells=cells, tables=tables))
-    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
-    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
     other = put(tmp_path / "references" / "other", fake(1, 41_000_000))
     own = put(tmp_path / "own", fake(1, 82_000_000), fake(2, 318_000_000))
     monkeypatch.setattr(report_build, "folders", lambda results: folders(results, other.parent))
@@ -298,9 +304,8 @@ def test_a_smoke_run_counts_only_where_there_is_nothing_else(tmp_path):
     ]
 
 
+@pytest.mark.usefixtures("alone")
 def test_what_a_smoke_run_gave_is_marked_wherever_it_stands(tmp_path, monkeypatch):
-    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
-    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
     none = tmp_path / "references"
     monkeypatch.setattr(report_build, "folders", lambda results: folders(results, none))
     smoke = build(put(tmp_path / "smoke", fake(1, 1, profile="smoke")), figures=False)
@@ -330,16 +335,11 @@ def test_damaged_lines_are_named_and_the_rest_is_used(tmp_path):
     assert [problem.line for problem in problems] == [1]
 
 
-def test_the_results_folder_is_not_its_own_reference(tmp_path):
-    assert [name for name, _ in folders(MACHINE)].count("cpu-2-cores") == 1
+def test_each_folder_of_records_is_named_once(tmp_path):
+    assert [name for name, _ in folders(MACHINE)].count("cpu-2-cores") == 1, "it is no reference of its own"
     assert [name for name, _ in folders(tmp_path / "mine", tmp_path / "nowhere")] == ["mine"]
-
-
-def test_an_own_folder_named_like_a_reference_is_told_apart(tmp_path):
-    assert [name for name, _ in folders(tmp_path / "cpu-2-cores")][:2] == [
-        "cpu-2-cores (yours)",
-        "cpu-2-cores",
-    ]
+    names = [name for name, _ in folders(tmp_path / "cpu-2-cores")]
+    assert names[:2] == ["cpu-2-cores (yours)", "cpu-2-cores"]
 
 
 def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, monkeypatch):
@@ -355,9 +355,8 @@ def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, m
     assert "fake" not in [experiment.name for experiment in page.experiments]
 
 
+@pytest.mark.usefixtures("alone")
 def test_two_machines_stand_side_by_side_on_the_page(tmp_path, monkeypatch):
-    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
-    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
     other = put(tmp_path / "references" / "other", fake(1, 41_000_000, environment={"cpu_model": "B"}))
     own = put(tmp_path / "own", fake(1, 82_000_000, environment={"cpu_model": "A"}))
     monkeypatch.setattr(report_build, "folders", lambda results: folders(results, other.parent))
@@ -370,9 +369,8 @@ def test_two_machines_stand_side_by_side_on_the_page(tmp_path, monkeypatch):
         assert "41M modelled, below" in text
 
 
-def test_text_of_records_cannot_become_markup(tmp_path, monkeypatch):
-    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
-    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
+@pytest.mark.usefixtures("alone")
+def test_text_of_records_cannot_become_markup(tmp_path):
     evil = '"><script>alert(1)</script>|'
     environment = {"cpu_model": evil}
     put(tmp_path / "own", fake(1, 82_000_000, command=evil, environment=environment))
@@ -453,18 +451,13 @@ def test_figures_are_kept_only_for_the_records_they_show(tmp_path):
     assert drawn(FAKE, records[::-1], tmp_path) == paths
     assert drawn(FAKE, records[:1], tmp_path) is None
     assert drawn(FAKE, [fake(1, 1), fake(2, 3)], tmp_path) is None
+    (plot,) = FAKE.figures(records)
+    renamed = dataclasses.replace(FAKE, figures=lambda records: [dataclasses.replace(plot, name="other")])
+    assert drawn(renamed, records, tmp_path) is None, "the experiment draws another figure now"
     paths[0].unlink()
     assert drawn(FAKE, records, tmp_path) is None
     (tmp_path / "fake.json").write_text("[]")
     assert drawn(FAKE, records, tmp_path) is None
-
-
-def test_figures_on_disk_are_those_that_the_experiment_draws_now(tmp_path):
-    paths = draw(FAKE, [fake(1, 1)], tmp_path)
-    assert drawn(FAKE, [fake(1, 1)], tmp_path) == paths
-    (plot,) = FAKE.figures([fake(1, 1)])
-    renamed = dataclasses.replace(FAKE, figures=lambda records: [dataclasses.replace(plot, name="other")])
-    assert drawn(renamed, [fake(1, 1)], tmp_path) is None
 
 
 def test_a_plot_is_drawn_and_saved_in_its_own_style(tmp_path):

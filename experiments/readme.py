@@ -59,15 +59,17 @@ def widths() -> str:
     columns: tuple[Verdict, ...] = (*JUDGED, "not comparable", "not run")
     lines = ["| question | evidence | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
     for view in _page().questions:
-        found = {name: [view.scores[0][name, verdict] for verdict in columns] for name in EVIDENCE}
-        found = {name: numbers for name, numbers in found.items() if any(numbers)}
+        found: dict[str, list[int]] = {}
+        for rests_on in EVIDENCE:
+            numbers = [view.scores[0][rests_on, verdict] for verdict in columns]
+            found |= {rests_on: numbers} if any(numbers) else {}
         for name, counts in zip(
             ("", ", at half the width", ", at twice the width"), view.scores, strict=True
         ):
             found[f"all{name}"] = [counts.with_verdict(verdict) for verdict in columns]
-        for name, numbers in found.items():
+        for label, numbers in found.items():
             said = " | ".join(str(number or "-") for number in numbers)
-            lines.append(f"| {view.reply.question} | {name} | {said} |")
+            lines.append(f"| {view.reply.question} | {label} | {said} |")
     return "\n".join(lines)
 
 

@@ -87,7 +87,7 @@ def page():
         Row(comparison=c, entry=e, **made) for e in ENTRIES for c in compare(ENTRIES) if c.key == e.key
     ]
     infos = {cell.table: TableInfo(title=cell.table, short=f"The {cell.table}", about="") for cell in paper}
-    return page_of(answers, paper, infos, command="report")
+    return page_of(answers, paper, infos)
 
 
 def test_identities_are_counted_apart_and_others_numbers_not_at_all(cells):

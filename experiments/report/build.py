@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,9 @@ def build(
             warnings.append(f"the figures of {experiment.name} can't be drawn: {text}")
         views.append(_view(experiment, found[experiment.name], shown[experiment.name], pictures))
     profiles = {name: {each.source.profile for each in several} for name, several in found.items()}
-    return page_of(
-        list(given.values()),
-        load_paper(),
-        table_infos(experiments, profiles),
+    page = page_of(list(given.values()), load_paper(), table_infos(experiments, profiles))
+    return replace(
+        page,
         experiments=tuple(views),
         machines=tuple(_machine(name, folder, every, own=n == 0) for n, (name, folder) in enumerate(places)),
         side=_side(shown),

@@ -170,13 +170,11 @@ class Page:
         return sum(row.profile == "smoke" for row in self.rows)
 
 
-def page_of(
-    answers: Sequence[Row], paper: Sequence[PaperCell], infos: Mapping[str, TableInfo], **more: Any
-) -> Page:
+def page_of(answers: Sequence[Row], paper: Sequence[PaperCell], infos: Mapping[str, TableInfo]) -> Page:
     """The page of our answers: every table with a published number or one of ours, in the order of `infos`,
     then of the paper's file, the replies to both questions, and the errata of the paper, each once.
 
-    `more` are the other fields of the page. Raises ValueError where two answers are for one cell.
+    Raises ValueError where two answers are for one cell.
     """
     if len({row.comparison.key for row in answers}) != len(answers):
         raise ValueError("two answers are for one cell; choose one before")
@@ -201,19 +199,17 @@ def page_of(
             for reply in replies_to(row.comparison for table in tables for row in table.rows)
         ),
         errata=tuple((table, _places(cells), text) for (table, text), cells in errata.items()),
-        **more,
     )
 
 
 def _table(name: str, answers: Sequence[Row], paper: Sequence[PaperCell], info: TableInfo) -> TableView:
     published = {(*cell.key, cell.source): cell for cell in paper}
     answered = {row.comparison.key[:-1] for row in answers}
-    unanswered = [
-        Row(comparison=compare_entry(entry, cell, published.get((*cell.key, "torchgpipe"))), entry=entry)
-        for place, cell in published.items()
-        if cell.source == "paper" and place not in answered
-        for entry in [absent(cell, info.missing)]
-    ]
+    unanswered = []
+    for place, cell in published.items():
+        if cell.source == "paper" and place not in answered:
+            entry, peer = absent(cell, info.missing), published.get((*cell.key, "torchgpipe"))
+            unanswered.append(Row(comparison=compare_entry(entry, cell, peer), entry=entry))
     first = {place: number for number, place in enumerate(published)}
 
     def order(row: Row) -> tuple[int, bool, int]:
@@ -226,10 +222,13 @@ def _table(name: str, answers: Sequence[Row], paper: Sequence[PaperCell], info: 
         [note for note in row.comparison.footnotes if note != row.comparison.reason] for row in listed
     )
     rows = [
-        dataclasses.replace(row, marks=of_row, narrow=narrow, wide=wide)
+        dataclasses.replace(
+            row,
+            marks=of_row,
+            narrow=_verdict(published.get(row.comparison.key[:-1]), row, NARROW),
+            wide=_verdict(published.get(row.comparison.key[:-1]), row, WIDE),
+        )
         for row, of_row in zip(listed, marks, strict=True)
-        for cell in [published.get(row.comparison.key[:-1])]
-        for narrow, wide in [(_verdict(cell, row, NARROW), _verdict(cell, row, WIDE))]
     ]
     ours = {row.comparison.place: row.comparison for row in rows if row.comparison.ours is not None}
     others = [cell for place, cell in published.items() if cell.source != "paper" and place not in answered]

@@ -8,11 +8,10 @@ it stands on a page is the matter of its template.
 
 from __future__ import annotations
 
-import itertools
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -143,32 +142,31 @@ def tables_of(comparisons: Sequence[Comparison]) -> list[Table]:
 
 def text_table(comparisons: Sequence[Comparison]) -> str:
     """Every table of the comparisons for a terminal, then the footnotes and the totals."""
-    marks = (f"[{number}] " for number in itertools.count(1))
-    return _shown(comparisons, Grid.text, lambda note: fill(note, mark := next(marks), " " * len(mark)))
+    return _shown(comparisons, markdown=False)
 
 
 def markdown_table(comparisons: Sequence[Comparison]) -> str:
     """The same for a markdown page."""
-    marks = itertools.count(1)
-    return _shown(comparisons, Grid.markdown, lambda note: f"{next(marks)}. {note}")
+    return _shown(comparisons, markdown=True)
 
 
-def _shown(
-    comparisons: Sequence[Comparison], show: Callable[[Grid], str], numbered_note: Callable[[str], str]
-) -> str:
+def _shown(comparisons: Sequence[Comparison], *, markdown: bool) -> str:
     tables = tables_of(comparisons)
-    notes = "\n".join(map(numbered_note, tables[0].notes if tables else ()))
-    grids = [show(_grid(table)) for table in tables]
-    return "\n\n".join([*grids, *filter(None, [notes]), "\n".join(counts_lines(comparisons))])
+    notes = enumerate(tables[0].notes if tables else (), start=1)
+    if markdown:
+        parts = [_grid(table).markdown() for table in tables]
+        lines = [f"{number}. {note}" for number, note in notes]
+    else:
+        parts = [_grid(table).text() for table in tables]
+        lines = [fill(note, f"[{number}] ", " " * (len(str(number)) + 3)) for number, note in notes]
+    return "\n\n".join([*parts, *(["\n".join(lines)] if lines else []), "\n".join(counts_lines(comparisons))])
 
 
 def _grid(table: Table) -> Grid:
     """The table as the paper prints it, or a line for each entry where that would be mostly empty."""
-    columns, places, hardware = (
-        list(dict.fromkeys(getattr(row.comparison, field) for row in table.rows))
-        for field in ("column", "location", "hardware")
-    )
-    known = "; ".join([*filter(None, places), *(f"paper on {name}" for name in hardware if name)])
+    places = dict.fromkeys(row.comparison.location for row in table.rows if row.comparison.location)
+    hardware = dict.fromkeys(row.comparison.hardware for row in table.rows if row.comparison.hardware)
+    known = "; ".join([*places, *(f"paper on {name}" for name in hardware)])
     title = f"{table.name}, {table.part}" + (f" ({known})" if known else "")
     if table.diagonal:
         shown = _found(table.rows, ("paper", "ours", "verdict"), ("our range", _FAILS))
@@ -191,11 +189,11 @@ def _grid(table: Table) -> Grid:
             [
                 label if what == "paper" else "",
                 names.get(what, what),
-                *(_said(at.get(column), what, provenance=not uniform) for column in columns),
+                *(_said(at.get(column), what, provenance=not uniform) for column in table.columns),
             ]
             for what in shown
         ]
-    return Grid(title=title, columns=["", "", *columns], lines=lines)
+    return Grid(title=title, columns=["", "", *table.columns], lines=lines)
 
 
 def _found(rows: Sequence[Row], always: Sequence[str], other: Sequence[str]) -> list[str]:

@@ -18,9 +18,9 @@ from math import inf
 
 from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stages.peaks import rule_of
-from gpipe_bench.pipeline.plan.cutting.times import LayerTimes
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.planner.grids import Grid
+from gpipe_bench.planner.layer_times import LayerTimes
 from gpipe_bench.planner.models import Tie
 from gpipe_bench.planner.space import Way
 

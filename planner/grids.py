@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from gpipe_bench.pipeline.plan.cutting.times import LayerTimes
 from gpipe_bench.planner.candidate import Candidate
 from gpipe_bench.planner.costs import Costs, ShardCosts
+from gpipe_bench.planner.layer_times import LayerTimes
 from gpipe_bench.planner.links import Topology
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
-from gpipe_bench.pipeline.plan.cutting.times import LayerTimes
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
@@ -16,8 +14,10 @@ from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.footprints import Footprints
 from gpipe_bench.planner.grids import times_on
 from gpipe_bench.planner.lately import Lately
+from gpipe_bench.planner.layer_times import LayerTimes
 from gpipe_bench.planner.links import Topology
 from gpipe_bench.planner.models import Tie
+from gpipe_bench.planner.quick import QuickSteps
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.room import Room, Rules, Walked
 from gpipe_bench.planner.space import Way

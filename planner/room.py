@@ -28,17 +28,17 @@ from gpipe_bench.pipeline.memory.stages.peaks import (
     rule_of,
 )
 from gpipe_bench.pipeline.memory.stages.rows.messages import Ahead, Transport, all_received_apart
-from gpipe_bench.pipeline.memory.stages.rows.searched import (
-    WorkerMoment,
-    worker_memory,
-    worker_moments,
-)
 from gpipe_bench.pipeline.plan.remat import Choice
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.planner.footprints import Footprints
 from gpipe_bench.planner.grids import Grid
 from gpipe_bench.planner.models import Tie
 from gpipe_bench.planner.rows import most_graphs, with_recomputation
+from gpipe_bench.planner.searched import (
+    WorkerMoment,
+    worker_memory,
+    worker_moments,
+)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Ways are taken in the order of their bounds, and the search ends where a bound i
 that are kept; what is left cannot be among them. Of each group of ways, such as those of one grid and
 schedule, the best is kept.
 
-Steps are those of `pipeline.plan.cutting`; whoever wants ranges, parts and jitter predicts the few that are
+Steps are those of `planner.cuts`; whoever wants ranges, parts and jitter predicts the few that are
 found (`predict`).
 """
 
@@ -16,9 +16,6 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import comb, inf
 
-from gpipe_bench.pipeline.plan.cutting.best import EFFORT, Cut, best_cut
-from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
-from gpipe_bench.pipeline.plan.cutting.times import StageTimes
 from gpipe_bench.planner.bounds import (
     by_memory_s,
     by_work_s,
@@ -26,10 +23,13 @@ from gpipe_bench.planner.bounds import (
 )
 from gpipe_bench.planner.candidate import Candidate
 from gpipe_bench.planner.costs import Costs
+from gpipe_bench.planner.cuts import EFFORT, Cut, best_cut
 from gpipe_bench.planner.found import Found
 from gpipe_bench.planner.grids import Grid
+from gpipe_bench.planner.layer_times import StageTimes
 from gpipe_bench.planner.models import Tie
 from gpipe_bench.planner.parts import Parts, rows_of
+from gpipe_bench.planner.quick import QuickSteps
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.room import Room
 from gpipe_bench.planner.shortfall import Smallest

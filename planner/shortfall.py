@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
-from gpipe_bench.pipeline.plan.cutting.by_cost import leanest, partition_by
+from gpipe_bench.pipeline.plan.by_cost import leanest, partition_by
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.remat import Choice, Remat, choice_of, to_text
 from gpipe_bench.pipeline.plan.schedules.known import named

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.pipeline.plan.cutting.times import REMATS
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.planner.grids import Grid
+from gpipe_bench.planner.layer_times import REMATS
 from gpipe_bench.planner.request import Request
 
 MOST_ACTIONS = 200_000

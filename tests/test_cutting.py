@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.pipeline.plan.cutting.alone import AloneBound
-from gpipe_bench.pipeline.plan.cutting.best import best_cut
-from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
-from gpipe_bench.pipeline.plan.cutting.times import REMATS, LayerTimes
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.planner.alone import AloneBound
+from gpipe_bench.planner.cuts import best_cut
+from gpipe_bench.planner.layer_times import REMATS, LayerTimes
+from gpipe_bench.planner.quick import QuickSteps
 
 SLOW = Link("slow", 0.25, 4.0)
 SECONDS = st.integers(0, 8).map(lambda number: number / 4)

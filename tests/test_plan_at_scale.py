@@ -12,8 +12,8 @@ from gpipe_bench.experiments.plan.figures import figures
 from gpipe_bench.experiments.plan.text import tables
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.records.record import Record
-from gpipe_bench.pipeline.plan.cutting.best import EFFORT
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.planner.cuts import EFFORT
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.search import Search
 from gpipe_bench.planner.space import Space, ways

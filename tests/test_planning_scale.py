@@ -11,8 +11,6 @@ from planning_models import costs_of, planned, tied
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.stages.grids import Sharing, held_stage
-from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
-from gpipe_bench.pipeline.plan.cutting.times import REMATS
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
@@ -20,7 +18,9 @@ from gpipe_bench.planner import footprints as rows
 from gpipe_bench.planner.bounds import Equals, by_memory_s, graphs_of
 from gpipe_bench.planner.footprints import Footprints
 from gpipe_bench.planner.grids import Grid
+from gpipe_bench.planner.layer_times import REMATS
 from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.quick import QuickSteps
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.search import Search
 from gpipe_bench.planner.space import Space, Way, ways

@@ -12,15 +12,15 @@ from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, h
 from gpipe_bench.pipeline.memory.stages.rows.messages import Transport
 from gpipe_bench.pipeline.memory.stages.ties import shared_weights
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
-from gpipe_bench.pipeline.plan.cutting.best import Cut
-from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
-from gpipe_bench.pipeline.plan.cutting.times import REMATS
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.planner.answer import plan
+from gpipe_bench.planner.cuts import Cut
 from gpipe_bench.planner.grids import Grid
+from gpipe_bench.planner.layer_times import REMATS
 from gpipe_bench.planner.links import Topology, link_named, link_within
 from gpipe_bench.planner.predict import predict
+from gpipe_bench.planner.quick import QuickSteps
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.search import Search
 from gpipe_bench.planner.space import Space, Way, check, ways

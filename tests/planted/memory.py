@@ -16,7 +16,7 @@ CUTTING = "tests/test_cutting.py::"
 MODELLED = (
     Mutant(
         name="a stage alone waits for no round trip",
-        file="pipeline/plan/cutting/alone.py",
+        file="planner/alone.py",
         old="                    arrival = done[microbatch] + round_s\n",
         new="                    arrival = done[microbatch] + 2 * round_s\n",
         why="bounds above real steps leave out the best cuts",
@@ -24,7 +24,7 @@ MODELLED = (
     ),
     Mutant(
         name="the search takes what recomputes most",
-        file="pipeline/plan/cutting/choices.py",
+        file="planner/choices.py",
         old="        self._fits, self._remats = fits, sorted(remats, key=order.__getitem__)\n",
         new="        self._fits, self._remats = fits, sorted(remats, key=order.__getitem__, reverse=True)\n",
         why="everything is recomputed, whatever fits",
@@ -56,7 +56,7 @@ MODELLED = (
     ),
     Mutant(
         name="a model fits only if greedy filling says so",
-        file="pipeline/plan/cutting/by_cost.py",
+        file="pipeline/plan/by_cost.py",
         old="    return bool(_suffix_counts(edges, num_layers, cap)[0] >> num_stages & 1)\n",
         new="    return False\n",
         why="filling to the brim may miss a split, and the largest model with it",

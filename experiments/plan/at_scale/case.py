@@ -164,8 +164,8 @@ def best_of_each_grid(search: Search) -> dict[tuple[int, int], Found]:
 
 def as_done(done: Done, search: Search) -> Found:
     """What was done, cut evenly by the work of layers, everything recomputed."""
-    from gpipe_bench.pipeline.plan.cutting.best import Cut
     from gpipe_bench.pipeline.plan.partition import partition
+    from gpipe_bench.planner.cuts import Cut
     from gpipe_bench.planner.grids import Grid
     from gpipe_bench.planner.space import Way
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product
 
-from gpipe_bench.pipeline.plan.cutting.times import REMATS
+from gpipe_bench.planner.layer_times import REMATS
 
 Fits = Callable[[int, tuple[range, ...], tuple[str, ...]], bool]
 """Whether a worker has room for stages of these layers, in the model's order, that recompute so much."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.pipeline.plan.cutting.times import LayerTimes, StageTimes
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.planner.layer_times import LayerTimes, StageTimes
 
 _CODES = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.pipeline.plan.cutting.times import StageTimes
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.planner.layer_times import StageTimes
 
 
 class QuickSteps:

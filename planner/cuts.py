@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import comb, inf, prod
 
-from gpipe_bench.pipeline.plan.cutting.alone import AloneBound
-from gpipe_bench.pipeline.plan.cutting.choices import Choices, Fits
-from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
-from gpipe_bench.pipeline.plan.cutting.times import REMATS, LayerTimes
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.planner.alone import AloneBound
+from gpipe_bench.planner.choices import Choices, Fits
+from gpipe_bench.planner.layer_times import REMATS, LayerTimes
+from gpipe_bench.planner.quick import QuickSteps
 
 EFFORT = 3_000_000
 """Actions that are laid out before the search settles for what it has: a few seconds."""

@@ -15,21 +15,19 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner.accelerators import accelerator
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.candidate import Candidate, Grid, Prediction, Way
 from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.found import Found
-from gpipe_bench.planner.grids import grid_of
-from gpipe_bench.planner.likely import worth
+from gpipe_bench.planner.infeasible import nothing_fits, smallest
 from gpipe_bench.planner.measured import as_measured
-from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.prediction import Prediction
 from gpipe_bench.planner.request import MEASURED, Request
 from gpipe_bench.planner.script import NAME, command, script
-from gpipe_bench.planner.search import KEPT, Search
-from gpipe_bench.planner.shortfall import nothing_fits, smallest
+from gpipe_bench.planner.search import KEPT, Found, Search
 from gpipe_bench.planner.space import Space, check, sizes_of
+from gpipe_bench.planner.spending import About
 from gpipe_bench.planner.timed import Timing
 
 SHOWN = 5
@@ -40,6 +38,8 @@ MOST_POINTS = 8
 """Of the frontier."""
 FEW = 2
 """Ways that are kept for each point but the first: the best, and one that may be as good by the replay."""
+NEAR = 1.25
+"""A way that takes at most so many times as long as the fastest may still be the fastest."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is done, how many of it, of how many."""
@@ -259,7 +259,7 @@ def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[P
     best: dict[object, Prediction] = {}
     for each in every:
         candidate = each.candidate
-        best.setdefault((grid_of(candidate), candidate.schedule, candidate.stages_per_worker), each)
+        best.setdefault((candidate.grid, candidate.schedule, candidate.stages_per_worker), each)
     return tuple(best.values()), tuple(points)
 
 
@@ -276,3 +276,33 @@ def _too_large(model: Model, request: Request, space: Space) -> str:
     least = smallest(model, request, space)
     assert least is not None  # `check` has found ways
     return nothing_fits(model, request, space, least)
+
+
+def worth(request: Request, costs: Costs) -> set[About]:
+    """What the fastest ways depend on, as far as can be said before anything is searched: every grid, in 1F1B
+    and with a cut of even seconds, with all the memory that there could be.
+    """
+    request = as_measured(request, costs)
+    found: list[tuple[float, set[About]]] = []
+    for size, at in costs.sizes.items():
+        weights = [ahead + back for ahead, back in zip(at.layers_s["G"], at.layers_s["B"], strict=True)]
+        for pp in range(1, min(request.accelerators, costs.num_layers) + 1):
+            replicas, rest = divmod(request.accelerators, pp)
+            number, uneven = divmod(request.batch_size, replicas * size)
+            if rest or uneven or not number:
+                continue
+            for level in (0, 2, 3) if replicas > 1 else (0,):
+                if level and level not in at.shards_s:
+                    continue
+                dp, fsdp = (1, replicas) if level else (replicas, 1)
+                way = Way(Grid(pp, dp, fsdp, level), "1f1b", 1, number, size)
+                candidate = way.candidate(partition(weights, pp), ("never",) * pp)
+                step_s = predict(candidate, costs, request, draws=0, parts=False).step_s
+                needs = {About(size, level)} if replicas > 1 else set()
+                if pp > 1 or replicas == 1:
+                    needs.add(About(size, "layers"))
+                found.append((step_s, needs))
+    if not found:
+        return {About(size, "layers") for size in costs.sizes}
+    bound_s = NEAR * min(step_s for step_s, _ in found)
+    return set().union(*(needs for step_s, needs in found if step_s <= bound_s))

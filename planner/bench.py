@@ -15,8 +15,8 @@ from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.planner.model import Subject
 from gpipe_bench.planner.spending import About, Budget
-from gpipe_bench.planner.subjects import Subject
 from gpipe_bench.planner.timing import time_step
 
 NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them

@@ -9,7 +9,7 @@ import torch
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
-from gpipe_bench.planner.subjects import Subject
+from gpipe_bench.planner.model import Subject
 
 
 def profiles_of(subject: Subject) -> Callable[[int, bool, int], ModelProfile]:

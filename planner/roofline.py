@@ -37,7 +37,7 @@ from gpipe_bench.pipeline.memory.profile import PRECISIONS, LossLayer, fake_copy
 from gpipe_bench.pipeline.signature import signature
 from gpipe_bench.planner.accelerators import UPDATE_BYTES, Accelerator, accelerator
 from gpipe_bench.planner.costs import Costs, SizeCosts
-from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.request import Request
 
 MIDDLE = 0.8

@@ -11,9 +11,9 @@ import json
 from typing import Any
 
 from gpipe_bench.planner.candidate import Candidate
-from gpipe_bench.planner.links import DIMENSIONS
-from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.topology import DIMENSIONS
 
 NAME = "train.py"
 """What the script is called where nobody says."""

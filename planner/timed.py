@@ -18,11 +18,10 @@ from gpipe_bench.planner import kept
 from gpipe_bench.planner.bench import Bench, ProbeJob
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.measured import measured
-from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.model import Model, OfTheZoo, OneOfYours, Subject
 from gpipe_bench.planner.probes import Probed, probe
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.spending import About, Budget, sizes_worth
-from gpipe_bench.planner.subjects import OfTheZoo, OneOfYours, Subject
 
 MOST_SIZES = 5
 """Of micro-batches that are timed; of more, those in the middle and the ends."""

@@ -17,14 +17,14 @@ from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Event
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.candidate import Candidate, Grid
 from gpipe_bench.planner.costs import FORMAT, Costs, SizeCosts, kinds_of
-from gpipe_bench.planner.grids import Grid, times_on
-from gpipe_bench.planner.links import Topology
 from gpipe_bench.planner.measured import measured
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.probes import Probed, ProbeRun, Taken
 from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.steps import times_on
+from gpipe_bench.planner.topology import Topology
 from gpipe_bench.planner.wholes import WholeRaw, WholeRun, run_of
 
 

@@ -13,12 +13,12 @@ from planning_models import costs_of, planned
 
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.planner import kept
+from gpipe_bench.planner.answer import worth
 from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.likely import worth
-from gpipe_bench.planner.links import link_named
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.spending import About, Budget, affordable, sizes_worth
 from gpipe_bench.planner.timed import Timing
+from gpipe_bench.planner.topology import link_named
 
 LOOPBACK = link_named("loopback")
 REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBACK)

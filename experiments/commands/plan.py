@@ -21,8 +21,8 @@ from gpipe_bench.experiments.commands.asked import (
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.schedules.known import NAMED
-from gpipe_bench.planner.links import link_named, link_within
 from gpipe_bench.planner.request import MEASURED, Request
+from gpipe_bench.planner.topology import link_named, link_within
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gpipe_bench.experiments.commands.plan_text import text
     from gpipe_bench.planner.answer import plan
     from gpipe_bench.planner.kept import user_folder
-    from gpipe_bench.planner.models import model_of
+    from gpipe_bench.planner.model import model_of
     from gpipe_bench.planner.timed import Timing
 
     torch.set_num_threads(1)

@@ -8,9 +8,7 @@ from gpipe_bench.pipeline.plan.drawn.drawing import draw
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.planner.answer import Plan
-from gpipe_bench.planner.candidate import Candidate
-from gpipe_bench.planner.grids import grid_of
-from gpipe_bench.planner.prediction import Prediction
+from gpipe_bench.planner.candidate import Candidate, Prediction
 
 GIB = 2**30
 MOST_WORKERS, MOST_MICROBATCHES = 16, 6
@@ -34,7 +32,7 @@ def seconds(value: float) -> str:
 def title_of(candidate: Candidate) -> str:
     """A candidate in a few words."""
     twice = f" x {candidate.stages_per_worker}" if candidate.stages_per_worker > 1 else ""
-    return f"{grid_of(candidate)}, {candidate.schedule}{twice}"
+    return f"{candidate.grid}, {candidate.schedule}{twice}"
 
 
 def remat_of(candidate: Candidate) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpipe_bench.planner.subjects import Subject
+    from gpipe_bench.planner.model import Subject
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Planned:
     @property
     def subject(self) -> Subject:
         """What its processes build."""
-        from gpipe_bench.planner.subjects import OfTheZoo, OneOfYours
+        from gpipe_bench.planner.model import OfTheZoo, OneOfYours
 
         return OneOfYours(self.model) if ":" in self.model else OfTheZoo(self.model, self.options)
 

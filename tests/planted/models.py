@@ -132,7 +132,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="advice that does not help",
-        file="planner/shortfall.py",
+        file="planner/infeasible.py",
         old="        return least is not None and least.peak <= changed.usable_bytes\n",
         new="        return least is not None\n",
         why="whoever follows it would be refused again",
@@ -148,9 +148,9 @@ OWN_MODELS = (
     ),
     Mutant(
         name="a tied weight's gradients are one",
-        file="planner/room.py",
-        old="            summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes,\n",
-        new="            gradient_bytes=stage.gradient_bytes - num_bytes,\n",
+        file="planner/memory.py",
+        old="        summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes,\n",
+        new="        gradient_bytes=stage.gradient_bytes - num_bytes,\n",
         why="each use has its own until the step ends, and a plan would not fit that was said to",
         tests=("tests/test_planning_search.py::test_a_tied_weight_takes_what_the_memory_model_says",),
     ),

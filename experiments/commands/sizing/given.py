@@ -14,10 +14,11 @@ from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.pipeline.plan.remat import check_remat, from_text
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.planner.accelerators import accelerator
-from gpipe_bench.planner.models import Model, model_of
+from gpipe_bench.planner.candidate import splits
+from gpipe_bench.planner.infeasible import Manner, Smallest, nothing_fits, smallest
+from gpipe_bench.planner.model import Model, model_of
 from gpipe_bench.planner.request import MEASURED, Request
-from gpipe_bench.planner.shortfall import Manner, Smallest, nothing_fits, smallest
-from gpipe_bench.planner.space import Space, divisors, splits
+from gpipe_bench.planner.space import Space, divisors
 
 
 def placed(arguments: argparse.Namespace, cap_bytes: int) -> tuple[Model, Request, Smallest]:

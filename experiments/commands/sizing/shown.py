@@ -11,9 +11,9 @@ from gpipe_bench.pipeline.plan.remat import to_text
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
-    from gpipe_bench.planner.models import Model
+    from gpipe_bench.planner.infeasible import Smallest
+    from gpipe_bench.planner.model import Model
     from gpipe_bench.planner.request import Request
-    from gpipe_bench.planner.shortfall import Smallest
 
 GIB = 2**30
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
@@ -24,10 +24,10 @@ def text(model: Model, request: Request, found: Smallest) -> str:
     again = {"always": "every one recomputed", "never": "nothing recomputed"}
     what = again.get(str(found.remat), f"re-materialization {to_text(found.remat)}")
     title = (
-        f"{model.name}: {model.num_parameters:,} parameters under {found.schedule} on "
+        f"{model.name}: {model.num_parameters:,} parameters under {found.way.schedule} on "
         f"{request.accelerators} x {request.memory_bytes / GIB:g} GiB (modelled)\n{request.precision}, "
-        f"{request.optimizer}, mini-batch {request.batch_size} in {found.num_microbatches} micro-batches, "
-        + what
+        f"{request.optimizer}, mini-batch {request.batch_size} in {found.way.num_microbatches} micro-batches"
+        f", {what}"
         + (", layers compiled" if request.compiled else "")
         + (f", {model.attention} attention" if model.attention != "cpu" else "")
         + (f", {request.held_back_bytes / GIB:g} GiB held back" if request.held_back_bytes else "")
@@ -65,8 +65,8 @@ def facts(model: Model, request: Request, found: Smallest) -> dict[str, Any]:
         "memory_bytes": request.memory_bytes,
         "reserve_bytes": request.held_back_bytes,
         "batch_size": request.batch_size,
-        "num_microbatches": found.num_microbatches,
-        "schedule": found.schedule,
+        "num_microbatches": found.way.num_microbatches,
+        "schedule": found.way.schedule,
         "remat": to_text(found.remat),
         "optimizer": request.optimizer,
         "precision": request.precision,

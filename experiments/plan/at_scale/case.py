@@ -16,12 +16,10 @@ from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.records.record import Quantity, Scalar
 
 if TYPE_CHECKING:
-    from gpipe_bench.planner.found import Found
-    from gpipe_bench.planner.models import Model
-    from gpipe_bench.planner.prediction import Prediction
+    from gpipe_bench.planner.candidate import Prediction, Way
+    from gpipe_bench.planner.model import Model
     from gpipe_bench.planner.request import Request
-    from gpipe_bench.planner.search import Search
-    from gpipe_bench.planner.space import Way
+    from gpipe_bench.planner.search import Found, Search
 
 PART = "at scale"
 STEP = "step"
@@ -145,8 +143,8 @@ def run(key: dict[str, Scalar]) -> Outcome:
 
 def request_of(scale: Scale) -> Request:
     """As `plan` is asked."""
-    from gpipe_bench.planner.links import link_named
     from gpipe_bench.planner.request import Request
+    from gpipe_bench.planner.topology import link_named
 
     return Request(
         accelerators=scale.accelerators, memory_bytes=scale.memory_bytes, batch_size=scale.batch_size,
@@ -165,15 +163,14 @@ def best_of_each_grid(search: Search) -> dict[tuple[int, int], Found]:
 def as_done(done: Done, search: Search) -> Found:
     """What was done, cut evenly by the work of layers, everything recomputed."""
     from gpipe_bench.pipeline.plan.partition import partition
+    from gpipe_bench.planner.candidate import Grid, Way
     from gpipe_bench.planner.cuts import Cut
-    from gpipe_bench.planner.grids import Grid
-    from gpipe_bench.planner.space import Way
 
     stages_per_worker = 2 if done.schedule == "interleaved" else 1
     grid = Grid(done.num_workers, 1, done.shards, 2 if done.shards > 1 else 0, done.tp)
     size = search.request.batch_size // done.shards // done.num_microbatches
     way: Way = Way(grid, done.schedule, stages_per_worker, done.num_microbatches, size)
-    times = search.parts.times(way)
+    times = search.times(way)
     work_s = [times.least_s(layer, layer + 1) for layer in range(times.num_layers)]
     cut = partition(work_s, way.num_stages)
     return search.found(way, Cut(cut, ("always",) * way.num_stages, 1.0, 0.0))
@@ -181,7 +178,7 @@ def as_done(done: Done, search: Search) -> Found:
 
 def _model(name: str, scale: Scale) -> Model:
     from gpipe_bench.models.paper import HALVES
-    from gpipe_bench.planner.models import built, model_of
+    from gpipe_bench.planner.model import built, model_of
 
     if name.startswith("transformer-"):
         half = HALVES["transformer"]

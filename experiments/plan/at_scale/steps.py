@@ -17,8 +17,8 @@ from gpipe_bench.harness.records.record import Quantity
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.accelerators import Accelerator
-    from gpipe_bench.planner.models import Model
-    from gpipe_bench.planner.prediction import Prediction
+    from gpipe_bench.planner.candidate import Prediction
+    from gpipe_bench.planner.model import Model
     from gpipe_bench.planner.request import Request
 
 PART = "published steps"
@@ -69,7 +69,7 @@ class Step:
     def model(self) -> Model:
         """On the meta device, with the attention that it had."""
         from gpipe_bench.models import SHAPES
-        from gpipe_bench.planner.models import built
+        from gpipe_bench.planner.model import built
 
         builder, options = SHAPES[self.shape] if self.shape else (self.builder, self.options)
         model = built(self.name, builder, options, self.batch_size)
@@ -117,9 +117,8 @@ def _laid_out(step: Step, remat: str) -> Prediction:
     from gpipe_bench.pipeline.plan.partition import partition
     from gpipe_bench.planner.answer import predicted as laid_out
     from gpipe_bench.planner.candidate import Candidate
-    from gpipe_bench.planner.found import Found
     from gpipe_bench.planner.roofline import by_roofline
-    from gpipe_bench.planner.search import Search
+    from gpipe_bench.planner.search import Found, Search
     from gpipe_bench.planner.space import Space
 
     model, request = step.model(), step.request()

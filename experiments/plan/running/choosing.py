@@ -14,10 +14,9 @@ from dataclasses import replace
 
 from gpipe_bench.experiments.plan.rules import CHOSEN, OTHERS
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.predict import predict, schedule_of
-from gpipe_bench.planner.prediction import Prediction
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.space import Space
 

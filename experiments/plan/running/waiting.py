@@ -13,10 +13,9 @@ from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.records.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.replay import SLOTS
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.predict import predict, schedule_of
-from gpipe_bench.planner.prediction import Prediction
 from gpipe_bench.planner.request import Request
 
 PART = "waiting stages"

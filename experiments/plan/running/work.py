@@ -24,10 +24,10 @@ from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.times.clock import conditions
 from gpipe_bench.planner.bench import Bench, ProbeJob, Trained
+from gpipe_bench.planner.candidate import Prediction
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.measured import measured
 from gpipe_bench.planner.predict import Layout, schedule_of
-from gpipe_bench.planner.prediction import Prediction
 from gpipe_bench.planner.probes import probe
 from gpipe_bench.planner.profiles import profiles_of
 from gpipe_bench.planner.request import Request

@@ -1,13 +1,15 @@
-"""The models of `plan` and `size`: published shapes by name and one's own, built without memory."""
+"""The models of `plan` and `size`: published shapes by name and one's own, built without memory; and the
+same as something that a process which times them can be sent and builds for itself (`Subject`).
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from gpipe_bench.models.parallel import check_divisible, tensor_parallel
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
 from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile, Profiler, fake_copy
 from gpipe_bench.pipeline.model.layers_of import layers_of
+from gpipe_bench.pipeline.stage.microbatch import flatten, unflatten
 
 BATCH_SIZE = 32
 """Examples of the mini-batch of a published shape, where none are given."""
@@ -121,14 +124,6 @@ class Model:
             return "since layers share a weight"
         return "since compiled layers keep their parameters whole" if compiled else ""
 
-    def profile(
-        self, num_microbatches: int, precision: str, *, compiled: bool = False, split_backward: bool = False
-    ) -> ModelProfile:
-        """Of one micro-batch; layers that are alike once. `num_microbatches` divides the mini-batch."""
-        return self.profile_of(
-            self.batch_size // num_microbatches, precision, compiled=compiled, split_backward=split_backward
-        )
-
     def profile_of(
         self,
         microbatch_size: int,
@@ -138,17 +133,21 @@ class Model:
         split_backward: bool = False,
         tp: int = 1,
     ) -> ModelProfile:
-        """The same of a micro-batch of that many examples, or what one rank has of it of `tp` that compute
-        every layer together.
+        """Of a micro-batch of that many examples, layers that are alike once; or what one rank has of it of
+        `tp` that compute every layer together.
         """
         key = (microbatch_size, precision, compiled, split_backward, self.attention, tp)
         if key not in self._profiles:
             inputs, target = (resized(each, microbatch_size) for each in (self.inputs, self.target))
             with self._divided_over(tp) as divided:
                 profiler = Profiler(
-                    PRECISIONS[precision], compiled=compiled, attention=self.attention,
-                    split_backward=split_backward, ties_apart=True, divided=divided,
-                )  # fmt: skip
+                    PRECISIONS[precision],
+                    compiled=compiled,
+                    attention=self.attention,
+                    split_backward=split_backward,
+                    ties_apart=True,
+                    divided=divided,
+                )
                 self._profiles[key] = ModelProfile(*profiler.model(self.layers, self.loss_fn, inputs, target))
         return self._profiles[key]
 
@@ -326,3 +325,59 @@ def _mean(output: Any, target: Tensor) -> Tensor:
 def _kind(value: object) -> str:
     count = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
     return f"type {type(value).__name__}{count}"
+
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+class Subject(Protocol):
+    """A model, its loss, and examples for it; equal ones in every process with the same seed."""
+
+    def build(self) -> tuple[list[nn.Module], Loss]:
+        """Layers and loss."""
+
+    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
+        """Inputs and target of so many examples."""
+
+
+@dataclass(frozen=True)
+class OfTheZoo:
+    """A model of `gpipe_bench.models` with its options."""
+
+    model: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> tuple[list[nn.Module], Loss]:
+        return list(MODELS[self.model](**self.options)), loss_fn(self.model, **self.options)
+
+    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
+        return example_batch(self.model, examples, device=device, **self.options)
+
+
+@dataclass(frozen=True)
+class OneOfYours:
+    """`module:function`, which returns (layers, inputs, target, loss_fn, ...); batches repeat these."""
+
+    name: str
+
+    def build(self) -> tuple[list[nn.Module], Loss]:
+        layers, _, _, loss = _given(self.name)
+        return list(layers), loss
+
+    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
+        with torch.device(device):
+            _, inputs, target, _ = _given(self.name)
+        return _repeated(inputs, examples), _repeated(target, examples)
+
+
+def _given(name: str) -> tuple[Any, Any, Any, Loss]:
+    module, _, attribute = name.partition(":")
+    layers, inputs, target, loss, *_ = getattr(importlib.import_module(module), attribute)()
+    return layers, inputs, target, loss
+
+
+def _repeated(tree: Any, examples: int) -> Any:
+    tensors, structure = flatten(tree)
+    times = [-(-examples // tensor.shape[0]) for tensor in tensors]
+    found = [torch.cat([tensor] * count)[:examples] for tensor, count in zip(tensors, times, strict=True)]
+    return unflatten(tuple(found), structure)

@@ -10,19 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.plan.by_cost import leanest, partition_by
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.remat import Choice, Remat, choice_of, to_text
-from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.planner.footprints import Footprints
-from gpipe_bench.planner.grids import Grid
-from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.candidate import Way
+from gpipe_bench.planner.memory import Footprints, Room
+from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.room import Room, Rules
-from gpipe_bench.planner.space import Space, Way, ways
+from gpipe_bench.planner.rows import Rows
+from gpipe_bench.planner.space import Space, ways
 
 GIB = 2**30
 MOST_LAYERS = 256
@@ -55,18 +55,15 @@ BY_STAGE = "; a stage is recomputed as a whole, with layers that checkpoint them
 
 @dataclass(frozen=True)
 class Smallest:
-    """The grid and cut with the smallest peak; `homes` has the stages of each worker, `choices` what each one
+    """The way and cut with the smallest peak; `homes` has the stages of each worker, `choices` what each one
     recomputes.
     """
 
-    grid: Grid
-    schedule: str
-    stages_per_worker: int
+    way: Way
     remat: Remat
     choices: tuple[Choice, ...]
     homes: tuple[tuple[int, ...], ...]
     cut: Partition
-    num_microbatches: int
     memory: tuple[StageMemory, ...]
 
     @property
@@ -82,13 +79,14 @@ class Smallest:
         """The stage that is fullest, and when."""
         worst = max(range(len(self.memory)), key=lambda worker: self.memory[worker].peak)
         home = "stage" if len(self.homes[worst]) == 1 else "worker"
-        words = {"always": "everything", "never": "nothing"}
-        again = words.get(to_text(self.remat)) or to_text(self.remat)
+        again = to_text(self.remat)
+        again = {"always": "everything", "never": "nothing"}.get(again, again)
         if len(self.choices) > MOST_CHOICES and not isinstance(self.remat, str):
             again = "some"
         return (
             f"on {home} {worst} (layers {self.layers_of(worst)}) at {self.memory[worst].when}, with "
-            f"{self.grid}, {self.schedule}, {self.num_microbatches} micro-batches and {again} recomputed"
+            f"{self.way.grid}, {self.way.schedule}, {self.way.num_microbatches} micro-batches and {again} "
+            "recomputed"
         )
 
 
@@ -101,23 +99,18 @@ def smallest(
     Bytes are those that `plan` counts. Each way is cut evenly, the LOOKED_AT with the smallest peaks then
     better.
     """
-    known: dict[tuple[int, bool, int], Footprints] = {}
     if model.why_whole(compiled=request.compiled):
         space = replace(space, sharded=False)
 
-    def room_of(way: Way) -> Room:
-        key = (way.microbatch_size, way.splits, way.grid.tp)
-        if key not in known:
-            known[key] = Footprints(
-                model.profile_of(
-                    way.microbatch_size, request.precision, compiled=request.compiled,
-                    split_backward=way.splits, tp=way.grid.tp,
-                )
-            )  # fmt: skip
-        schedule = named(
-            way.schedule, way.grid.pp, way.num_microbatches, stages_per_worker=way.stages_per_worker
+    @cache
+    def footprints(size: int, split: bool, tp: int) -> Footprints:
+        return Footprints(
+            model.profile_of(size, request.precision, compiled=request.compiled, split_backward=split, tp=tp)
         )
-        return Room(known[key], schedule, Rules(request.optimizer, way.grid, model.ties))
+
+    def room_of(way: Way) -> Room:
+        known = footprints(way.microbatch_size, way.splits, way.grid.tp)
+        return Room(known, Rows(way.rows()), way.grid, request.optimizer, model.ties)
 
     last = {(w.grid, w.schedule, w.stages_per_worker): w for w in ways(request, space, len(model.layers))}
     least = {way.grid: room_of(way).least_bytes() for way in last.values()}
@@ -173,19 +166,16 @@ class _Cuts:
 
     def found(self) -> Smallest:
         """The cut, with its messages."""
-        way, remat = self.way, list[Choice](["never"] * len(self.cut))
+        remat: list[Choice] = ["never"] * len(self.cut)
         for worker, mine in enumerate(self.homes):
             found = self.choices(worker, tuple(self.cut[stage] for stage in mine))
             for stage, choice in zip(mine, found, strict=True):
                 remat[stage] = choice
-        memory = self.room.counted(self.cut, remat, self.request.accelerated)
-        given: Remat = remat
+        given: Remat = tuple(remat)
         if isinstance(remat[0], str) and all(each == remat[0] for each in remat):
             given = remat[0]
-        return Smallest(
-            way.grid, way.schedule, way.stages_per_worker, self.remat or given, tuple(remat), self.homes,
-            self.cut, way.num_microbatches, memory,
-        )  # fmt: skip
+        memory = self.room.counted(self.cut, remat, self.request.accelerated)
+        return Smallest(self.way, self.remat or given, tuple(remat), self.homes, self.cut, memory)
 
     def improve(self) -> None:
         """The cut whose fullest worker is smallest; where a worker has several stages, layers are moved over
@@ -195,8 +185,8 @@ class _Cuts:
         if len(self.cut) == layers or layers > MOST_LAYERS:
             return
         if self.room.schedule.placement:
-            while self._move():
-                pass
+            while (moved := self._moved()) is not None:
+                self.cut = moved
             return
         alike = self.way.schedule == "gpipe" and (self.remat is None or isinstance(self.remat, str))
         if not alike and layers <= MOST_UNEQUAL:
@@ -205,26 +195,25 @@ class _Cuts:
             ends = min(1, workers - 1)
             found = partition_by(
                 lambda start, stop: self.peak(0 if start == 0 else ends, (range(start, stop),)),
-                layers, workers, cap=2**62, floor=self.room.floor(),
-            )  # fmt: skip
+                layers,
+                workers,
+                cap=2**62,
+                floor=self.room.floor(),
+            )
             cut = found or self.cut
         self.cut = min(self.cut, cut, key=lambda each: max(self.peaks(each)))
 
-    def _move(self) -> bool:
+    def _moved(self) -> Partition | None:
         peaks = self.peaks(self.cut)
-        worst = peaks.index(max(peaks))
-        starts = [stage.start for stage in self.cut] + [len(self.room.layers)]
+        worst, most = peaks.index(max(peaks)), max(peaks)
         others = []
         for boundary, by in [move for stage in self.homes[worst] for move in ((stage, 1), (stage + 1, -1))]:
-            moved = list(starts)
-            moved[boundary] += by
-            if moved[0] == 0 and moved[-1] == starts[-1] and all(a < b for a, b in pairwise(moved)):
-                others.append(tuple(range(a, b) for a, b in pairwise(moved)))
+            ends = [stage.start for stage in self.cut] + [len(self.room.layers)]
+            if 0 < boundary < len(self.cut) and ends[boundary - 1] < ends[boundary] + by < ends[boundary + 1]:
+                ends[boundary] += by
+                others.append(tuple(range(a, b) for a, b in pairwise(ends)))
         best = min(others, key=lambda each: max(self.peaks(each)), default=self.cut)
-        if max(self.peaks(best)) >= max(peaks):
-            return False
-        self.cut = best
-        return True
+        return best if max(self.peaks(best)) < most else None
 
 
 def nothing_fits(

@@ -19,6 +19,7 @@ from itertools import pairwise
 from math import prod
 
 from gpipe_bench.pipeline.plan.links import LINKS, Link
+from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.request import Request
 
 DIMENSIONS = ("pp", "dp", "fsdp", "tp")
@@ -73,27 +74,31 @@ def link_within(device_type: str) -> Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Which link lies between which ranks, where a grid of these sizes has the first ranks of the machines.
+    """Which link lies between which ranks, where a grid has the first ranks of the machines.
 
     `sums`, where it is known, is what sums over replicas take in the place of the links between them.
     """
 
     request: Request
-    pp: int = 1
-    dp: int = 1
-    fsdp: int = 1
-    tp: int = 1
+    grid: Grid
     sums: Link | None = None
 
+    @cache  # noqa: B019
     def ring(self, name: str) -> Link:
         """Around a dimension: as slow as the slowest hop of all such rings."""
         if self.sums is not None and name in ("dp", "fsdp"):
             return self.sums
-        return _ring(self, name)
+        stride, size = self._stride(name), getattr(self.grid, name)
+        ranks = range(self.grid.accelerators)
+        return self._slowest(
+            (rank, rank + stride * (1 if rank // stride % size + 1 < size else 1 - size)) for rank in ranks
+        )
 
+    @cache  # noqa: B019
     def between(self, a: int, b: int) -> Link:
         """From a worker of the pipeline to another: as slow as in the slowest replica."""
-        return _between(self, a, b)
+        block = self._stride("pp")  # ranks of one worker, in all replicas
+        return self._slowest((a * block + each, b * block + each) for each in range(block))
 
     def boundaries(self, placement: Sequence[int]) -> tuple[Link, ...]:
         """From each stage to the next; `placement` has the worker of each stage."""
@@ -101,41 +106,20 @@ class Topology:
 
     def describe(self) -> str:
         """In words: the link of each dimension, and where a pipeline has two."""
-        found = []
-        if self.pp > 1:
-            links: dict[str, list[str]] = {}
-            for a, b in pairwise(range(self.pp)):
-                links.setdefault(self.between(a, b).name, []).append(f"{a}-{b}")
-            several = len(links) > 1
-            found += [f"pp {' '.join(ends) + ' ' if several else ''}{link}" for link, ends in links.items()]
-        rings = (name for name in DIMENSIONS[1:] if getattr(self, name) > 1)
+        links: dict[str, list[str]] = {}
+        for a, b in pairwise(range(self.grid.pp)):
+            links.setdefault(self.between(a, b).name, []).append(f"{a}-{b}")
+        several = len(links) > 1
+        found = [f"pp {' '.join(ends) + ' ' if several else ''}{link}" for link, ends in links.items()]
+        rings = (name for name in DIMENSIONS[1:] if getattr(self.grid, name) > 1)
         return ", ".join([*found, *(f"{name} {self.ring(name).name}" for name in rings)])
 
-    def stride(self, name: str) -> int:
+    def _stride(self, name: str) -> int:
         """From a rank to its neighbour along a dimension."""
-        return prod(getattr(self, each) for each in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
+        return prod(getattr(self.grid, each) for each in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
 
-    def of(self, rank: int, other: int) -> Link:
-        """Between two ranks."""
-        request, per_host = self.request, self.request.per_host
-        near = request.between is None or rank // per_host == other // per_host
-        return request.link if near or request.between is None else request.between
-
-    def slowest(self, hops: Iterable[tuple[int, int]]) -> Link:
+    def _slowest(self, hops: Iterable[tuple[int, int]]) -> Link:
         """Of the links between these ranks."""
-        links = {self.of(*hop) for hop in hops}
+        near, far, per_host = self.request.link, self.request.between, self.request.per_host
+        links = {near if far is None or a // per_host == b // per_host else far for a, b in hops}
         return min(links, key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s, link.name))
-
-
-@cache
-def _ring(grid: Topology, name: str) -> Link:
-    stride, size = grid.stride(name), getattr(grid, name)
-    ranks = range(grid.pp * grid.dp * grid.fsdp * grid.tp)
-    hops = ((rank, rank + stride * (1 if rank // stride % size + 1 < size else 1 - size)) for rank in ranks)
-    return grid.slowest(hops)
-
-
-@cache
-def _between(grid: Topology, a: int, b: int) -> Link:
-    block = grid.stride("pp")  # ranks of one worker, in all replicas
-    return grid.slowest((a * block + each, b * block + each) for each in range(block))

@@ -132,7 +132,7 @@ def plan(
     """The best ways to train `model` as `request` says.
 
     Args:
-        model: as `models.model_of` builds it, for the request's mini-batch.
+        model: as `model.model_of` builds it, for the request's mini-batch.
         request: machines and a way to train.
         space: what may be chosen; everything but tensor parallelism if not given.
         costs: of the layers; timed here or by a roofline, as the request's device type says, if not given.

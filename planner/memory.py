@@ -8,8 +8,8 @@ the same layers are one, wherever they stand. One thing is only known here:
                      uses until a step ends; where others have some, for a moment their gradient, too
 
 What a grid adds to the first forward or the last backward alone is counted at every moment of a step. What
-messages take is only known of all stages together: a cut is looked for with one receive ahead, `messages`
-then says what the transport holds beyond that, and a cut that fits with it fits.
+messages take is only known of all stages together: a cut is looked for with one receive ahead (`alone`), then
+`counted` with what the transport holds beyond that, and a cut that fits so fits.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from gpipe_bench.planner.model import Tie
 from gpipe_bench.planner.rows import Rows
 
 Stages = tuple[range, ...]
+Known = dict[tuple[object, ...], StageMemory]
+"""By worker, what is recomputed, the numbers of stages and ties."""
 
 
 class Footprints:
@@ -82,10 +84,18 @@ class Footprints:
 
 
 class Room:
-    """Bytes of the workers of one schedule, without recomputation, on one grid."""
+    """Bytes of the workers of one schedule, without recomputation, on one grid. What it has counted is in
+    `known`, for the next room of the same way.
+    """
 
     def __init__(
-        self, footprints: Footprints, rows: Rows, grid: Grid, optimizer: str, ties: tuple[Tie, ...] = ()
+        self,
+        footprints: Footprints,
+        rows: Rows,
+        grid: Grid,
+        optimizer: str,
+        ties: tuple[Tie, ...] = (),
+        known: Known | None = None,
     ) -> None:
         self._footprints, self._rows, self._grid = footprints, rows, grid
         self._optimizer, self._rule = optimizer, rule_of(optimizer)
@@ -95,7 +105,7 @@ class Room:
         self._sharing = Sharing(min(grid.dp, 2), grid.fsdp, grid.fsdp_level or 2)
         self._between_steps = footprints.between_steps(self._sharing, optimizer)
         self._all_ties = sum(map(self._beside, ties))
-        self._known: dict[tuple[object, ...], StageMemory] = {}
+        self._known: Known = {} if known is None else known
 
     def memory(self, worker: int, stages: Stages, remat: Sequence[Choice]) -> StageMemory:
         """A worker with stages of these layers at its fullest."""
@@ -117,14 +127,17 @@ class Room:
         self, stages: Sequence[range], remat: Sequence[Choice], accelerated: bool
     ) -> tuple[StageMemory, ...]:
         """All workers at their fullest, with what their messages take."""
-        alone = [
+        alone, more = self.alone(stages, remat), self._messages(stages, remat, accelerated)
+        return tuple(replace(e, boundary=e.boundary + m) for e, m in zip(alone, more, strict=True))
+
+    def alone(self, stages: Sequence[range], remat: Sequence[Choice]) -> list[StageMemory]:
+        """The same with one receive ahead."""
+        return [
             self.memory(worker, tuple(stages[s] for s in mine), tuple(remat[s] for s in mine))
             for worker, mine in enumerate(self._rows.homes)
         ]
-        more = self.messages(stages, remat, accelerated)
-        return tuple(replace(e, boundary=e.boundary + m) for e, m in zip(alone, more, strict=True))
 
-    def messages(self, stages: Sequence[range], remat: Sequence[Choice], accelerated: bool) -> list[int]:
+    def _messages(self, stages: Sequence[range], remat: Sequence[Choice], accelerated: bool) -> list[int]:
         """What rings of buffers and messages on their way make of each worker's fullest moment, beyond what
         `memory` counts, which may be less than nothing.
         """

@@ -10,6 +10,7 @@ Steps are those of `cuts`; whoever wants ranges, parts and jitter predicts the f
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -25,7 +26,7 @@ from gpipe_bench.planner.candidate import Candidate, Grid, Way
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.cuts import EFFORT, Cut, best_cut
 from gpipe_bench.planner.infeasible import Smallest
-from gpipe_bench.planner.memory import Footprints, Room
+from gpipe_bench.planner.memory import Footprints, Known, Room
 from gpipe_bench.planner.model import Tie
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.rows import Rows
@@ -94,6 +95,7 @@ class Search:
     tried: int = 0
     skipped: int = 0
     _best: dict[tuple[Way, int], Found] = field(default_factory=dict, repr=False)
+    _known: dict[Way, Known] = field(default_factory=lambda: defaultdict(dict), repr=False)
 
     def __post_init__(self) -> None:
         self.cap = self.request.usable_bytes
@@ -241,7 +243,8 @@ class Search:
             if found.peak <= cap:
                 self._best[way, effort] = found
                 return found
-            more = room.messages(cut.stages, cut.remat, self.request.accelerated)
+            alone = room.alone(cut.stages, cut.remat)
+            more = [each.peak - less.peak for each, less in zip(found.memory, alone, strict=True)]
             caps = [min(before, cap - each) for before, each in zip(caps, more, strict=True)]
         return None
 
@@ -271,7 +274,8 @@ class Search:
     def room(self, way: Way) -> Room:
         """The memory of its workers."""
         footprints = self._footprints(way.microbatch_size, way.splits, way.grid.tp)
-        return Room(footprints, self._rows(*_rows_key(way)), way.grid, self.request.optimizer, self.ties)
+        rows, known = self._rows(*_rows_key(way)), self._known[way]
+        return Room(footprints, rows, way.grid, self.request.optimizer, self.ties, known)
 
     def _rows_of(self, name: str, workers: int, per_worker: int, count: int) -> Rows:
         return Rows(named(name, workers, count, stages_per_worker=per_worker))

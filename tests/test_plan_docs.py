@@ -32,7 +32,7 @@ def test_ones_own_model_is_sized_from_its_folder(
 
 
 def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = (each for each in CODE if "import plan" in each)
+    (code,) = (each for each in CODE if "import Request" in each)
     exec(compile(code, "docs/plan.md", "exec"), {"__name__": "example"})
     schedule, step, command = capsys.readouterr().out.splitlines()
     assert schedule.split()[0] in ("gpipe", "1f1b")

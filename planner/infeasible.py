@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.plan.by_cost import leanest, partition_by
@@ -35,21 +36,6 @@ MOST_CHOICES = 8
 """Stages of which a message says one by one what each recomputes."""
 
 
-@dataclass(frozen=True)
-class Manner:
-    """How a model is to run whose peak is asked for.
-
-    Args:
-        remat: what is recomputed; choices per stage go with a single schedule and grid. None for what needs
-            least of what the space allows, worker by worker
-        in_one: whether all accelerators are one pipeline, and stay one where there are more of them
-    """
-
-    remat: Remat | None = None
-    in_one: bool = False
-
-
-LEANEST = Manner()
 BY_STAGE = "; a stage is recomputed as a whole, with layers that checkpoint themselves it needs less"
 
 
@@ -91,13 +77,14 @@ class Smallest:
 
 
 def smallest(
-    model: Model, request: Request, space: Space, enough: int = 0, manner: Manner = LEANEST
+    model: Model, request: Request, space: Space, enough: int = 0, remat: Remat | None = None
 ) -> Smallest | None:
     """The smallest peak of all ways, each with its smallest micro-batches, or the first of at most `enough`
     bytes; None where there is no way.
 
     Bytes are those that `plan` counts. Each way is cut evenly, the LOOKED_AT with the smallest peaks then
-    better.
+    better. `remat` is what is recomputed; choices per stage go with a single schedule and grid. None is what
+    needs least of what the space allows, worker by worker.
     """
     if model.why_whole(compiled=request.compiled):
         space = replace(space, sharded=False)
@@ -120,7 +107,7 @@ def smallest(
     for way in order:
         if evens and least[way.grid] >= min(each.fullest for each in evens):
             continue
-        evens.append(_Cuts(room_of(way), way, request, space, manner.remat))
+        evens.append(_Cuts(room_of(way), way, request, space, remat))
         if evens[-1].fullest <= enough and (found := evens[-1].found()).peak <= enough:
             return found
     looked_at = sorted(evens, key=lambda each: each.fullest)[:LOOKED_AT]
@@ -217,12 +204,14 @@ class _Cuts:
 
 
 def nothing_fits(
-    model: Model, request: Request, space: Space, least: Smallest, manner: Manner = LEANEST
+    model: Model, request: Request, space: Space, least: Smallest, remat: Remat | None = None
 ) -> str:
-    """One line: the smallest peak, where it is, and what would do."""
+    """One line: the smallest peak, where it is, and what would do. With `remat` all accelerators are one
+    pipeline, and stay one where there are more of them.
+    """
     needed = least.peak + request.held_back_bytes
     helps = [
-        *_remedies(model, request, space, manner),
+        *_remedies(model, request, space, remat),
         f"--memory-gib {math.ceil(needed / GIB * 100) / 100:g}",
     ]
     there = f"{request.memory_bytes / GIB:g} GiB"
@@ -234,42 +223,42 @@ def nothing_fits(
     )
 
 
-def _remedies(model: Model, request: Request, space: Space, manner: Manner) -> Iterator[str]:
+def _remedies(model: Model, request: Request, space: Space, remat: Remat | None) -> Iterator[str]:
     """What fits when it alone is changed, as options of the command line; what was given comes first."""
 
-    def fits(changed: Request, within: Space = space, other: Manner = manner) -> bool:
-        least = smallest(model, changed, within, changed.usable_bytes, other)
+    def fits(remat: Remat | None = remat, within: Space = space, **changes: Any) -> bool:
+        changed = replace(request, **changes)
+        least = smallest(model, changed, within, changed.usable_bytes, remat)
         return least is not None and least.peak <= changed.usable_bytes
 
-    every = Space()
-    given: list[tuple[str, Request, Space]] = [
-        ("--num-microbatches", request, replace(space, microbatches=None))
-    ]
-    if not manner.in_one:
-        given += [
-            ("--no-fsdp", request, replace(space, sharded=True)),
-            ("--pp", request, replace(space, pp=None)),
-            ("--schedule", request, replace(space, schedules=every.schedules)),
-            ("--tp", request, replace(space, tp=every.tp)),
-        ]
-    given.append(("--compiled", replace(request, compiled=False), space))
-    for option, changed, within in given:
-        if (changed, within) != (request, space) and fits(changed, within):
+    every, one = Space(), remat is not None
+    given: dict[str, dict[str, Any]] = {"--num-microbatches": {"microbatches": None}}
+    if not one:
+        given |= {
+            "--no-fsdp": {"sharded": True},
+            "--pp": {"pp": None},
+            "--schedule": {"schedules": every.schedules},
+            "--tp": {"tp": every.tp},
+        }
+    for option, change in given.items():
+        within = replace(space, **change)
+        if within != space and fits(within=within):
             yield f"no {option}"
-    for ranks in (2, 4, 8) if space.tp == every.tp and not manner.in_one else ():
-        if model.is_divisible(ranks, compiled=request.compiled) and fits(
-            request, replace(space, tp=(ranks,))
-        ):
+    if request.compiled and fits(compiled=False):
+        yield "no --compiled"
+    for ranks in (2, 4, 8) if space.tp == every.tp and not one else ():
+        divisible = model.is_divisible(ranks, compiled=request.compiled)
+        if divisible and fits(within=replace(space, tp=(ranks,))):
             yield f"--tp {ranks}"
             break
-    if manner.remat not in (None, "always") and fits(request, other=replace(manner, remat="always")):
+    if remat not in (None, "always") and fits("always"):
         yield "--remat always"
-    for times in (2, 4, 8) if not isinstance(manner.remat, tuple) else ():
-        more = replace(request, accelerators=request.accelerators * times)
-        if fits(more, replace(space, pp=(more.accelerators,)) if manner.in_one else space):
-            yield f"--accelerators {more.accelerators}"
+    for times in (2, 4, 8) if not isinstance(remat, tuple) else ():
+        more = request.accelerators * times
+        if fits(within=replace(space, pp=(more,)) if one else space, accelerators=more):
+            yield f"--accelerators {more}"
             break
-    if request.precision == "float32" and fits(replace(request, precision="bfloat16")):
+    if request.precision == "float32" and fits(precision="bfloat16"):
         yield "--precision bfloat16"
-    if request.optimizer != "sgd" and fits(replace(request, optimizer="sgd")):
+    if request.optimizer != "sgd" and fits(optimizer="sgd"):
         yield "--optimizer sgd"

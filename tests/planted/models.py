@@ -140,7 +140,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="the most micro-batches where fewer would do",
-        file="experiments/commands/sizing/given.py",
+        file="experiments/commands/size.py",
         old="        if fewer.peak <= request.usable_bytes:\n",
         new="        if False:\n",
         why="smaller micro-batches are slower",

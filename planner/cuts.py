@@ -37,6 +37,8 @@ _CLOSE = 1 - 1e-12
 
 Fits = Callable[[int, tuple[range, ...], tuple[str, ...]], bool]
 """Whether a worker has room for stages of these layers, in the model's order, that recompute so much."""
+Holds = Callable[[Partition, tuple[str, ...]], bool]
+"""Whether all workers have room for the stages of a cut, which recompute so much, and their messages."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def best_cut(
     *,
     links: Sequence[Link] = (),
     fits: Fits | None = None,
+    holds: Holds | None = None,
     remats: Sequence[str] = REMATS,
     effort: int = EFFORT,
 ) -> Cut | None:
@@ -70,6 +73,7 @@ def best_cut(
         times: of the layers, at the micro-batch's size.
         links: one for each boundary between stages; messages take no time if not given.
         fits: whether a worker has room; any has if not given.
+        holds: what is asked besides of a whole cut that would be the best so far.
         remats: what stages may recompute, of `steps.REMATS`.
         effort: actions to lay out at most.
 
@@ -81,7 +85,7 @@ def best_cut(
             f"cannot cut {times.num_layers} layers into {schedule.num_stages} stages: use at most "
             f"{times.num_layers}"
         )
-    return _Search(schedule, times, tuple(links), Choices(fits, remats), effort).run()
+    return _Search(schedule, times, tuple(links), Choices(fits, remats), effort, holds).run()
 
 
 class Choices:
@@ -171,9 +175,15 @@ class AloneBound:
 
 class _Search:
     def __init__(
-        self, schedule: Schedule, times: LayerTimes, links: tuple[Link, ...], choices: Choices, effort: int
+        self,
+        schedule: Schedule,
+        times: LayerTimes,
+        links: tuple[Link, ...],
+        choices: Choices,
+        effort: int,
+        holds: Holds | None,
     ) -> None:
-        self.schedule, self.times, self.choices = schedule, times, choices
+        self.schedule, self.times, self.choices, self.holds = schedule, times, choices, holds
         self.stages, self.layers = schedule.num_stages, times.num_layers
         links = links or (FREE,) * (self.stages - 1)
         self.quick = QuickSteps(schedule, links)
@@ -265,7 +275,7 @@ class _Search:
                     remat[stage] = what
             self.left -= self.quick.num_actions
             step_s = self.quick.makespan_s(takes, remat, messages)
-            if step_s < self.best.step_s:
+            if step_s < self.best.step_s and (self.holds is None or self.holds(cut, tuple(remat))):
                 self.best = Cut(cut, tuple(remat), step_s, 0.0)
         return self.best.step_s < before_s
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.planner.candidate import Candidate, Grid, Way
@@ -38,11 +39,13 @@ KEPT = 8
 """Ways that are kept; those that are printed are fewer."""
 FEW_CUTS = 100_000
 """Cuts of a way that is not large."""
+ALL_CUTS = 300
+"""Of a way that is so small that its best cut is found at once."""
 EVEN = 0.95
 """Share of the step with even stages, less what uneven ones gain where a pipeline is filled, below which the
 best cut of a large way is not expected."""
 FIRST_EFFORT = 30_000
-"""Actions to lay out for a cut before it is known whether its way is among the best."""
+"""Actions to lay out for a cut of any other before it is known whether its way is among the best."""
 CUTS_ANEW = 4
 """Cuts of a way until its messages fit, too; each leaves room for those of the one before."""
 _LATELY = 32
@@ -135,7 +138,8 @@ class Search:
             below_s = best[group][0].step_s if group in best else inf
             if bound_s >= below_s:
                 continue
-            found = self.best_of(way, FIRST_EFFORT, below_s=below_s)
+            effort = EFFORT if self._num_cuts(way) <= ALL_CUTS else FIRST_EFFORT
+            found = self.best_of(way, effort, below_s=below_s)
             tried += 1
             if found is not None:
                 best[group] = (found, way)
@@ -188,6 +192,9 @@ class Search:
             return even_s
         return max(even_s, once_s / (1 - (1 - 1 / count) ** workers))
 
+    def _num_cuts(self, way: Way) -> int:
+        return comb(self.costs.num_layers - 1, way.num_stages - 1)
+
     def _even_s(self, way: Way) -> float:
         """What a way that is too large to be cut exactly takes at about least: its step with even stages and
         messages that take no time, whatever fits. With a layer for each stage it is the step of the only cut
@@ -197,7 +204,7 @@ class Search:
         times = self.times(way)
         if stages == layers:
             return self._even(_rows_key(way), tuple(times.stage(each, each + 1) for each in range(layers)))
-        if comb(layers - 1, stages - 1) <= FEW_CUTS:
+        if self._num_cuts(way) <= FEW_CUTS:
             return 0.0
         even = StageTimes._make(each / stages for each in (*times.stage(0, layers)[:5], 0.0))
         even_s = self._even(_rows_key(way), (even,) * stages)
@@ -213,39 +220,45 @@ class Search:
         takes less than `below_s`.
 
         The cut is made with one receive ahead. What the transport holds beyond that is known of a whole cut
-        only: where it is too much, the way is cut anew, and every worker has as much less room.
+        only: where it is too much, the way is cut anew. Then a way of few cuts is asked of each whole cut
+        that would be the best; in others every worker has as much less room as the last cut's messages take.
         """
         cap = memory_bytes or self.cap
         known = self._best.get((way, effort))
         if known is not None and known.peak <= cap:
             return known if known.step_s < below_s else None
-        room = self.room(way)
+        room, accelerated = self.room(way), self.request.accelerated
         if room.least_bytes() > cap:
             return None
-        caps, bound_s = [cap] * way.grid.pp, 0.0
+        caps, bound_s, few = [cap] * way.grid.pp, 0.0, self._num_cuts(way) <= ALL_CUTS
 
         def fits(worker: int, stages: tuple[range, ...], remat: tuple[str, ...]) -> bool:
             return room.fits(worker, stages, remat, caps[worker])
 
-        for _ in range(CUTS_ANEW):
+        def holds(stages: Partition, remat: tuple[str, ...]) -> bool:
+            return max(each.peak for each in room.counted(stages, remat, accelerated)) <= cap
+
+        for attempt in range(CUTS_ANEW):
             cut = best_cut(
                 self.schedule(way),
                 self.times(way),
                 links=self.boundaries(way),
                 fits=fits,
+                holds=holds if few and attempt else None,
                 remats=self.space.remats,
                 effort=effort,
             )
             if cut is None or cut.step_s >= below_s:
                 return None
             bound_s = bound_s or cut.bound_s  # of any cut of the way; with less room there are fewer
-            found = self.found(way, replace(cut, bound_s=bound_s), room)
+            found = self.found(way, replace(cut, bound_s=max(bound_s, cut.bound_s) if few else bound_s), room)
             if found.peak <= cap:
                 self._best[way, effort] = found
                 return found
-            alone = room.alone(cut.stages, cut.remat)
-            more = [each.peak - less.peak for each, less in zip(found.memory, alone, strict=True)]
-            caps = [min(before, cap - each) for before, each in zip(caps, more, strict=True)]
+            if not few:
+                alone = room.alone(cut.stages, cut.remat)
+                more = [each.peak - less.peak for each, less in zip(found.memory, alone, strict=True)]
+                caps = [min(before, cap - each) for before, each in zip(caps, more, strict=True)]
         return None
 
     def found(self, way: Way, cut: Cut, room: Room | None = None) -> Found:

@@ -14,6 +14,7 @@ from gpipe_bench.pipeline.memory.stages.ties import shared_weights
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.planner import search as search_module
 from gpipe_bench.planner.answer import plan
 from gpipe_bench.planner.candidate import Grid, Way
 from gpipe_bench.planner.cuts import Cut
@@ -60,9 +61,14 @@ def by_brute_force(search: Search) -> float:
     return best_s
 
 
+@pytest.mark.parametrize("names", [("gpipe", "1f1b", "zb-h1"), ("interleaved", "zb-v")])
 @pytest.mark.parametrize("cap", [2**40, 30_000, 21_000])
-def test_nothing_that_fits_is_faster(cap: int) -> None:
-    space = Space(schedules=("gpipe", "1f1b", "zb-h1"), remats=("never", "always"))
+def test_nothing_that_fits_is_faster(
+    cap: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little effort a first cut is worth: ways of few cuts are searched whole."""
+    monkeypatch.setattr(search_module, "FIRST_EFFORT", 1)
+    space = Space(schedules=names, remats=("never", "always"))
     request = replace(REQUEST, memory_bytes=cap, optimizer="sgd", batch_size=8)
     search = search_of(request, space)
     found = search.run()

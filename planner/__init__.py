@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpipe_bench.planner.answer import Plan, Point, plan
+    from gpipe_bench.planner.answer import Plan, plan
     from gpipe_bench.planner.candidate import Candidate, Prediction
     from gpipe_bench.planner.costs import Costs
     from gpipe_bench.planner.model import Model, model_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpipe_bench.planner.topology import link_named, link_within
 
 _HOMES = {
-    "answer": ("Plan", "Point", "plan"),
+    "answer": ("Plan", "plan"),
     "candidate": ("Candidate", "Prediction"),
     "costs": ("Costs",),
     "model": ("Model", "model_of"),
@@ -37,7 +37,6 @@ __all__ = [
     "Costs",
     "Model",
     "Plan",
-    "Point",
     "Prediction",
     "Request",
     "Space",

@@ -46,29 +46,20 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Point:
-    """A way on the frontier: nothing that was looked at is faster with as little memory."""
-
-    peak_bytes: int
-    step_s: float
-    prediction: Prediction
-
-
-@dataclass(frozen=True)
 class Plan:
     """What was found for a request.
 
     Args:
         model, request: what was asked
         predictions: the best of each grid and schedule, the fastest first
-        frontier: from little memory to much
+        frontier: from little memory to much; nothing that was looked at is faster with as little
         tried, skipped: ways that were looked at, and that could not be among the best
     """
 
     model: Model
     request: Request
     predictions: tuple[Prediction, ...]
-    frontier: tuple[Point, ...]
+    frontier: tuple[Prediction, ...]
     tried: int
     skipped: int
 
@@ -107,12 +98,8 @@ class Plan:
                 each.describe() | {"slower": each.step_s / self.best.step_s - 1} for each in self.predictions
             ],
             "frontier": [
-                {
-                    "peak_bytes": point.peak_bytes,
-                    "step_s": point.step_s,
-                    **point.prediction.candidate.describe(),
-                }
-                for point in self.frontier
+                {"peak_bytes": each.peak, "step_s": each.step_s, **each.candidate.describe()}
+                for each in self.frontier
             ],
             "command": self.command(),
             "script": self.script(),
@@ -239,7 +226,7 @@ def _held(found: Found, request: Request) -> str:
     return f"{words} GiB; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
 
 
-def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[Point, ...]]:
+def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[Prediction, ...]]:
     """The best ways, the fastest first, and the fastest under less and less memory.
 
     Each point is the fastest of all that the search finds under a cap, as a plan for so much memory. What is
@@ -254,13 +241,12 @@ def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[P
         cap = int(LESS * found[0].peak)
     every = sorted(known.values(), key=lambda each: (each.step_s, each.peak))
     fastest = [next((each for each in every if each.peak <= cap), None) for cap in reversed(caps)]
-    different = {each.candidate: each for each in fastest if each is not None}
-    points = [Point(each.peak, each.step_s, each) for each in different.values()]
+    points = {each.candidate: each for each in fastest if each is not None}
     best: dict[object, Prediction] = {}
     for each in every:
         candidate = each.candidate
         best.setdefault((candidate.grid, candidate.schedule, candidate.stages_per_worker), each)
-    return tuple(best.values()), tuple(points)
+    return tuple(best.values()), tuple(points.values())
 
 
 def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:

@@ -332,11 +332,11 @@ def test_every_point_of_the_frontier_is_what_is_found_with_as_much_memory(
     request = replace(REQUEST, batch_size=batch_size, optimizer=optimizer)
     whole = plan(model, request, space=space, costs=costs_of(model))
     assert len(whole.frontier) > 2
-    assert whole.frontier[-1].prediction == whole.best
-    peaks, steps = zip(*((each.peak_bytes, each.step_s) for each in whole.frontier), strict=True)
+    assert whole.frontier[-1] == whole.best
+    peaks, steps = zip(*((each.peak, each.step_s) for each in whole.frontier), strict=True)
     assert list(peaks) == sorted(set(peaks))
     assert list(steps) == sorted(set(steps), reverse=True)
     for point in whole.frontier:
-        asked = replace(request, memory_bytes=point.peak_bytes)
+        asked = replace(request, memory_bytes=point.peak)
         again = plan(model, asked, space=space, costs=costs_of(model))
         assert again.best.step_s == pytest.approx(point.step_s, rel=1e-9)

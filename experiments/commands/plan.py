@@ -303,8 +303,8 @@ def _frontier(plan: Plan) -> str:
         return ""
     lines = [
         [
-            f"{point.peak_bytes / GIB:.2f}", seconds(point.step_s), title_of(point.prediction.candidate),
-            point.prediction.candidate.num_microbatches, remat_of(point.prediction.candidate),
+            f"{point.peak / GIB:.2f}", seconds(point.step_s), title_of(point.candidate),
+            point.candidate.num_microbatches, remat_of(point.candidate),
         ]
         for point in plan.frontier
     ]  # fmt: skip
@@ -331,14 +331,14 @@ def draw_frontier(plan: Plan, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     points = plan.frontier
-    memory = [point.peak_bytes / GIB for point in points]
+    memory = [point.peak / GIB for point in points]
     seconds = [point.step_s for point in points]
     axes.step(memory, seconds, where="post", color="0.6", linewidth=1.2, zorder=1)
-    names = list(dict.fromkeys(title_of(point.prediction.candidate) for point in points))
+    names = list(dict.fromkeys(title_of(point.candidate) for point in points))
     for name, colour in zip(names, COLOURS * (1 + len(names) // len(COLOURS)), strict=False):
-        mine = [i for i, point in enumerate(points) if title_of(point.prediction.candidate) == name]
-        low = [seconds[i] - points[i].prediction.low_s for i in mine]
-        high = [points[i].prediction.high_s - seconds[i] for i in mine]
+        mine = [i for i, point in enumerate(points) if title_of(point.candidate) == name]
+        low = [seconds[i] - points[i].low_s for i in mine]
+        high = [points[i].high_s - seconds[i] for i in mine]
         axes.errorbar(
             [memory[i] for i in mine], [seconds[i] for i in mine], yerr=(low, high), fmt="o", color=colour,
             markersize=6, elinewidth=1, capsize=2, label=name, zorder=2,

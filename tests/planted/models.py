@@ -157,7 +157,7 @@ OWN_MODELS = (
     Mutant(
         name="a script forgets to divide the layers",
         file="planner/script.py",
-        old="        *(_divided(model) if candidate.tp > 1 else []),\n",
+        old="        *(_divided(source) if candidate.tp > 1 else []),\n",
         new="",
         why="every rank of tp would compute all of every layer, and call it a plan",
         tests=("tests/test_plan_verb.py::test_ones_own_plan_of_tensor_parallelism_is_applied",),

@@ -9,76 +9,97 @@ from __future__ import annotations
 
 import functools
 import math
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
 
 from gpipe_bench.harness.places import PUBLISHED
 
 PATH = PUBLISHED / "unknowns.toml"
 
 Value: TypeAlias = str | int | float | bool
+Text: TypeAlias = Annotated[str, Meta(pattern=r"\S")]
+Origin: TypeAlias = Annotated[str, Meta(pattern="^(v1|v5|code:|maker:|general:) ")]
+"""A version of the paper, the authors' code, a maker's document or common knowledge, and the place there."""
+Tables: TypeAlias = Annotated[tuple[Text, ...], Meta(min_length=1)]
 
-ORIGINS = ("v1 ", "v5 ", "code: ", "maker: ", "general: ")
-"""What a source begins with: a version of the paper, the authors' code, a maker's document, or common
-knowledge."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unknown:
+class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A setting that the paper leaves open, for some tables.
 
-    Either `allowed` lists the values, or `low` and `high` are the ends of a range, in `unit`.
-    `constraint` says in words which values can go together.
+    Either `allowed` lists the values, or `range` has the lowest and the highest, in `unit`. `constraint` says
+    in words which values can go together.
     """
 
-    tables: tuple[str, ...]
-    setting: str
-    allowed: tuple[Value, ...]
-    low: float | None
-    high: float | None
-    unit: str
-    constraint: str
-    reason: str
-    sources: tuple[str, ...]
+    tables: Tables
+    setting: Text
+    reason: Text
+    sources: Annotated[tuple[Origin, ...], Meta(min_length=1)]
+    allowed: tuple[Value, ...] = ()
+    range: tuple[float, float] | None = None
+    unit: str = ""
+    constraint: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.allowed) == (self.range is not None):
+            raise ValueError(f"{self.setting} must have either 'allowed' values or a 'range'")
+        if len(set(map(repr, self.allowed))) != len(self.allowed):
+            raise ValueError(f"{self.setting}: a value is allowed twice: {list(self.allowed)}")
+        if self.range is not None and not -math.inf < self.range[0] < self.range[1] < math.inf:
+            raise ValueError(f"{self.setting}: range is {list(self.range)}, not two finite numbers that rise")
+
+    @property
+    def low(self) -> float | None:
+        """The low end of the range, None where there is a list."""
+        return None if self.range is None else self.range[0]
+
+    @property
+    def high(self) -> float | None:
+        """The high end, likewise."""
+        return None if self.range is None else self.range[1]
 
     @property
     def ends(self) -> tuple[Value, ...]:
         """What a prediction has to be made with: the values, or both ends of the range."""
-        if self.low is None or self.high is None:
-            return self.allowed
-        return (self.low, self.high)
+        return self.allowed or self.range or ()
 
     def allows(self, value: Value) -> bool:
         """Whether the setting may have this value."""
-        if self.low is None or self.high is None:
+        if self.range is None:
             return any(type(value) is type(one) and value == one for one in self.allowed)
-        return isinstance(value, int | float) and self.low <= value <= self.high
+        return isinstance(value, int | float) and self.range[0] <= value <= self.range[1]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stated:
-    """A setting that the paper gives: its value, the place, and the words that give it."""
+class Stated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A setting that the paper gives: its value, the place in v1 or v5, and the words that give it."""
 
-    tables: tuple[str, ...]
-    setting: str
+    tables: Tables
+    setting: Text
     value: Value
-    source: str
-    quote: str
-    note: str
+    source: Annotated[str, Meta(pattern="^v[15] ")]
+    quote: Text
+    note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     """All unknown and all stated settings, in the file's order."""
 
     unknown: tuple[Unknown, ...]
     stated: tuple[Stated, ...]
 
+    def __post_init__(self) -> None:
+        seen: set[tuple[str, str]] = set()
+        every: list[Unknown | Stated] = [*self.unknown, *self.stated]
+        for one in every:
+            for table in one.tables:
+                if (table, one.setting) in seen:
+                    raise ValueError(f"{one.setting} of {table} stands there twice")
+                seen.add((table, one.setting))
+
     def of(self, table: str) -> dict[str, Unknown]:
-        """The unknown settings of a table of paper.csv, by name."""
+        """The unknown settings of a table, by name."""
         return {one.setting: one for one in self.unknown if table in one.tables}
 
     def find(self, table: str, setting: str) -> Unknown:
@@ -95,116 +116,12 @@ class Settings:
         raise ValueError(f"{table} has no unknown setting {setting!r} in the file; it has: {known}")
 
 
+@functools.cache
 def load_unknowns(path: Path = PATH) -> Settings:
     """The file, checked. Raises ValueError with the file, the entry and what is wrong with it."""
     try:
-        source = path.read_bytes()
+        return msgspec.toml.decode(path.read_bytes(), type=Settings)
     except OSError as error:
         raise ValueError(f"the unknowns can't be read from {path}: {error.strerror or error}") from error
-    return _parsed(path, source)
-
-
-@functools.lru_cache(maxsize=1)
-def _parsed(path: Path, source: bytes) -> Settings:
-    """Of one content once: every claim asks for it."""
-    try:
-        content = tomllib.loads(source.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from error
-    if set(content) != {"unknown", "stated"} or not all(
-        isinstance(part, list) and all(isinstance(entry, dict) for entry in part) for part in content.values()
-    ):
-        raise ValueError(f"{path}: there must be [[unknown]] and [[stated]] entries and nothing else")
-    unknown: list[Unknown] = []
-    stated: list[Stated] = []
-    seen: dict[tuple[str, str], str] = {}
-    for kind, entries in content.items():
-        for number, entry in enumerate(entries, start=1):
-            place = f"{path}: [[{kind}]] {number}"
-            try:
-                one = _unknown(entry) if kind == "unknown" else _stated(entry)
-                for table in one.tables:
-                    first = seen.setdefault((table, one.setting), place)
-                    if first != place:
-                        raise ValueError(f"{one.setting} of {table} stands in {first} already")
-            except ValueError as error:
-                raise ValueError(f"{place} ({entry.get('setting', 'no setting')}): {error}") from error
-            if isinstance(one, Unknown):
-                unknown.append(one)
-            else:
-                stated.append(one)
-    return Settings(unknown=tuple(unknown), stated=tuple(stated))
-
-
-def _unknown(entry: Mapping[str, Any]) -> Unknown:
-    _keys(entry, {"tables", "setting", "reason", "sources"}, {"allowed", "range", "unit", "constraint"})
-    if ("allowed" in entry) == ("range" in entry):
-        raise ValueError("an unknown has either 'allowed' or 'range'")
-    allowed: tuple[Value, ...] = ()
-    low = high = None
-    if "allowed" in entry:
-        allowed = tuple(_list(entry, "allowed"))
-        if not all(isinstance(value, str | int | float | bool) for value in allowed):
-            raise ValueError(f"allowed values are texts, numbers or booleans, not {list(allowed)}")
-        if len(set(map(repr, allowed))) != len(allowed):
-            raise ValueError(f"a value is allowed twice: {list(allowed)}")
-    else:
-        ends = _list(entry, "range")
-        numbers = [end for end in ends if isinstance(end, int | float) and not isinstance(end, bool)]
-        if len(ends) != 2 or len(numbers) != 2 or not all(map(math.isfinite, numbers)):
-            raise ValueError(f"a range is [low, high], two finite numbers, not {ends}")
-        low, high = float(numbers[0]), float(numbers[1])
-        if not low < high:
-            raise ValueError(f"the range {ends} does not rise")
-    sources = tuple(_text(source, "a source") for source in _list(entry, "sources"))
-    for source in sources:
-        if not source.startswith(ORIGINS):
-            raise ValueError(f"the source {source!r} begins with none of {', '.join(map(repr, ORIGINS))}")
-    return Unknown(
-        tables=tuple(_text(table, "a table") for table in _list(entry, "tables")),
-        setting=_text(entry["setting"], "setting"),
-        allowed=allowed,
-        low=low,
-        high=high,
-        unit=_text(entry["unit"], "unit") if "unit" in entry else "",
-        constraint=_text(entry["constraint"], "constraint") if "constraint" in entry else "",
-        reason=_text(entry["reason"], "reason"),
-        sources=sources,
-    )
-
-
-def _stated(entry: Mapping[str, Any]) -> Stated:
-    _keys(entry, {"tables", "setting", "value", "source", "quote"}, {"note"})
-    source = _text(entry["source"], "source")
-    if not source.startswith(("v1 ", "v5 ")):
-        raise ValueError(f"the source {source!r} names no version; what is stated is stated in v1 or v5")
-    if not isinstance(entry["value"], str | int | float | bool):
-        raise ValueError(f"value is {entry['value']!r}, not a text, a number or a boolean")
-    return Stated(
-        tables=tuple(_text(table, "a table") for table in _list(entry, "tables")),
-        setting=_text(entry["setting"], "setting"),
-        value=entry["value"],
-        source=source,
-        quote=_text(entry["quote"], "quote"),
-        note=_text(entry["note"], "note") if "note" in entry else "",
-    )
-
-
-def _keys(entry: Mapping[str, Any], needed: set[str], optional: set[str]) -> None:
-    if missing := needed - set(entry):
-        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-    if unknown := set(entry) - needed - optional:
-        raise ValueError(f"it has unknown keys: {', '.join(sorted(unknown))}")
-
-
-def _list(entry: Mapping[str, Any], key: str) -> list[Any]:
-    value = entry[key]
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{key} is {value!r}, not a list with something in it")
-    return value
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name} is {value!r}, not a text")
-    return value
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from error

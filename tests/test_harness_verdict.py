@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from decimal import Decimal
 
 import msgspec
@@ -21,13 +20,9 @@ from gpipe_bench.harness.records.record import Quantity
 
 
 def paper(printed="3.5x", unit="ratio", **changes):
-    value, rounding = parse_printed(printed, unit)
-    fields = {
-        "table": "t", "row": "r", "column": "c", "value": value, "printed": printed, "unit": unit,
-        "exact": False, "kind": "result", "hardware": "TPU", "source": "paper", "location": "Table 9",
-        "bound": "", "comparable": True, "erratum": "", "note": "", "rounding": rounding,
-    }  # fmt: skip
-    return PaperCell(**{**fields, **changes})
+    fields = {"table": "t", "row": "r", "column": "c", "kind": "result", "source": "paper", **changes}
+    value = {} if "value" in fields else {"value": parse_printed(printed, unit)[0]}
+    return PaperCell(printed=printed, unit=unit, **fields, **value)
 
 
 def ours(value, unit="ratio", low=None, high=None, better=True, **changes):
@@ -117,15 +112,20 @@ def test_the_ranges_either_meet_or_not(value, below, above):
     st.floats(0, 3),
 )
 def test_a_verdict_says_which_printed_numbers_it_would_have_rejected(kind, bound, value, below, above):
-    cell = paper("10", kind=kind, bound=bound)
+
+    def limit(value):
+        form = "evaluated" if kind == "identity" else "read off"
+        return paper(repr(value), form=form, error=0.5, kind=kind, bound=bound)
+
+    cell = limit(10.0)
     mine = ours(value, low=value - below, high=value + above)
     judgement = judge(cell, mine)
     assert (judgement.fails_below is None) == (bound == "at least")
     assert (judgement.fails_above is None) == (bound == "at most")
     for edge, side, sign in ((judgement.fails_below, "above", -1), (judgement.fails_above, "below", 1)):
         if edge is not None:
-            assert judge(replace(cell, value=edge + sign * 1e-6), mine).verdict == side
-            assert judge(replace(cell, value=edge - sign * 1e-6), mine).verdict != side
+            assert judge(limit(edge + sign * 1e-6), mine).verdict == side
+            assert judge(limit(edge - sign * 1e-6), mine).verdict != side
 
 
 def test_a_spread_is_the_range_and_names_its_parts():
@@ -207,7 +207,7 @@ def test_units_are_converted_and_different_kinds_refused():
 
 
 def test_an_exact_number_has_no_rounding():
-    exact = paper("18", "layers", exact=True, rounding=0.0)
+    exact = paper("18", "layers", exact=True)
     assert judge(exact, ours(18, "layers")).verdict == "reproduced"
     assert judge(exact, ours(19, "layers")).verdict == "above"
     assert judge(exact, ours(17.6, "layers")).verdict == "below"
@@ -225,7 +225,7 @@ def test_a_bound_holds_where_all_of_our_range_keeps_to_it_however_wide():
     judgement = judge(limit, ours(30, "%"))
     assert judgement.verdict == "above"
     assert "lies above at most 23.500 %" in judgement.reason
-    floor = paper("4", "ratio", bound="at least", exact=True, rounding=0.0)
+    floor = paper("4", "ratio", bound="at least", exact=True)
     assert judge(floor, ours(9.0, low=5.0, high=20.0)).verdict == "reproduced"
     assert judge(floor, ours(3.9)).verdict == "below"
 
@@ -243,7 +243,7 @@ def test_words_admit_for_sure_what_every_reading_of_them_admits():
     """
     near = at_least(unknown(0.675, 0.875))
     assert (near.low, near.possible_low, near.open) == (0.875, 0.675, True)
-    cell = paper("1", "ratio", form="words", rounding=0.0)
+    cell = paper("1", "ratio", form="words", kind="claim")
     for low, high, verdict in (
         (0.88, 0.95, "reproduced"),
         (0.7, 0.8, "undecided"),
@@ -278,8 +278,7 @@ def test_what_agrees_for_sure_lies_within_what_may_agree():
 
 
 def test_an_erratum_with_a_correction_is_judged_by_it_and_says_so():
-    cell = paper("11.7G", "GiB", erratum="interchanged", corrected_value=3.15, corrected_rounding=0.005,
-                 corrected_printed="3.15")  # fmt: skip
+    cell = paper("11.7G", "GiB", erratum="interchanged", corrected_printed="3.15")
     judgement = judge(cell, ours(3.154, "GiB"))
     assert judgement.verdict == "reproduced"
     assert "judged by the corrected 3.15, not the printed 11.7G" in judgement.reason

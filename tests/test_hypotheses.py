@@ -24,15 +24,14 @@ from gpipe_bench.harness.report.hypotheses import base_of, summary, table
 A, B, C = (("one", "row", "a"), ("one", "row", "b"), ("two", "row", "c"))
 
 
-def cell(key: tuple[str, str, str], value: float, rounding: float = 0.0) -> PaperCell:
+def cell(key: tuple[str, str, str], value: float, error: float) -> PaperCell:
     return PaperCell(
-        table=key[0], row=key[1], column=key[2], value=value, printed=f"{value:g}", unit="GB", exact=False,
-        bound="", kind="result", hardware="", source="paper", location="", comparable=True, erratum="",
-        note="", rounding=rounding,
+        table=key[0], row=key[1], column=key[2], value=value, printed=f"{value:g}", unit="GB", kind="result",
+        source="paper", form="read off", error=error,
     )  # fmt: skip
 
 
-PAPER = [cell(A, 10.0, rounding=1.0), cell(B, 20.0, rounding=8.0), cell(C, 5.0)]
+PAPER = [cell(A, 10.0, 1.0), cell(B, 20.0, 8.0), cell(C, 5.0, 1e-3)]
 
 
 def hypothesis(name: str, values: dict[tuple[str, str, str], float], **settings: str) -> Hypothesis:

@@ -7,88 +7,132 @@ the arithmetic, and one that is printed twice is still one number.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import io
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from gpipe_bench.harness.judging.units import UNITS, parse_printed
 from gpipe_bench.harness.places import PUBLISHED
 
 PATH = PUBLISHED / "paper.csv"
-
-COLUMNS = (
-    "table", "row", "column", "value", "printed", "unit", "exact", "kind", "hardware", "source", "location",
-    "form", "error", "same_as", "needs", "bound", "comparable", "corrected_value", "erratum", "note",
-)  # fmt: skip
 EXTERNAL = ("torchgpipe", "lingvo", "others")
-SOURCES = ("paper", "theory", *EXTERNAL)
-BOUNDS = ("", "at most", "at least")
-KINDS = ("result", "claim", "identity", "setting", "external")
 TO_ANSWER = ("result", "claim", "identity")
 """Kinds of which a missing number of ours is worth a line; the others are context."""
-
-FORMS = ("", "words", "read off", "derived", "evaluated")
-"""How the paper gives a number: printed, in words only, in a figure without a label, by what its other
-numbers leave, or as a formula that is evaluated here."""
-
 SETTING = "a setting under which the paper's results were obtained, not a result"
 
-_SEPARATOR = "|"
 
+class PaperCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One published number: a row of the file, with its acceptance interval.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PaperCell:
-    """One published number.
-
-    `value` and `corrected_value` are in `unit` (counts in ones: "82M" parameters are 82e6); `rounding`
-    and `corrected_rounding` are how far the number may be off: half a unit of the last printed digit, or
-    the error that the file gives where the number was read off a figure or follows from rounded ones; 0
-    where `exact` says that the number is a count or a definition. `bound` is "at most" or "at least" where
-    the paper only limits the number. `comparable` is False where the erratum leaves nothing to compare
-    with. `same_as` is the key of the number that this one repeats, `needs` what an answer would take.
+    Args:
+        table, row, column: the place, unique within a source
+        value: in `unit` (counts in ones: "82M" parameters are 82e6)
+        printed: as the paper prints it
+        exact: a count or a definition, which has no rounding
+        kind: what a number of ours would be held against, or context
+        hardware: on what it was obtained
+        source: whose number it is
+        location: where it is printed
+        form: how it is given: printed, in words only, in a figure without a label, by what other numbers of
+            the paper leave, or as a formula that is evaluated here
+        error: how far a number may be off whose digits do not say it: one read off, or made of rounded ones
+        same_as: the place of the number that this one repeats
+        needs: what an answer would take
+        bound: where the paper only limits the number
+        comparable: False where the erratum leaves nothing to compare with
+        corrected_printed: the value that the paper's own erratum gives, column `corrected_value`
+        erratum: why it is corrected or not comparable
+        note: for a footnote
     """
 
     table: str
     row: str
     column: str
     value: float
-    printed: str
+    printed: str = ""
     unit: str
-    exact: bool
-    bound: str
-    kind: str
-    hardware: str
-    source: str
-    location: str
-    comparable: bool
-    erratum: str
-    note: str
-    rounding: float
-    corrected_value: float | None = None
-    corrected_rounding: float = 0.0
-    corrected_printed: str = ""
-    form: str = ""
+    exact: bool = False
+    kind: Literal["result", "claim", "identity", "setting", "external"]
+    hardware: str = ""
+    source: Annotated[str, Meta(pattern="^(paper|theory|torchgpipe|lingvo|others)$")]
+    location: str = ""
+    form: Literal["", "words", "read off", "derived", "evaluated"] = ""
+    error: float | None = None
     same_as: tuple[str, str, str] | None = None
     needs: str = ""
+    bound: Literal["", "at most", "at least"] = ""
+    comparable: bool = True
+    corrected_printed: str = msgspec.field(default="", name="corrected_value")
+    erratum: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"unit is {self.unit!r}, allowed: {', '.join(UNITS)}")
+        if (self.kind == "external") != (self.source in EXTERNAL):
+            raise ValueError(
+                f"kind {self.kind!r} with source {self.source!r}: external are the numbers of "
+                f"{', '.join(EXTERNAL)} and no others"
+            )
+        if not self.erratum and (self.corrected_printed or not self.comparable):
+            raise ValueError("a number that is corrected or not comparable needs the erratum that says why")
+        if self.form == "evaluated" and self.kind != "identity":
+            raise ValueError(f"a formula that is evaluated is an identity, not a {self.kind}")
+        if self.error is None and self.form in ("read off", "derived"):
+            raise ValueError(f"a number that is {self.form} needs its error; its digits do not give it")
+        if self.error is not None:
+            by_digits = self.form in ("", "words") and not self.corrected_printed
+            if self.exact or by_digits:
+                raise ValueError(
+                    "an error is for numbers read off, derived, evaluated or corrected from rounded ones"
+                )
+            if not 0 < self.error < math.inf:
+                raise ValueError(f"error is {self.error}, not a positive number in {self.unit}")
+        if self.form == "words":
+            if not (math.isfinite(self.value) and self.printed):
+                raise ValueError("a number in words needs the words as printed and the value they stand for")
+        elif self.value != parse_printed(self.printed, self.unit)[0]:
+            raise ValueError(f"value {self.value:.15g} is not what is printed, {self.printed!r}")
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Table, row and column; unique within a source."""
+        """Table, row and column."""
         return (self.table, self.row, self.column)
+
+    @property
+    def rounding(self) -> float:
+        """How far `value` may be off: half a unit of the last printed digit, or the error of the file."""
+        if self.exact or self.form == "words":
+            return 0.0
+        if self.error is not None and not self.corrected_printed:
+            return self.error
+        return parse_printed(self.printed, self.unit)[1]
+
+    @property
+    def corrected_value(self) -> float | None:
+        """What the erratum gives instead."""
+        return parse_printed(self.corrected_printed, self.unit)[0] if self.corrected_printed else None
 
     @property
     def target(self) -> float:
         """The value to be held to: the corrected one where the paper's own erratum gives it."""
-        return self.value if self.corrected_value is None else self.corrected_value
+        corrected = self.corrected_value
+        return self.value if corrected is None else corrected
 
     @property
     def target_rounding(self) -> float:
         """How far `target` may be off."""
-        return self.rounding if self.corrected_value is None else self.corrected_rounding
+        if not self.corrected_printed:
+            return self.rounding
+        return parse_printed(self.corrected_printed, self.unit)[1] if self.error is None else self.error
 
     @property
     def counted(self) -> bool:
@@ -105,159 +149,67 @@ class PaperCell:
         return f"needs {self.needs}" if self.needs else ""
 
 
+COLUMNS = tuple(field.encode_name for field in msgspec.structs.fields(PaperCell))
+
+
+@functools.cache
 def load_paper(path: Path = PATH) -> tuple[PaperCell, ...]:
     """All published numbers in file order. Raises ValueError with file, line and what is wrong there."""
     try:
-        content = path.read_bytes()
+        content = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
             f"the paper's numbers can't be read from {path}: {error.strerror or error}"
         ) from error
-    return _parsed(path, content)
-
-
-@functools.lru_cache(maxsize=1)
-def _parsed(path: Path, content: bytes) -> tuple[PaperCell, ...]:
-    """Of one content once: every table of a report asks for it."""
-    cells: dict[int, PaperCell] = {}
-    seen: dict[tuple[str, ...], int] = {}
-    rows = csv.DictReader(io.StringIO(content.decode(), newline=""), strict=True)
+    rows = csv.DictReader(io.StringIO(content, newline=""), strict=True)
     if tuple(rows.fieldnames or ()) != COLUMNS:
         raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
+    cells: dict[int, PaperCell] = {}
+    lines: dict[tuple[str, ...], int] = {}
     for row in rows:
-        place = f"{path}:{rows.line_num}"
-        try:
-            if None in row or None in row.values():
-                raise ValueError(f"a row has {len(COLUMNS)} fields")
-            cell = _cell(row)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-        first = seen.setdefault((cell.source, *cell.key), rows.line_num)
-        if first != rows.line_num:
-            raise ValueError(f"{place}: {cell.key} of {cell.source} stands on line {first} already")
-        cells[rows.line_num] = cell
+        with _at(path, rows.line_num):
+            cell = cells[rows.line_num] = _cell(row)
+            first = lines.setdefault((cell.source, *cell.key), rows.line_num)
+            if first != rows.line_num:
+                raise ValueError(f"{cell.key} of {cell.source} stands on line {first} already")
     by_key = {cell.key: cell for cell in cells.values() if cell.source == "paper"}
     for line, cell in cells.items():
-        try:
-            _check_repetition(cell, by_key)
-        except ValueError as error:
-            raise ValueError(f"{path}:{line}: {error}") from error
+        if cell.same_as is not None:
+            with _at(path, line):
+                _check_repetition(cell, cell.same_as, by_key)
     return tuple(cells.values())
 
 
-def _cell(row: dict[str, str]) -> PaperCell:
-    for column, allowed in (
-        ("unit", tuple(UNITS)),
-        ("source", SOURCES),
-        ("kind", KINDS),
-        ("form", FORMS),
-        ("exact", ("", "yes")),
-        ("comparable", ("", "no")),
-        ("bound", BOUNDS),
-    ):
-        if row[column] not in allowed:
-            raise ValueError(f"{column} is {row[column]!r}, allowed: {', '.join(map(repr, allowed))}")
-    if (row["kind"] == "external") != (row["source"] in EXTERNAL):
-        raise ValueError(
-            f"kind {row['kind']!r} with source {row['source']!r}: external are the numbers of "
-            f"{', '.join(EXTERNAL)} and no others"
-        )
-    if row["comparable"] == "no" and not row["erratum"]:
-        raise ValueError("a number that is not comparable needs the erratum that says why")
-    if row["corrected_value"] and not row["erratum"]:
-        raise ValueError("a corrected value needs the erratum that says why")
-    if row["form"] == "evaluated" and row["kind"] != "identity":
-        raise ValueError(f"a formula that is evaluated is an identity, not a {row['kind']}")
-    exact = row["exact"] == "yes"
-    error = _error(row)
-    value, rounding = _value(row)
-    corrected: float | None = None
-    corrected_rounding = 0.0
-    if row["corrected_value"]:
-        corrected, corrected_rounding = parse_printed(row["corrected_value"], row["unit"])
-        corrected_rounding = corrected_rounding if error is None else error
-    elif error is not None:
-        rounding = error
-    return PaperCell(
-        table=row["table"],
-        row=row["row"],
-        column=row["column"],
-        value=value,
-        printed=row["printed"],
-        unit=row["unit"],
-        exact=exact,
-        bound=row["bound"],
-        kind=row["kind"],
-        hardware=row["hardware"],
-        source=row["source"],
-        location=row["location"],
-        comparable=row["comparable"] != "no",
-        erratum=row["erratum"],
-        note=row["note"],
-        rounding=0.0 if exact else rounding,
-        corrected_value=corrected,
-        corrected_rounding=corrected_rounding,
-        corrected_printed=row["corrected_value"],
-        form=row["form"],
-        same_as=_key(row["same_as"]) if row["same_as"] else None,
-        needs=row["needs"],
-    )
-
-
-def _value(row: Mapping[str, str]) -> tuple[float, float]:
-    """Value and rounding; of words the value that they stand for."""
-    if row["form"] == "words":
-        try:
-            value = float(row["value"])
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value) or not row["printed"]:
-            raise ValueError("a number in words needs the words as printed and the value that they stand for")
-        return value, 0.0
-    value, rounding = parse_printed(row["printed"], row["unit"])
-    if float(row["value"]) != value:
-        raise ValueError(
-            f"value {row['value']} is not what is printed, {row['printed']!r} = {value:g} {row['unit']}"
-        )
-    return value, rounding
-
-
-def _error(row: Mapping[str, str]) -> float | None:
-    """What the file gives instead of half a unit of the last digit."""
-    if not row["error"]:
-        if row["form"] in ("read off", "derived"):
-            raise ValueError(f"a number that is {row['form']} needs its error; its digits do not give it")
-        return None
-    if row["exact"] == "yes" or (row["form"] in ("", "words") and not row["corrected_value"]):
-        raise ValueError(
-            "an error is for numbers read off, derived, evaluated or corrected from rounded ones"
-        )
+@contextlib.contextmanager
+def _at(path: Path, line: int) -> Iterator[None]:
     try:
-        error = float(row["error"])
-    except ValueError:
-        error = math.nan
-    if not (math.isfinite(error) and error > 0):
-        raise ValueError(f"error is {row['error']!r}, not a positive number in {row['unit']}")
-    return error
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}:{line}: {error}") from error
 
 
-def _key(text: str) -> tuple[str, str, str]:
-    parts = text.split(_SEPARATOR)
-    if len(parts) != 3:
-        raise ValueError(f"same_as is {text!r}, not table{_SEPARATOR}row{_SEPARATOR}column")
-    return (parts[0], parts[1], parts[2])
+def _cell(row: dict[Any, Any]) -> PaperCell:
+    """Of the texts of one row, of which the empty ones are defaults."""
+    if None in row or None in row.values():
+        raise ValueError(f"a row has {len(COLUMNS)} fields")
+    given: dict[str, Any] = {name: text for name, text in row.items() if text}
+    for name in {"exact", "comparable"} & given.keys():
+        given[name] = {"yes": True, "no": False}.get(given[name], given[name])
+    if "same_as" in given:
+        given["same_as"] = given["same_as"].split("|")
+    return msgspec.convert(given, PaperCell, strict=False)
 
 
-def _check_repetition(cell: PaperCell, by_key: Mapping[tuple[str, str, str], PaperCell]) -> None:
-    if cell.same_as is None:
-        return
-    first = by_key.get(cell.same_as)
+def _check_repetition(
+    cell: PaperCell, place: tuple[str, str, str], by_key: Mapping[tuple[str, str, str], PaperCell]
+) -> None:
+    first = by_key.get(place)
     if first is None or first is cell or cell.source != "paper":
-        raise ValueError(f"same_as {cell.same_as} is no other number of the paper")
+        raise ValueError(f"same_as {place} is no other number of the paper")
     if first.same_as is not None:
-        raise ValueError(f"same_as {cell.same_as} is itself the same as {first.same_as}; name that one")
+        raise ValueError(f"same_as {place} is itself the same as {first.same_as}; name that one")
     if first.unit != cell.unit:
-        raise ValueError(f"same_as {cell.same_as} is in {first.unit}, this number in {cell.unit}")
+        raise ValueError(f"same_as {place} is in {first.unit}, this number in {cell.unit}")
     apart = abs(cell.value - first.value) - cell.rounding - first.rounding
     if apart > 1e-9 * max(abs(cell.value), abs(first.value)):
-        raise ValueError(f"{cell.printed!r} and {first.printed!r} of {cell.same_as} are not one number")
+        raise ValueError(f"{cell.printed!r} and {first.printed!r} of {place} are not one number")

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.verdict import Comparison
 
 if TYPE_CHECKING:
     from pandas import DataFrame

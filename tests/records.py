@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record, Scalar
+from gpipe_bench.harness.record import SCHEMA, Quantity, Record, Scalar
 
 
 def record(step: Scalar = 1, **changes: Any) -> Record:

@@ -19,7 +19,7 @@ from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.commands.run import sees_no_cuda
 from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, load, spelled_out
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.store import Store
 from gpipe_bench.models import zoo
 
 

@@ -7,10 +7,10 @@ import pytest
 from gpipe_bench.experiments.computed import quotients, stride
 from gpipe_bench.experiments.computed.answer import Answer, spread_of, to_details, to_quantities
 from gpipe_bench.experiments.computed.experiment import EXPERIMENT, cells
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.records.record import SCHEMA, Record
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import SCHEMA, Record
 
 PUBLISHED = {(cell.source, *cell.key): cell for cell in load_paper()}
 

@@ -12,10 +12,9 @@ from gpipe_bench.experiments.side_by_side import peers_text, trials
 from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, EngineResult
 from gpipe_bench.experiments.side_by_side.peers import outcome
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.records.codec import decode, encode
-from gpipe_bench.harness.records.record import Quantity
-from gpipe_bench.harness.running.trials import load
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.record import Quantity, decode, encode
+from gpipe_bench.harness.rounds import Usage
+from gpipe_bench.harness.trials import load
 
 DRIFTING = [0.24, 0.2, 0.23, 0.2] * 3
 """Our two samples of each round: the first is always the slower one."""

@@ -27,9 +27,9 @@ from gpipe_bench.experiments.side_by_side.engine_arms import (
 from gpipe_bench.experiments.side_by_side.engine_text import TARGETS, tables
 from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, EngineResult
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.record import SCHEMA, Quantity, Record
+from gpipe_bench.harness.rounds import Usage
+from gpipe_bench.harness.stats import from_samples
 
 ROOT = Path(__file__).parents[1]
 

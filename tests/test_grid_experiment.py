@@ -12,8 +12,8 @@ from gpipe_bench.experiments.grid import accelerators, machine, sums, traffic
 from gpipe_bench.experiments.grid.experiment import EXPERIMENT
 from gpipe_bench.experiments.grid.figures import figures
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.unknowns import load_unknowns
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.pipeline.plan.collectives import all_reduce_s
 
 PLACES = {(cell.table, cell.row, cell.column) for cell in load_paper() if cell.source == "others"}

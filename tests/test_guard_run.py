@@ -25,11 +25,11 @@ from gpipe_bench.experiments.guard.arms import Arm, arms_of
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.run import Finding, guard, measure
 from gpipe_bench.experiments.guard.text import conclusion, table
+from gpipe_bench.harness import trials as harness_trials
 from gpipe_bench.harness.guard.counters import encode
 from gpipe_bench.harness.guard.judge import Change, Judgement, Look
 from gpipe_bench.harness.guard.process import WorkerError
 from gpipe_bench.harness.guard.tree import Base
-from gpipe_bench.harness.running import trials as harness_trials
 
 ROOT = Path(__file__).parents[1]
 NONE = Change(0.0, -0.01, 0.01)

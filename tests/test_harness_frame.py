@@ -8,12 +8,12 @@ import sys
 import pytest
 from records import quantity, record
 
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.frame import BEFORE, BEHIND, frame, frame_of
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import Entry
 
 STEPS = (
     quantity(2.0, name="step", key={"M": 4, "remat": "always"}, low=1.5, high=2.5),

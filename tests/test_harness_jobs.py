@@ -19,12 +19,12 @@ from fake_experiment import processes, steps
 
 from gpipe_bench.experiments.consistency import experiment as consistency
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.harness import environment
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.records import environment
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.running.progress import PlainReporter
-from gpipe_bench.harness.running.runner import run_experiment
-from gpipe_bench.harness.running.workers import Workers, sensible_jobs
+from gpipe_bench.harness.progress import PlainReporter
+from gpipe_bench.harness.runner import run_experiment
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.workers import Workers, sensible_jobs
 
 UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
 # The fake experiment, as one that times nothing, on the command line.

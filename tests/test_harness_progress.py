@@ -11,7 +11,7 @@ import pytest
 from records import record
 
 from gpipe_bench.harness.experiment import Case
-from gpipe_bench.harness.running.progress import BarReporter, PlainReporter, Remaining, reporter, words
+from gpipe_bench.harness.progress import BarReporter, PlainReporter, Remaining, reporter, words
 
 CASES = [Case({"step": step}, estimate_s=10) for step in (1, 2, 3)]
 

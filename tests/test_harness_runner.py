@@ -12,11 +12,11 @@ import fake_experiment
 import pytest
 from fake_experiment import steps
 
-import gpipe_bench.harness.running.execution
+import gpipe_bench.harness.workers
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions, select
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.running.progress import PlainReporter
-from gpipe_bench.harness.running.runner import run_experiment
+from gpipe_bench.harness.progress import PlainReporter
+from gpipe_bench.harness.runner import run_experiment
+from gpipe_bench.harness.store import Store
 
 
 def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):
@@ -142,7 +142,7 @@ def test_running_out_of_memory_is_a_result(store, error, reason):
 def test_memory_of_the_device_is_given_back_after_running_out(store, monkeypatch):
     calls = []
     torch = types.SimpleNamespace(cuda=types.SimpleNamespace(empty_cache=lambda: calls.append(1)))
-    monkeypatch.setattr(gpipe_bench.harness.running.execution, "environment", lambda: {"load": None})
+    monkeypatch.setattr(gpipe_bench.harness.workers, "environment", lambda: {"load": None})
     monkeypatch.setitem(sys.modules, "torch", torch)
     go(store, raising(MemoryError("no room")), options=RunOptions(device="cpu", only={"step": ("1",)}))
     assert calls == [1]
@@ -202,7 +202,7 @@ def test_a_clock_that_goes_backwards_changes_nothing(store, monkeypatch):
             cls.year_now -= 1
             return datetime(cls.year_now, 1, 1, tzinfo=UTC)
 
-    monkeypatch.setattr(gpipe_bench.harness.running.execution, "datetime", Backwards)
+    monkeypatch.setattr(gpipe_bench.harness.workers, "datetime", Backwards)
     first, _ = go(store)
     second, _ = go(store, fresh=True)
     assert first.records[0].started_at > first.records[4].started_at > second.records[0].started_at

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import record
 
-from gpipe_bench.harness.records.codec import encode
-from gpipe_bench.harness.records.record import SCHEMA
-from gpipe_bench.harness.records.store import Store, StoreError, latest
+from gpipe_bench.harness.record import SCHEMA, encode
+from gpipe_bench.harness.store import Store, StoreError, latest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -154,7 +153,7 @@ def test_an_experiment_name_is_a_plain_file_name(store, name):
 WRITER = """
 import sys
 from records import record
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.store import Store
 store = Store(sys.argv[1])
 sys.stdin.readline()  # both writers start together
 for step in range(100):

@@ -9,14 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_bench.harness.judging.allowed import Allowed, about, at_least, at_most, printed, within_factor
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import PaperCell
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.judging.units import parse_printed, show_with_interval
-from gpipe_bench.harness.judging.unknowns import Unknown
-from gpipe_bench.harness.judging.verdict import NARROW, VERDICTS, judge, narrow
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.paper import PaperCell
+from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.units import parse_printed, show_with_interval
+from gpipe_bench.harness.unknowns import Unknown
+from gpipe_bench.harness.verdict import (
+    NARROW,
+    VERDICTS,
+    Allowed,
+    Entry,
+    Part,
+    Spread,
+    about,
+    at_least,
+    at_most,
+    judge,
+    narrow,
+    printed,
+    within_factor,
+)
 
 
 def paper(printed="3.5x", unit="ratio", **changes):

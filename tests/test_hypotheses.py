@@ -10,16 +10,14 @@ import pytest
 from command_line import call
 
 from gpipe_bench.experiments.registry import load
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.hypotheses import Hypothesis, rank, with_reasons
-from gpipe_bench.harness.judging.paper import PaperCell
-from gpipe_bench.harness.judging.spread import Spread
-from gpipe_bench.harness.judging.verdict import judge
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.hypotheses import Hypothesis, rank, with_reasons
+from gpipe_bench.harness.paper import PaperCell
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.record import Quantity
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.record import Quantity
 from gpipe_bench.harness.report.hypotheses import base_of, summary, table
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import Entry, Spread, judge
 
 A, B, C = (("one", "row", "a"), ("one", "row", "b"), ("two", "row", "c"))
 

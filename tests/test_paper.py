@@ -9,8 +9,8 @@ import csv
 
 import pytest
 
-from gpipe_bench.harness.judging.paper import COLUMNS, PATH, load_paper
-from gpipe_bench.harness.judging.units import UNITS
+from gpipe_bench.harness.paper import COLUMNS, PATH, load_paper
+from gpipe_bench.harness.units import UNITS
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ from gpipe_bench.experiments.side_by_side.peers_text import TARGETS, tables
 from gpipe_bench.experiments.side_by_side.peers_work import PeersJob, PeersResult
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.record import SCHEMA, Record
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.record import SCHEMA, Record
+from gpipe_bench.harness.rounds import Usage
+from gpipe_bench.harness.store import Store
 
 ROOT = Path(__file__).parents[1]
 USERS = "mine:Engine@01234567"

@@ -11,7 +11,7 @@ from gpipe_bench.experiments.plan.experiment import EXPERIMENT
 from gpipe_bench.experiments.plan.figures import figures
 from gpipe_bench.experiments.plan.text import tables
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.record import Record
 from gpipe_bench.pipeline.plan.cutting.best import EFFORT
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.planner.request import Request

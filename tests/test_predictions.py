@@ -8,7 +8,7 @@ from records import record
 from gpipe_bench.experiments.predictions.experiment import EXPERIMENT
 from gpipe_bench.experiments.published.torchgpipe import MODELS, SETTINGS, predict
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.paper import load_paper
 
 PUBLISHED = {(cell.source, *cell.key): cell for cell in load_paper()}
 

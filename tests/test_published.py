@@ -32,9 +32,9 @@ from gpipe_bench.experiments.published.outcome import outcome
 from gpipe_bench.experiments.published.settings import LINK, Prediction
 from gpipe_bench.experiments.published.walk import Axis, Walk, points, ranks
 from gpipe_bench.experiments.table2.predicted import _adjusted
+from gpipe_bench.harness import paper as paper_file
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging import paper as paper_file
-from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
+from gpipe_bench.harness.unknowns import Unknown, load_unknowns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler

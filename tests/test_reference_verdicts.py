@@ -9,10 +9,10 @@ import pytest
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.readings import shown_of
 from gpipe_bench.experiments.report.records import select_records
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.verdict import DIFFERS, JUDGED, judge
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import DIFFERS, JUDGED, judge
 
 PUBLISHED = {(cell.source, *cell.key): cell for cell in load_paper()}
 

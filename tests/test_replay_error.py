@@ -15,7 +15,7 @@ from gpipe_bench.experiments.measuring.tables.replay_error import (
     prediction_interval,
     replayed_spread,
 )
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.record import Quantity
 
 
 def errors(model, *values):

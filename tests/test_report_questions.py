@@ -17,11 +17,8 @@ from records import quantity
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.report.build import build
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.judging.verdict import JUDGED
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.cells import COLUMNS, cells_csv
 from gpipe_bench.harness.report.counts import Counts, counts_lines, counts_of
@@ -31,6 +28,7 @@ from gpipe_bench.harness.report.replies import replies_markdown, replies_text, r
 from gpipe_bench.harness.report.side import side_by_side, side_text
 from gpipe_bench.harness.report.summary import summary
 from gpipe_bench.harness.report.table import fails_text, markdown_table, tables_of, text_table
+from gpipe_bench.harness.verdict import JUDGED, Entry, Part, Spread
 
 MACHINE = REFERENCE / "cpu-2-cores"
 TABLE, ROW = "figure3-resnet101", "normalized throughput"
@@ -205,7 +203,7 @@ def test_a_side_on_which_nothing_could_have_failed_says_never(cells):
 def build_bounds():
     """Cells of a sentence that only limits its number."""
     experiment = registry.load("consistency")
-    from gpipe_bench.harness.records.store import Store
+    from gpipe_bench.harness.store import Store
 
     return compare(experiment.cells(Store(MACHINE).load("consistency").records))
 

@@ -21,9 +21,8 @@ from command_line import ROOT, SEVERAL, START, Gate, call, finish, lines, run_fa
 from fake_experiment import steps
 from records import record
 
-from gpipe_bench.harness.records.codec import encode
-from gpipe_bench.harness.records.record import SCHEMA
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.record import SCHEMA, encode
+from gpipe_bench.harness.store import Store
 
 
 def stored(results):
@@ -43,15 +42,15 @@ def gate(tmp_path):
 KILLER = """
 import json, os, signal, sys
 from pathlib import Path
-import fake_experiment, gpipe_bench.harness.records.environment, gpipe_bench.harness.records.store
+import fake_experiment, gpipe_bench.harness.environment, gpipe_bench.harness.store
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.running.progress import PlainReporter
-from gpipe_bench.harness.running.runner import run_experiment
+from gpipe_bench.harness.progress import PlainReporter
+from gpipe_bench.harness.runner import run_experiment
 
-records = Path(gpipe_bench.harness.records.store.__file__)
+records = Path(gpipe_bench.harness.store.__file__)
 WATCHED = tuple(str(records.with_name(f"{name}.py")) for name in ("store", "lock"))
 BASE = Path(sys.argv[1])
-gpipe_bench.harness.records.environment.environment()  # once for all the processes below
+gpipe_bench.harness.environment.environment()  # once for all the processes below
 write = os.write
 
 
@@ -86,7 +85,7 @@ def run(folder, point=None):
             kill_before(point)
         options = RunOptions(device="cpu", only={"step": ("1", "2")})
         reporter = PlainReporter(sys.stderr)
-        store = gpipe_bench.harness.records.store.Store(folder)
+        store = gpipe_bench.harness.store.Store(folder)
         result = run_experiment(fake_experiment.EXPERIMENT, options, store, reporter=reporter)
         os._exit(len(result.records) != 2)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -94,7 +93,7 @@ def run(folder, point=None):
 
 def state(folder):
     path = folder / "fake.jsonl"
-    loaded = gpipe_bench.harness.records.store.Store(folder).load("fake")
+    loaded = gpipe_bench.harness.store.Store(folder).load("fake")
     return {
         "ran": fake_experiment.steps(folder / "log"),
         "stored": [each.case["step"] for each in loaded.records],
@@ -417,7 +416,7 @@ def test_a_clock_that_runs_backwards_spoils_neither_order_nor_resume(tmp_path):
     assert call(*common, "--only", "step=1", "--only", "step=2", FAKE_LOG=str(log))[0] == 0
     os.utime(tmp_path / "fake.jsonl", (4e9, 4e9))  # as if written in the year 2096
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gpipe_bench.harness.running.execution.datetime", Backwards)
+        patch.setattr("gpipe_bench.harness.workers.datetime", Backwards)
         patch.setattr(time, "time", lambda: Backwards.now().timestamp())
         status, out, err = call(*common, FAKE_LOG=str(log))
         assert status == 0, err

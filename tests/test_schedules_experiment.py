@@ -8,10 +8,10 @@ from records import record
 from gpipe_bench.experiments.schedules import figures, grid, published, zero_bubble
 from gpipe_bench.experiments.schedules.beside import side_by_side
 from gpipe_bench.experiments.schedules.experiment import EXPERIMENT
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.stats import from_samples
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.validate import validate
 

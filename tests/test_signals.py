@@ -14,7 +14,7 @@ import pytest
 from command_line import START, Gate, lines, start, surroundings
 
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.harness.running.stopping import check, held, number_of, starting, stopping
+from gpipe_bench.harness.signals import check, held, number_of, starting, stopping
 
 RANKS = START.replace('"fake_experiment"', '"fake_ranks"')
 # Cases beside each other, in processes of their own.
@@ -293,7 +293,7 @@ def test_an_interrupt_waits_for_a_process_that_is_starting():
     """It is blocked from the process's first moment until that says that it has started."""
     code = (
         "import signal\n"
-        "from gpipe_bench.harness.running.stopping import started\n"
+        "from gpipe_bench.harness.signals import started\n"
         "is_blocked = lambda: signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())\n"
         "before = is_blocked()\n"
         "started()\n"

@@ -20,10 +20,10 @@ from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.table2 import experiment as table2
 from gpipe_bench.experiments.table2.fitted_batch import fitted_microbatch, peak_bytes
 from gpipe_bench.experiments.table4 import experiment as table4
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.records.record import Quantity, Record
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.record import Quantity, Record
+from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.launch import launch
 

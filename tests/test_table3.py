@@ -26,10 +26,10 @@ from gpipe_bench.experiments.table3 import slow_link
 from gpipe_bench.experiments.table3.experiment import EXPERIMENT
 from gpipe_bench.experiments.table3.results import PCIE, modelled, over_link, replayed, shares_of_peak
 from gpipe_bench.experiments.table3.slow_link_steps import LinkFound, Measured
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.records.record import Record, Scalar
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.record import Record, Scalar
+from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Kind
 

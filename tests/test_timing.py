@@ -16,7 +16,8 @@ from gpipe_bench.experiments.measuring.configuration import Configuration, attem
 from gpipe_bench.experiments.measuring.step_results import results
 from gpipe_bench.experiments.measuring.step_timing import StepJob, work
 from gpipe_bench.experiments.measuring.turns import measure
-from gpipe_bench.harness.timing.rounds import (
+from gpipe_bench.harness.rounds import (
+    Usage,
     against_itself,
     differences,
     level,
@@ -25,8 +26,8 @@ from gpipe_bench.harness.timing.rounds import (
     repeats_for,
     slowest,
     turns,
+    used_by_others,
 )
-from gpipe_bench.harness.timing.usage import Usage, used_by_others
 from gpipe_bench.planner import timing
 from gpipe_bench.planner.timing import time_step
 

@@ -11,8 +11,8 @@ from records import record
 from gpipe_bench.experiments.predictions.experiment import EXPERIMENT
 from gpipe_bench.experiments.predictions.tables import DIRECT_SKIPS, UNETS
 from gpipe_bench.experiments.published.torchgpipe_memory import PUBLISHED, Published, predict
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler

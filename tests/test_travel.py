@@ -16,11 +16,10 @@ from command_line import call, lines
 from records import quantity, record
 
 from gpipe_bench.experiments.registry import load
+from gpipe_bench.harness.bundle import MANIFEST, pack, unpack
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.codec import encode
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.records.travel import MANIFEST, pack, unpack
+from gpipe_bench.harness.record import Record, encode
+from gpipe_bench.harness.store import Store
 
 ENVIRONMENT = {
     "cpu_model": "a processor",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.harness.running.trials import BEGIN, END, Series, timed
+from gpipe_bench.harness.trials import BEGIN, END, Series, timed
 
 
 def series(folder: Path, stop_before: int | None = None) -> tuple[Series[int], list[int]]:

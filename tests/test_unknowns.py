@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.unknowns import load_unknowns
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.unknowns import load_unknowns
 
 
 @pytest.fixture(scope="module")

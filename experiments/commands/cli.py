@@ -15,7 +15,7 @@ from gpipe_bench.experiments.commands.parsing.options import complain
 from gpipe_bench.experiments.commands.parsing.parser import parser
 from gpipe_bench.experiments.registry import spelled_out
 from gpipe_bench.harness.report.width import width_of, within
-from gpipe_bench.harness.running.stopping import number_of, stopping
+from gpipe_bench.harness.signals import number_of, stopping
 
 AS_WIDE_AS_IT_IS = ("report", "export")
 """Verbs that write text into files, whatever the terminal."""

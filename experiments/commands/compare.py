@@ -15,12 +15,11 @@ from gpipe_bench.experiments.registry import load
 from gpipe_bench.experiments.report.readings import environment_warnings, readable, shown_of
 from gpipe_bench.experiments.report.records import check_engine_is_there, engines_of, select_records
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.verdict import NO_RECORD
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Loaded, Problem, Store, left_out, lines_of
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.replies import replies_markdown
 from gpipe_bench.harness.report.table import markdown_table
+from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of
+from gpipe_bench.harness.verdict import NO_RECORD, Comparison
 
 
 def run(arguments: argparse.Namespace) -> int:

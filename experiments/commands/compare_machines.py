@@ -19,13 +19,13 @@ from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.experiments.registry import suggestion
 from gpipe_bench.experiments.report.readings import Shown, readable, shown_of
 from gpipe_bench.experiments.report.records import select_records
+from gpipe_bench.harness.bundle import unpacked
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.compare import Comparison, compare
-from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.store import Problem, Store, left_out, lines_of
-from gpipe_bench.harness.records.travel import unpacked
 from gpipe_bench.harness.report.side import SideBySide, side_by_side, side_markdown, side_text
+from gpipe_bench.harness.store import Problem, Store, left_out, lines_of
+from gpipe_bench.harness.verdict import Comparison, Entry
 
 LOCAL = "local"
 

@@ -24,13 +24,13 @@ from gpipe_bench.experiments.guard.run import Finding, guard
 from gpipe_bench.experiments.guard.subject import Subject, repository, this_project
 from gpipe_bench.experiments.guard.text import conclusion, ending, markdown, table, untold
 from gpipe_bench.experiments.registry import suggestion
+from gpipe_bench.harness.environment import code_state
 from gpipe_bench.harness.guard.counters import differences, encode, load
 from gpipe_bench.harness.guard.process import WorkerError
 from gpipe_bench.harness.guard.tree import Base, base_tree, check_place, top_of
 from gpipe_bench.harness.places import PUBLISHED, ROOT
-from gpipe_bench.harness.records.environment import code_state
-from gpipe_bench.harness.records.files import write_whole
 from gpipe_bench.harness.report.width import fitted
+from gpipe_bench.harness.store import write_whole
 
 COUNTERS = PUBLISHED / "guard" / "counters.json"
 SEED = 1811

@@ -14,11 +14,11 @@ import msgspec
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.report.build import build, short_path
-from gpipe_bench.harness.records.files import write_whole
-from gpipe_bench.harness.records.travel import unpacked
+from gpipe_bench.harness.bundle import unpacked
 from gpipe_bench.harness.report.cells import cells_csv
 from gpipe_bench.harness.report.counts import counts_lines
 from gpipe_bench.harness.report.render import html, markdown
+from gpipe_bench.harness.store import write_whole
 
 HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
 

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 
 from gpipe_bench.experiments.computed.answer import spread_of, to_details, to_quantities
 from gpipe_bench.experiments.computed.quotients import QUOTIENTS
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.allowed import about
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.unknowns import load_unknowns
-from gpipe_bench.harness.records.record import Record, of_case
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.verdict import Entry, about
 
 STRIDE = "control-stride"
 SECONDS = {STRIDE: 40.0, "claims": 10.0}

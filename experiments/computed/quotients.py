@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gpipe_bench.experiments.computed.answer import Answer
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.judging.spread import Part, Spread
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.verdict import Part, Spread
 from gpipe_bench.models.paper import HALVES, column
 
 ROUNDING = "rounding of the printed numbers"

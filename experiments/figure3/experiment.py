@@ -34,13 +34,11 @@ from gpipe_bench.experiments.published.entries import as_published, prediction_t
 from gpipe_bench.experiments.published.hypotheses import hypotheses_of
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.experiment import Case, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.shown import PaperTable, Plot
+from gpipe_bench.harness.verdict import Comparison, Entry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.record import Quantity, Scalar
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
@@ -120,7 +120,7 @@ def places(count: int, model: Model, num_layers: int) -> Iterator[Place]:
 def settings() -> list[Setting]:
     """The middle first, then every corner of what is not stated."""
     from gpipe_bench.experiments.published.walk import points
-    from gpipe_bench.harness.judging.unknowns import load_unknowns
+    from gpipe_bench.harness.unknowns import load_unknowns
 
     table = "table2-transformer"
     names = ("share_of_peak", "link_bytes_per_s", "link_latency_s")

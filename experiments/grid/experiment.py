@@ -15,11 +15,9 @@ from gpipe_bench.experiments.grid import accelerators, machine, traffic
 from gpipe_bench.experiments.grid.figures import figures
 from gpipe_bench.experiments.grid.text import tables
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.records.record import Quantity, Record, find, of_case
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.record import Quantity, Record, find, of_case
+from gpipe_bench.harness.verdict import Entry, Part, Spread
 
 TABLE = "grid"
 STAGES, REPLICAS = 8, 8  # of the sentence about scaling further

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from gpipe_bench.experiments.grid import accelerators
 from gpipe_bench.experiments.grid.text import value
 from gpipe_bench.experiments.report.drawing import picture
-from gpipe_bench.harness.records.record import Record, of_case
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.record import Record, of_case
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from gpipe_bench.experiments.grid.sums import link_of
 from gpipe_bench.experiments.grid.sums import sums_s as time_sums
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.record import Quantity, Scalar
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.reductions import data_parallel
 from gpipe_bench.pipeline.plan.replay import replay

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpipe_bench.experiments.grid import accelerators, machine, traffic
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.records.record import Record, Scalar, of_case
+from gpipe_bench.harness.record import Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.verdict import Comparison
 
 SHOWN = 6
 """The fastest grids that fit, of each number of accelerators."""

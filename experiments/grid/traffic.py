@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
+from gpipe_bench.harness.record import Provenance, Quantity, Scalar
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.harness.guard.judge import Sample
 from gpipe_bench.harness.guard.process import Worker
 from gpipe_bench.harness.guard.rounds import ARMS
-from gpipe_bench.harness.timing.rounds import SAMPLE_S, repeats_for
+from gpipe_bench.harness.rounds import SAMPLE_S, repeats_for
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # an answer that takes longer is a hang

@@ -17,7 +17,7 @@ from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.harness.guard.judge import LOOKS, Judgement, Look, confirmed, needs_another_run
 from gpipe_bench.harness.guard.process import WorkerError
 from gpipe_bench.harness.guard.rounds import run_rounds
-from gpipe_bench.harness.timing.rounds import SAMPLE_S
+from gpipe_bench.harness.rounds import SAMPLE_S
 
 BUDGET_S = 150.0
 """Seconds for all that is timed, so that a whole run stays within three minutes on a busy machine too."""

@@ -29,7 +29,7 @@ from gpipe_bench.experiments.guard.run import BUDGET_S, Finding, guard
 from gpipe_bench.experiments.guard.subject import repository
 from gpipe_bench.harness.guard.tree import base_tree
 from gpipe_bench.harness.places import PUBLISHED, ROOT
-from gpipe_bench.harness.running.trials import Series, rate, timed
+from gpipe_bench.harness.trials import Series, rate, timed
 
 TRIALS = {"same": 40, "slower": 20, "other repository, same": 20, "other repository, slower": 8}
 SLOW_DOWN = {"same": 0.0, "slower": 0.10, "other repository, same": 0.0, "other repository, slower": 0.10}

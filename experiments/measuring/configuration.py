@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, check_ran, samples_of
-from gpipe_bench.harness.running.execution import memory_error
+from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.measuring.processes import run_processes
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, balanced, lay_out
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.environment import usable_cores
-from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
-from gpipe_bench.harness.timing.usage import used_by_others
+from gpipe_bench.harness.environment import usable_cores
+from gpipe_bench.harness.record import Provenance, Quantity, Scalar
+from gpipe_bench.harness.rounds import used_by_others
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 
 if TYPE_CHECKING:

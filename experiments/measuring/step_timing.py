@@ -26,8 +26,7 @@ from gpipe_bench.experiments.measuring.configuration import (
     forget,
 )
 from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
-from gpipe_bench.harness.timing.rounds import turns
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.rounds import Usage, turns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.plan.partition import partition

@@ -1,7 +1,7 @@
 """Lets several ways of taking the same step take turns in all processes of a case.
 
 The processes live through all rounds, so that neither start-up nor a cold allocator is measured. Each takes
-the turns in the same order (`harness.timing.rounds`), begins them with the others and keeps its own times;
+the turns in the same order (`harness.rounds`), begins them with the others and keeps its own times;
 whoever reads them takes the slowest process's.
 """
 
@@ -14,8 +14,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from gpipe_bench.harness.timing.rounds import repeats_for, turns
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.rounds import Usage, repeats_for, turns
 from gpipe_bench.planner.timing import settle, time_step
 
 CALIBRATION_STEPS = 2

@@ -12,8 +12,8 @@ from gpipe_bench.experiments.plan.at_scale import figure as at_scale_figure
 from gpipe_bench.experiments.plan.measures import Compared, by_model, rank_correlation, regret
 from gpipe_bench.experiments.plan.running import steps
 from gpipe_bench.experiments.report.drawing import COLORS, picture
-from gpipe_bench.harness.records.record import Record, of_case
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.pipeline.plan.schedule import Kind
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from gpipe_bench.experiments.plan.measures import Compared, Found, Peaks, found,
 from gpipe_bench.experiments.plan.rules import EXACT_WITHIN, RULES
 from gpipe_bench.experiments.plan.running import peaks, steps, waiting
 from gpipe_bench.experiments.side_by_side.control import measured
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.records.record import Record, of_case
+from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.verdict import Comparison
 
 
 def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:

@@ -14,10 +14,9 @@ What the replay makes of bubble rates that others published stands in the experi
 from __future__ import annotations
 
 from gpipe_bench.experiments.predictions.tables import TORCHGPIPE, UNETS, cells, tables
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.unknowns import load_unknowns
-from gpipe_bench.harness.records.record import Quantity
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.unknowns import load_unknowns
 
 COUNTED = ("imagenet-models", "AmoebaNet-C (6, 228)", "parameters")
 

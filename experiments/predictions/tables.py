@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.judging.spread import Spread
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Quantity, Record
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Quantity, Record
 from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.units import show
+from gpipe_bench.harness.verdict import Comparison, Entry, Spread
 
 TORCHGPIPE = ("amoebanet", "resnet101", "resnet101-accuracy", "unet")
 """Its benchmark scripts whose speeds are predicted."""

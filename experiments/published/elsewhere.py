@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Record
 
 SOURCE = "torchgpipe"
 

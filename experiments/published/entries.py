@@ -12,15 +12,13 @@ from typing import Any
 
 from gpipe_bench.experiments.measuring.tables.step_text import SMOKE
 from gpipe_bench.experiments.published.elsewhere import errors
-from gpipe_bench.harness.judging.allowed import Allowed, about, at_least, within_factor
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.judging.spread import Spread
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
-from gpipe_bench.harness.records.record import Record, of_case
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.width import fill
+from gpipe_bench.harness.units import show
+from gpipe_bench.harness.unknowns import Unknown, load_unknowns
+from gpipe_bench.harness.verdict import Allowed, Entry, Spread, about, at_least, within_factor
 
 PART = "as published"
 """Of the key of a case that predicts; its other key is the model."""

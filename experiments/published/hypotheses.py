@@ -12,9 +12,9 @@ from itertools import product
 from typing import Any
 
 from gpipe_bench.experiments.published.entries import PART
-from gpipe_bench.harness.judging.hypotheses import Hypothesis
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.records.record import Record, Scalar, of_case
+from gpipe_bench.harness.hypotheses import Hypothesis
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Record, Scalar, of_case
 
 Cell = tuple[str, str, str]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from gpipe_bench.experiments.published.settings import EACH_ENTRY, Prediction
 from gpipe_bench.experiments.published.walk import Axis, Walk
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.record import Quantity
 
 NAME = "prediction"
 IN_THE_MIDDLE = ("num_classes", "memory_cap_bytes", "link_bytes_per_s", "link_latency_s")

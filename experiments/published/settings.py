@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
 from gpipe_bench.experiments.published.walk import Axis, Walk
-from gpipe_bench.harness.judging.unknowns import Settings, Unknown
+from gpipe_bench.harness.unknowns import Settings, Unknown
 from gpipe_bench.planner.accelerators import Accelerator
 
 Array = NDArray[np.float64]

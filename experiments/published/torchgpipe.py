@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
 from gpipe_bench.experiments.published.settings import LINK, Unknowns, numbers
 from gpipe_bench.experiments.published.walk import Axis, Cell, Walk
-from gpipe_bench.harness.judging.unknowns import load_unknowns
+from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.planner.accelerators import P40
 
 SAME_UNKNOWNS = "table3-amoebanet"

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.judging.unknowns import Unknown, Value
-from gpipe_bench.harness.records.record import Scalar
+from gpipe_bench.harness.record import Scalar
+from gpipe_bench.harness.unknowns import Unknown, Value
+from gpipe_bench.harness.verdict import Part, Spread
 
 Array = NDArray[np.float64]
 Cell = tuple[str, str, str]

@@ -15,14 +15,14 @@ from gpipe_bench.experiments.report.readings import Reading, answers, readings
 from gpipe_bench.experiments.report.records import check_engine_is_there, folders, load_all, sources
 from gpipe_bench.experiments.report.tables import table_infos
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import lines_of
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.page import Answer, table_views
 from gpipe_bench.harness.report.render import ExperimentView, Machine, Page, environment_facts
 from gpipe_bench.harness.report.side import SideBySide, side_by_side
 from gpipe_bench.harness.report.summary import summary
+from gpipe_bench.harness.store import lines_of
+from gpipe_bench.harness.verdict import Comparison
 
 COMMAND = "nox -s report"
 

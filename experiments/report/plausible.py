@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.harness.judging.units import UNITS
+from gpipe_bench.harness.bundle import Parcel
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.record import Quantity, Record
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.records.travel import Parcel
+from gpipe_bench.harness.record import Quantity, Record
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.units import UNITS
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, recomputes
 
 _SLACK = 1e-6  # relative; a median of the same samples differs by rounding alone

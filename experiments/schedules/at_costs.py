@@ -14,7 +14,7 @@ from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
 from gpipe_bench.experiments.schedules.grid import GENERATED, GENERATED_V, NAMES, REMATS
 from gpipe_bench.experiments.schedules.stage_costs import StageCosts, measure, profiles_of
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.generator import generate

@@ -17,10 +17,9 @@ from gpipe_bench.experiments.schedules import at_costs, grid, published, recompu
 from gpipe_bench.experiments.schedules.beside import side_by_side
 from gpipe_bench.experiments.schedules.figures import figures
 from gpipe_bench.experiments.schedules.text import tables
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.verdict import Entry
 
 STAGES = {"smoke": (2, 4), "short": (2, 4, 8, 16), "full": (2, 4, 8, 16)}
 GRID_S = {2: 0.5, 4: 1.0, 8: 4.0, 16: 15.0}

@@ -11,8 +11,8 @@ from gpipe_bench.experiments.report.drawing import COLORS, legend, picture, with
 from gpipe_bench.experiments.schedules import at_costs
 from gpipe_bench.experiments.schedules.beside import side_by_side
 from gpipe_bench.experiments.schedules.grid import CHART_WORKERS, GRID, REMATS, WITHOUT_NAIVE
-from gpipe_bench.harness.records.record import Record, Scalar, find, of_case
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.record import Record, Scalar, find, of_case
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.generator import generate, most_alive_of

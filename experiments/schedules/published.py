@@ -15,8 +15,8 @@ from gpipe_bench.experiments.schedules.zero_bubble import (
     with_few_microbatches,
 )
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Record, Scalar, of_case
+from gpipe_bench.harness.record import Record, Scalar, of_case
+from gpipe_bench.harness.verdict import Entry
 
 PUBLISHED = "published"
 RATES, RATES_V, SPEEDS, ELSEWHERE = "zero-bubble", "zero-bubble-v", "zero-bubble-speed", "schedules-elsewhere"

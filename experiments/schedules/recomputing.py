@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
 from gpipe_bench.pipeline.plan.remat import Remat, to_text
 from gpipe_bench.pipeline.plan.replay import replay

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpipe_bench.experiments.schedules.recomputing import PART, SCHEDULES, WAYS, WORKERS
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar, of_case
+from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 
 HEADERS = (

@@ -61,7 +61,7 @@ def measure(
 
     from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
     from gpipe_bench.experiments.measuring.timed_actions import samples_of
-    from gpipe_bench.harness.timing.rounds import turns
+    from gpipe_bench.harness.rounds import turns
     from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline.plan.timeline import Timeline
     from gpipe_bench.planner.timing import settle, time_step

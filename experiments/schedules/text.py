@@ -9,11 +9,11 @@ from gpipe_bench.experiments.schedules import recomputing_text
 from gpipe_bench.experiments.schedules.at_costs import PART
 from gpipe_bench.experiments.schedules.beside import side_by_side_text
 from gpipe_bench.experiments.schedules.grid import GRID, NAMES, REMATS
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.records.record import Record, Scalar, find, of_case
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import Record, Scalar, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.verdict import Comparison
 
 HOW = {"never": "without re-materialization", "always": "every micro-batch recomputed"}
 

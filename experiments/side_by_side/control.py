@@ -16,11 +16,10 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
-from gpipe_bench.harness.timing.rounds import Times, against_itself
-from gpipe_bench.harness.timing.usage import Usage, used_by_others
+from gpipe_bench.harness.record import Quantity, Record, Scalar
+from gpipe_bench.harness.rounds import Times, Usage, against_itself, used_by_others
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.units import show
 
 MORE_ROUNDS = 2
 """Times the rounds when a case is measured again."""

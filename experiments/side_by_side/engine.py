@@ -7,7 +7,7 @@ machine should have nothing else to do:
     python -m experiments run engine
 
 The arms of a case take turns in the same processes, one thread each, every process on a core of its own;
-numbers come from rounds, not from runs (`harness/timing/rounds.py`). Before and after, the real layers are
+numbers come from rounds, not from runs (`harness/rounds.py`). Before and after, the real layers are
 counted: that all micro-batches ran, that stages were recomputed, that gradients agree.
 """
 
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.side_by_side.control import conditions_of, held_still, void_of
 from gpipe_bench.experiments.side_by_side.engine_text import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
-from gpipe_bench.harness.timing.rounds import Times, differences, ratios, slowest
+from gpipe_bench.harness.record import Quantity, Record, Scalar
+from gpipe_bench.harness.rounds import Times, differences, ratios, slowest
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.verdict import Entry
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.side_by_side.engine_work import EngineJob, EngineResult

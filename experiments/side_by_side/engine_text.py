@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.side_by_side.control import Target, measured, state_of, verdict, void_by
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Record, Scalar
+from gpipe_bench.harness.record import Record, Scalar
 from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.units import show
+from gpipe_bench.harness.verdict import Comparison
 
 
 def _transformer(num_microbatches: int, remat: str) -> dict[str, Scalar]:

@@ -27,7 +27,7 @@ from gpipe_bench.experiments.side_by_side.engine_arms import (
     torchgpipe,
     verify,
 )
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.times.clock import conditions

@@ -9,7 +9,7 @@ recompute inside the backward. The machine should have nothing else to do:
 
 All engines get the same layers, partition, batch, micro-batches and precision; before and after the timing
 each is checked for what it really did (`engines/checks.py`). Numbers come from rounds in which all engines
-run there and back (`harness/timing/rounds.py`), so only ratios of one round are judged. torchgpipe runs in
+run there and back (`harness/rounds.py`), so only ratios of one round are judged. torchgpipe runs in
 one process, where ours is set against it on one core.
 
 The user's engines are tried first, each in processes of its own with a limit of time: one that raises, hangs
@@ -25,10 +25,10 @@ from gpipe_bench.experiments.side_by_side.control import conditions_of, held_sti
 from gpipe_bench.experiments.side_by_side.peers_models import MODELS
 from gpipe_bench.experiments.side_by_side.peers_text import SAME_SCHEDULE, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
-from gpipe_bench.harness.timing.rounds import Times, ratios, slowest
+from gpipe_bench.harness.record import Quantity, Record, Scalar
+from gpipe_bench.harness.rounds import Times, ratios, slowest
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.verdict import Entry
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.engines.isolated import Fault

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from gpipe_bench.experiments.side_by_side.control import Target, measured, state_of, verdict
 from gpipe_bench.experiments.side_by_side.peers_models import MODELS
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.units import convert, show
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+from gpipe_bench.harness.record import Quantity, Record, Scalar
 from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.units import convert, show
+from gpipe_bench.harness.verdict import Comparison
 
 # (where, remat, M) -> ours must be so many times as fast as the peers.
 TARGETS: dict[tuple[str, str, int], float] = {

@@ -20,7 +20,7 @@ from gpipe_bench.experiments.engines.setup import Engine, NoStepError, Setup, bu
 from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
 from gpipe_bench.experiments.measuring.turns import measure
 from gpipe_bench.experiments.side_by_side.engine_work import mean_actions_s
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.partition import Partition, partition

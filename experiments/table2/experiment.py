@@ -28,8 +28,7 @@ from gpipe_bench.experiments.published.hypotheses import hypotheses_of
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table2.figures import figures
 from gpipe_bench.experiments.table2.tables import cells, tables
-from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Outcome, PaperTable, RunOptions
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.measuring.configuration import Configuration

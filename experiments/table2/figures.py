@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.table2.tables import TABLES, configurations, facts_of
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.records.record import Record, find
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import Record, find
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

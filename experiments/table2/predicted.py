@@ -26,7 +26,7 @@ from gpipe_bench.experiments.published.settings import (
     words,
 )
 from gpipe_bench.experiments.published.walk import Axis, Cell, Walk
-from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
+from gpipe_bench.harness.unknowns import Unknown, load_unknowns
 from gpipe_bench.planner.accelerators import TPUS
 
 Array = NDArray[np.float64]

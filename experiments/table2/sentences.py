@@ -15,9 +15,8 @@ from gpipe_bench.experiments.measuring.tables.replay_error import next_error
 from gpipe_bench.experiments.measuring.tables.sentences import computed, quotient, sentence, word
 from gpipe_bench.experiments.measuring.tables.step_text import SMOKE
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, take_apart
-from gpipe_bench.harness.judging.allowed import at_least, at_most, within_factor
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Quantity, Record, find
+from gpipe_bench.harness.record import Quantity, Record, find
+from gpipe_bench.harness.verdict import Entry, at_least, at_most, within_factor
 from gpipe_bench.pipeline.plan.links import Link
 
 FEW, MANY = 2, 8  # stages

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch import nn
 
 from gpipe_bench.experiments.measuring.processes import run_processes
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.record import Quantity
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.memory.boundary import Boundary

@@ -20,11 +20,10 @@ from gpipe_bench.experiments.measuring.tables.step_text import (
 )
 from gpipe_bench.experiments.published.entries import as_published, prediction_text
 from gpipe_bench.experiments.table2.sentences import sentences
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Quantity, Record, find, of_case
+from gpipe_bench.harness.record import Quantity, Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.verdict import Comparison, Entry
 from gpipe_bench.pipeline.plan.breakdown import even_stages
 from gpipe_bench.pipeline.plan.partition import RULES, partition
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay

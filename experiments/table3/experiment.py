@@ -21,8 +21,7 @@ from gpipe_bench.experiments.published import cases as predictions
 from gpipe_bench.experiments.published.hypotheses import hypotheses_of
 from gpipe_bench.experiments.table3.figures import figures
 from gpipe_bench.experiments.table3.tables import cells, tables
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.published.estimate import Estimate

@@ -13,8 +13,8 @@ from gpipe_bench.experiments.measuring.bandwidths import HIDDEN, hidden_from, sl
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.table3.tables import TABLES, stage_counts
-from gpipe_bench.harness.records.record import Record, find
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.record import Record, find
 from gpipe_bench.pipeline.plan.links import LINKS
 
 if TYPE_CHECKING:

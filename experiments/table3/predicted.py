@@ -17,8 +17,8 @@ from gpipe_bench.experiments.published.settings import (
     words,
 )
 from gpipe_bench.experiments.published.walk import Axis, Walk
-from gpipe_bench.harness.judging.unknowns import load_unknowns
-from gpipe_bench.harness.records.record import Scalar
+from gpipe_bench.harness.record import Scalar
+from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.planner.accelerators import P100_12, P100_16, Accelerator
 
 Array = NDArray[np.float64]

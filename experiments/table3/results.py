@@ -19,10 +19,10 @@ from gpipe_bench.experiments.measuring.bandwidths import hidden_from, same_share
 from gpipe_bench.experiments.measuring.step_results import Throughputs, by_turn, joined, normalised
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, balanced, lay_out
 from gpipe_bench.experiments.published.walk import points
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.judging.unknowns import load_unknowns
-from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
-from gpipe_bench.harness.timing.usage import used_by_others
+from gpipe_bench.harness.record import Provenance, Quantity, Scalar
+from gpipe_bench.harness.rounds import used_by_others
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.schedule import Kind
 

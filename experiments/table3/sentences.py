@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from gpipe_bench.experiments.measuring.tables.replay_error import next_error
 from gpipe_bench.experiments.measuring.tables.sentences import TABLE, computed, quotient, sentence, word
 from gpipe_bench.experiments.measuring.tables.step_text import SMOKE, published
-from gpipe_bench.harness.judging.allowed import about
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Quantity, Record, find
+from gpipe_bench.harness.record import Quantity, Record, find
+from gpipe_bench.harness.verdict import Entry, about
 
 MANY = 8  # stages
 NAMES = {"amoebanet": "AmoebaNet-D", "transformer": "Transformer"}

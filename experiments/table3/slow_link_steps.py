@@ -24,8 +24,7 @@ from gpipe_bench.experiments.measuring.configuration import Configuration
 from gpipe_bench.experiments.measuring.step_timing import StepJob, work
 from gpipe_bench.experiments.measuring.timed_actions import TimedActions, check_ran, samples_of
 from gpipe_bench.experiments.table3.slow_link import set_rate
-from gpipe_bench.harness.timing.rounds import turns
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.rounds import Usage, turns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
 from gpipe_bench.planner.timing import time_step

@@ -15,11 +15,10 @@ from gpipe_bench.experiments.measuring.tables.replay_error import UNKNOWN, next_
 from gpipe_bench.experiments.measuring.tables.step_text import SMOKE, interval, percent, published
 from gpipe_bench.experiments.published.entries import as_published, predicted_text, prediction_text
 from gpipe_bench.experiments.table3.sentences import sentences
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar, find
+from gpipe_bench.harness.record import Quantity, Record, Scalar, find
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.verdict import Comparison, Entry
 
 TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
 

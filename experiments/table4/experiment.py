@@ -36,14 +36,12 @@ from gpipe_bench.experiments.published.hypotheses import hypotheses_of
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.table4.sentences import sentences
-from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Record
+from gpipe_bench.harness.experiment import Case, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.record import Quantity, Record
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.shown import PaperTable, Plot
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.verdict import Comparison, Entry
 from gpipe_bench.pipeline.plan.breakdown import PARTS
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from gpipe_bench.experiments.published.settings import (
     words,
 )
 from gpipe_bench.experiments.published.walk import Axis, Cell, Walk
-from gpipe_bench.harness.judging.unknowns import load_unknowns
+from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.planner.accelerators import TPU_V2
 
 Array = NDArray[np.float64]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from gpipe_bench.experiments.measuring.tables.replay_error import next_error
 from gpipe_bench.experiments.measuring.tables.sentences import computed, sentence
 from gpipe_bench.experiments.measuring.tables.step_text import SMOKE
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Quantity, Record, find
+from gpipe_bench.harness.record import Quantity, Record, find
+from gpipe_bench.harness.verdict import Entry
 
 MODEL = "resnet101"
 STAGES = (2, 4)  # of which v1, section 4.2, says both

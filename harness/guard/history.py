@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.harness.guard.judge import Judgement
-from gpipe_bench.harness.records.files import write_whole
+from gpipe_bench.harness.store import write_whole
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gpipe_bench.harness.judging.stats import median_interval
-from gpipe_bench.harness.timing.rounds import level
+from gpipe_bench.harness.rounds import level
+from gpipe_bench.harness.stats import median_interval
 
 Verdict = Literal["regression", "improved", "same", "inconclusive", "contaminated"]
 

@@ -1,4 +1,4 @@
-"""Lets several versions of a program take turns (`harness.timing.rounds`), and stops at the looks."""
+"""Lets several versions of a program take turns (`harness.rounds`), and stops at the looks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from gpipe_bench.harness.guard.judge import LOOKS, Judgement, Look, Round, Sample, ends_run, judge
-from gpipe_bench.harness.timing.rounds import orders
+from gpipe_bench.harness.rounds import orders
 
 ARMS = ("base", "head", "control")
 SampleOf = Callable[[str], Sample]

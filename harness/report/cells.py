@@ -10,8 +10,8 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 
-from gpipe_bench.harness.judging.compare import Comparison
 from gpipe_bench.harness.report.page import TableView
+from gpipe_bench.harness.verdict import Comparison
 
 COLUMNS = (
     "table", "row", "column", "source", "question", "kind", "printed", "paper", "unit", "ours", "low", "high",

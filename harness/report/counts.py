@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import QUESTIONS, Question
-from gpipe_bench.harness.judging.verdict import JUDGED, Verdict
+from gpipe_bench.harness.verdict import JUDGED, QUESTIONS, Comparison, Question, Verdict
 
 Evidence = Literal["measured", "replayed", "modelled", "identity", "no number"]
 """What a verdict rests on: how our number was made, or that it follows by arithmetic from others."""

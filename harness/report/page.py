@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.judging.compare import Comparison, absent, compare_entry
-from gpipe_bench.harness.judging.entry import QUESTIONS, Entry, Question
-from gpipe_bench.harness.judging.paper import PaperCell
-from gpipe_bench.harness.judging.verdict import Verdict, judge
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.compare import absent, compare_entry
+from gpipe_bench.harness.paper import PaperCell
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.counts import Counts, evidence
 from gpipe_bench.harness.report.table import PARTS, Part, Row, Table, numbered, part_of
+from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Entry, Question, Verdict, judge
 
 NARROW, WIDE = 0.5, 2.0
 """Factors on the width of every range under which the verdicts are counted again."""

@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import QUESTIONS
-from gpipe_bench.harness.judging.verdict import JUDGED, VERDICTS
 from gpipe_bench.harness.report.cells import cells_csv
 from gpipe_bench.harness.report.chart import Chart, data_url
 from gpipe_bench.harness.report.counts import ASKED, EVIDENCE, evidence
@@ -37,6 +34,7 @@ from gpipe_bench.harness.report.table import (
     times_text,
     verdict_text,
 )
+from gpipe_bench.harness.verdict import JUDGED, QUESTIONS, VERDICTS, Comparison
 
 if TYPE_CHECKING:
     import jinja2

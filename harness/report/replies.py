@@ -11,13 +11,11 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Question
-from gpipe_bench.harness.judging.verdict import Verdict
 from gpipe_bench.harness.report.counts import ASKED, Counts, counts_of, evidence
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import ours_text, range_text, times_text
 from gpipe_bench.harness.report.width import fill, indented
+from gpipe_bench.harness.verdict import Comparison, Question, Verdict
 
 MOST = 3
 RULE = (

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.judging.entry import Question
-from gpipe_bench.harness.judging.paper import PaperCell
-from gpipe_bench.harness.judging.verdict import DIFFERS, Verdict
+from gpipe_bench.harness.paper import PaperCell
 from gpipe_bench.harness.report.page import PageRow, Scores, TableView, totals
 from gpipe_bench.harness.report.replies import Reply, replies_to
+from gpipe_bench.harness.verdict import DIFFERS, Question, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.units import show, show_interval, show_with_interval
-from gpipe_bench.harness.judging.verdict import DIFFERS, JUDGED
 from gpipe_bench.harness.report.counts import counts_lines
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.width import fill
+from gpipe_bench.harness.units import show, show_interval, show_with_interval
+from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
 
 _ABSENT = "-"
 _DIGITS = 5

@@ -7,7 +7,7 @@ from planted.mutant import Mutant
 EXCHANGED = (
     Mutant(
         name="an altered file of records",
-        file="harness/records/travel.py",
+        file="harness/bundle.py",
         old="if _entry(content) != manifest.files[name]:",
         new="if False:",
         why="what was edited would pass for what was measured, as far as the manifest goes",
@@ -15,7 +15,7 @@ EXCHANGED = (
     ),
     Mutant(
         name="a name that leads out",
-        file="harness/records/travel.py",
+        file="harness/bundle.py",
         old="if info.filename != MANIFEST and not _NAME.match(info.filename):",
         new="if False:",
         why="a file could name a place outside of the folder that it is unpacked into",
@@ -55,7 +55,7 @@ EXCHANGED = (
     ),
     Mutant(
         name="an interrupt reaches a process that is starting",
-        file="harness/running/stopping.py",
+        file="harness/signals.py",
         old="before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})",
         new="before = signal.pthread_sigmask(signal.SIG_BLOCK, set())",
         why="Ctrl-C would show a traceback out of the middle of an import for every process",

@@ -12,7 +12,7 @@ import json
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.report.plausible import Remark, remarks
-from gpipe_bench.harness.records.travel import unpack
+from gpipe_bench.harness.bundle import unpack
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.records.record import Quantity, Record
+from gpipe_bench.harness.record import Quantity, Record
+from gpipe_bench.harness.verdict import Part, Spread
 
 FEWEST = 3
 """Errors of one model below which those of the other models of the table are taken as well."""

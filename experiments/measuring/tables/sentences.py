@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.experiments.measuring.tables.replay_error import UNKNOWN, replayed_spread
-from gpipe_bench.harness.judging.allowed import Allowed
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
-from gpipe_bench.harness.records.record import Provenance, Quantity, Record
+from gpipe_bench.harness.record import Provenance, Quantity, Record
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.unknowns import Unknown, load_unknowns
+from gpipe_bench.harness.verdict import Allowed, Entry
 
 TABLE = "claims-text"
 

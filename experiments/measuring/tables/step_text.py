@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.records.record import Quantity, Record
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Quantity, Record
 from gpipe_bench.harness.report.grid import Grid, numbers
 
 SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."

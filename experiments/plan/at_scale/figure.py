@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.record import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

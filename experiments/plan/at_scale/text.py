@@ -6,7 +6,7 @@ from typing import Any
 
 from gpipe_bench.experiments.plan.at_scale.steps import is_inside
 from gpipe_bench.experiments.plan.rules import INSIDE_SHARE, MOST_WIDTH
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import Grid
 
 GIB = 2**30

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.record import Quantity, Scalar
 
 PART = "elsewhere"
 SECONDS = {"zero-bubble": 2.0, "torchtitan": 1.0, "Primus": 1.0, "torchgpipe": 25.0}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from gpipe_bench.experiments.plan.measures import rank_correlation
 from gpipe_bench.experiments.schedules.zero_bubble import SETTINGS, Setting
-from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner.candidate import Candidate

@@ -16,7 +16,7 @@ from gpipe_bench.experiments.plan.measures import Peaks
 from gpipe_bench.experiments.plan.models import MODELS, Planned
 from gpipe_bench.experiments.plan.running.choosing import NUM_WORKERS, WAYS, replicated, title
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+from gpipe_bench.harness.record import Quantity, Record, Scalar
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.planner.candidate import Candidate

@@ -10,10 +10,9 @@ from gpipe_bench.experiments.plan.models import MODELS
 from gpipe_bench.experiments.plan.rules import MOST_DRIFT
 from gpipe_bench.experiments.side_by_side.control import void_of
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
-from gpipe_bench.harness.timing.rounds import against_itself
-from gpipe_bench.harness.timing.usage import used_by_others
+from gpipe_bench.harness.record import Quantity, Record, Scalar
+from gpipe_bench.harness.rounds import against_itself, used_by_others
+from gpipe_bench.harness.stats import from_samples
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.plan.running.work import PlanResult

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.record import Quantity, Scalar
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.replay import SLOTS
 from gpipe_bench.planner.candidate import Candidate

@@ -18,8 +18,7 @@ import torch
 from gpipe_bench.experiments.plan.models import Planned
 from gpipe_bench.experiments.plan.running.choosing import planned, title, to_run, with_replicas
 from gpipe_bench.experiments.plan.running.replicas import processes_of
-from gpipe_bench.harness.timing.rounds import turns
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.rounds import Usage, turns
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.times.clock import conditions

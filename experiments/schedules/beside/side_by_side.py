@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.side_by_side.control import conditions_of, held_still, void_of
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Scalar
-from gpipe_bench.harness.timing.rounds import ratios, slowest
+from gpipe_bench.harness.record import Quantity, Scalar
+from gpipe_bench.harness.rounds import ratios, slowest
+from gpipe_bench.harness.stats import from_samples
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.schedules.beside.side_by_side_work import SideResult

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gpipe_bench.experiments.schedules.beside.side_by_side import PART, SIZE, TARGETS, WORDS, arms
 from gpipe_bench.experiments.side_by_side.control import Target, measured, state_of, verdict
-from gpipe_bench.harness.records.record import Quantity, Record, of_case
+from gpipe_bench.harness.record import Quantity, Record, of_case
 from gpipe_bench.harness.report.grid import Grid
 
 

@@ -19,7 +19,7 @@ from gpipe_bench.experiments.measuring.layer_seconds import layer_seconds
 from gpipe_bench.experiments.measuring.timed_actions import samples_of
 from gpipe_bench.experiments.measuring.turns import measure
 from gpipe_bench.experiments.schedules.torch_engines import SCHEDULES, TorchSchedule
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.drawn.table import to_csv

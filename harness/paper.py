@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gpipe_bench.harness.judging.units import UNITS, parse_printed
 from gpipe_bench.harness.places import PUBLISHED
+from gpipe_bench.harness.units import UNITS, parse_printed
 
 PATH = PUBLISHED / "paper.csv"
 EXTERNAL = ("torchgpipe", "lingvo", "others")

@@ -8,81 +8,20 @@ the other.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
-from gpipe_bench.harness.judging.entry import QUESTIONS, Entry, Question
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.judging.units import convert
-from gpipe_bench.harness.judging.verdict import DIFFERS, NO_RECORD, Verdict, judge, why
-from gpipe_bench.harness.records.record import Quantity
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """One cell: the paper's number, ours, and what to make of the two.
-
-    All numbers are in `unit`, the paper's. `source` says whose number it is held against; `paper` is that
-    value as published, `corrected` the one judged instead where an erratum gives it. `low` and `high` are our
-    95 % interval, `range_low` and `range_high` how far our number may lie over everything that is not known.
-    The verdict would have been against a published number below `fails_below` or above `fails_above`.
-    `ratio` is ours over the value judged, `factor` how far the nearest ends of the two ranges are apart where
-    they don't meet. `counted` says whether it counts among the paper's numbers: no context, no repetition,
-    nobody else's. `peer` is the same number as published for torchgpipe.
-    `explained_by` names the settings that account for a difference, of the `tried` ones.
-    """
-
-    table: str
-    row: str
-    column: str
-    source: str
-    question: Question
-    kind: str
-    counted: bool
-    paper: float | None
-    printed: str
-    corrected: float | None
-    corrected_printed: str
-    ours: float | int | None
-    unit: str
-    provenance: str
-    low: float | None
-    high: float | None
-    range_low: float | None
-    range_high: float | None
-    parts: tuple[str, ...]
-    fails_below: float | None
-    fails_above: float | None
-    ratio: float | None
-    factor: float | None
-    peer: float | None
-    peer_printed: str
-    verdict: Verdict
-    reason: str
-    explained_by: str
-    tried: int
-    footnotes: tuple[str, ...]
-    hardware: str
-    location: str
-
-    @property
-    def place(self) -> tuple[str, str, str]:
-        """Table, row and column."""
-        return (self.table, self.row, self.column)
-
-    @property
-    def key(self) -> tuple[str, str, str, str, str]:
-        """Table, row, column, whose number and which question."""
-        return (*self.place, self.source, self.question)
-
-    @property
-    def why(self) -> str:
-        """What is known of the reason of a difference; empty where there is none."""
-        return why(self.explained_by, self.tried) if self.verdict in DIFFERS else ""
-
-    @property
-    def paper_text(self) -> str:
-        """As printed, with the corrected value where an erratum gives one; empty where nothing is printed."""
-        return self.printed if self.corrected is None else f"{self.printed} (means {self.corrected_printed})"
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.units import convert
+from gpipe_bench.harness.verdict import (
+    DIFFERS,
+    NO_RECORD,
+    QUESTIONS,
+    Comparison,
+    Entry,
+    Verdict,
+    judge,
+    why,
+)
 
 
 def compare(
@@ -96,7 +35,7 @@ def compare(
     Args:
         ours: our entries
         paper: the published numbers; by default those of the file
-        tolerance: multiplies the width of every range (see `gpipe_bench.harness.judging.verdict.judge`)
+        tolerance: multiplies the width of every range (see `gpipe_bench.harness.verdict.judge`)
         whole: the tables whose unanswered numbers are rows too; by default all that `ours` touches
 
     Raises ValueError where a cell is given twice for one question or its unit can't be converted to the

@@ -25,9 +25,8 @@ from typing import Any
 
 import msgspec
 
-from gpipe_bench.harness.records.codec import decode
-from gpipe_bench.harness.records.environment import COMPARABLE_FIELDS
-from gpipe_bench.harness.records.record import SCHEMA, Record
+from gpipe_bench.harness.environment import COMPARABLE_FIELDS
+from gpipe_bench.harness.record import SCHEMA, Record, decode
 
 FORMAT, VERSION, MANIFEST, SUFFIX = "gpipe-bench records", 1, "manifest.json", ".zip"
 MOST_BYTES = 512 * 2**20

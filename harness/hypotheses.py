@@ -1,7 +1,7 @@
 """Reasons for a difference, tested: settings of the same model against the cells that they should explain.
 
 A setting accounts for a number if under it alone the verdict would be `reproduced`: verdicts and reasons have
-one criterion (`gpipe_bench.harness.judging.verdict.accounts`).
+one criterion (`gpipe_bench.harness.verdict.accounts`).
 
 A footnote that says why a number differs is only worth something if the setting that it names was run and
 found to give the paper's number, and if it is said how many others were tried. A hypothesis is such a
@@ -14,10 +14,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.judging.verdict import accounts
-from gpipe_bench.harness.records.record import Scalar
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Scalar
+from gpipe_bench.harness.verdict import Entry, accounts
 
 Key = tuple[str, str, str]
 """Table, row and column of paper.csv."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Protocol, TextIO
 
 from gpipe_bench.harness.experiment import Case
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.record import Record
 
 _BAR_COLUMNS = 70
 _DOUBT = 0.1

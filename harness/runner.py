@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions, select
-from gpipe_bench.harness.records.files import Claims
-from gpipe_bench.harness.records.record import FINAL, Record
-from gpipe_bench.harness.records.store import Problem, Store, StoreError, latest, lines_of
-from gpipe_bench.harness.running.progress import Reporter
-from gpipe_bench.harness.running.stopping import SETTLE_S, check, held, number_of
-from gpipe_bench.harness.running.workers import Here, Workers
+from gpipe_bench.harness.progress import Reporter
+from gpipe_bench.harness.record import FINAL, Record
+from gpipe_bench.harness.signals import SETTLE_S, check, held, number_of
+from gpipe_bench.harness.store import Claims, Problem, Store, StoreError, latest, lines_of
+from gpipe_bench.harness.workers import Here, Workers
 
 
 @dataclass

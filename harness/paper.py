@@ -13,23 +13,25 @@ import functools
 import io
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.units import UNITS, parse_printed
 
 PATH = PUBLISHED / "paper.csv"
-EXTERNAL = ("torchgpipe", "lingvo", "others")
+OURS = ("paper", "theory")
+"""Sources of numbers that count; all other numbers are somebody else's, of the kind `external`."""
 TO_ANSWER = ("result", "claim", "identity")
 """Kinds of which a missing number of ours is worth a line; the others are context."""
 SETTING = "a setting under which the paper's results were obtained, not a result"
 
 
-class PaperCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperCell:
     """One published number: a row of the file, with its acceptance interval.
 
     Args:
@@ -39,7 +41,7 @@ class PaperCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         exact: a count or a definition, which has no rounding
         kind: what a number of ours would be held against, or context
         hardware: on what it was obtained
-        source: whose number it is
+        source: whose number it is: the paper's, of a formula ("theory"), or somebody else's by name
         location: where it is printed
         form: how it is given: printed, in words only, in a figure without a label, by what other numbers of
             the paper leave, or as a formula that is evaluated here
@@ -62,7 +64,7 @@ class PaperCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     exact: bool = False
     kind: Literal["result", "claim", "identity", "setting", "external"]
     hardware: str = ""
-    source: Annotated[str, Meta(pattern="^(paper|theory|torchgpipe|lingvo|others)$")]
+    source: str
     location: str = ""
     form: Literal["", "words", "read off", "derived", "evaluated"] = ""
     error: float | None = None
@@ -70,17 +72,17 @@ class PaperCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     needs: str = ""
     bound: Literal["", "at most", "at least"] = ""
     comparable: bool = True
-    corrected_printed: str = msgspec.field(default="", name="corrected_value")
+    corrected_printed: str = ""
     erratum: str = ""
     note: str = ""
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
             raise ValueError(f"unit is {self.unit!r}, allowed: {', '.join(UNITS)}")
-        if (self.kind == "external") != (self.source in EXTERNAL):
+        if (self.kind == "external") == (self.source in OURS):
             raise ValueError(
-                f"kind {self.kind!r} with source {self.source!r}: external are the numbers of "
-                f"{', '.join(EXTERNAL)} and no others"
+                f"kind {self.kind!r} with source {self.source!r}: external are all numbers but those of "
+                f"{' and '.join(OURS)}"
             )
         if not self.erratum and (self.corrected_printed or not self.comparable):
             raise ValueError("a number that is corrected or not comparable needs the erratum that says why")
@@ -149,7 +151,8 @@ class PaperCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return f"needs {self.needs}" if self.needs else ""
 
 
-COLUMNS = tuple(field.encode_name for field in msgspec.structs.fields(PaperCell))
+COLUMNS = tuple(field.name.replace("corrected_printed", "corrected_value") for field in fields(PaperCell))
+"""Of the file."""
 
 
 @functools.cache
@@ -193,6 +196,7 @@ def _cell(row: dict[Any, Any]) -> PaperCell:
     if None in row or None in row.values():
         raise ValueError(f"a row has {len(COLUMNS)} fields")
     given: dict[str, Any] = {name: text for name, text in row.items() if text}
+    given["corrected_printed"] = given.pop("corrected_value", "")
     for name in {"exact", "comparable"} & given.keys():
         given[name] = {"yes": True, "no": False}.get(given[name], given[name])
     if "same_as" in given:

@@ -8,6 +8,7 @@ of them as text.
 
 from __future__ import annotations
 
+import functools
 import re
 from decimal import Decimal, InvalidOperation
 
@@ -111,6 +112,7 @@ def _digits(value: float, digits: int) -> str:
     return f"{value:.{max(0, digits - before_point)}f}"
 
 
+@functools.cache
 def parse_printed(printed: str, unit: str) -> tuple[float, float]:
     """Value and half a unit of the last printed digit, in `unit`.
 

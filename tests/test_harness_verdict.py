@@ -142,7 +142,7 @@ def test_a_verdict_says_which_printed_numbers_it_would_have_rejected(kind, bound
 def test_a_spread_is_the_range_and_names_its_parts():
     spread = Spread(low=3.0, high=5.0, parts=(Part(what="memory_cap_bytes", low=3.0, high=5.0),))
     judgement = judge(paper("3.5"), ours(4.0, low=3.9, high=4.1, spread=spread))
-    assert (judgement.verdict, judgement.low, judgement.high) == ("undecided", 3.0, 5.0)
+    assert (judgement.verdict, judgement.range_low, judgement.range_high) == ("undecided", 3.0, 5.0)
     assert "memory cap bytes" in judgement.reason
     assert Spread.from_data(spread.to_data()) == spread
     with pytest.raises(ValueError, match="5.0 to 3.0 is no range"):
@@ -331,7 +331,7 @@ def test_the_tolerance_scales_our_range_and_the_rounding():
     cell, number = paper("3.5x"), ours(3.62, low=3.58, high=3.66)
     one, half = judge(cell, number), judge(cell, number, 0.5)
     assert (one.verdict, half.verdict) == ("above", "above")
-    assert (half.low, half.high) == pytest.approx((3.60, 3.64))
+    assert (half.range_low, half.range_high) == pytest.approx((3.60, 3.64))
     assert judge(cell, number, 2).verdict == "reproduced"
     assert (half.fails_below, half.fails_above) == pytest.approx((3.575, 3.665))
 

@@ -32,7 +32,7 @@ from gpipe_bench.experiments.report.readings import answers, readings
 from gpipe_bench.experiments.report.records import Source, folders, sources
 from gpipe_bench.experiments.report.tables import table_infos
 from gpipe_bench.experiments.report.timelines import charts_of, kept_timelines, timelines
-from gpipe_bench.harness.compare import compare, compare_entry
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
@@ -40,7 +40,7 @@ from gpipe_bench.harness.report.chart import Box, Chart, within
 from gpipe_bench.harness.report.page import Answer, TableInfo, table_views
 from gpipe_bench.harness.report.render import html, markdown
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import VERDICTS, Entry
+from gpipe_bench.harness.verdict import VERDICTS, Entry, judge
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -417,9 +417,7 @@ def test_text_of_records_cannot_become_markup(tmp_path, monkeypatch):
 
 def test_two_answers_for_a_cell_are_refused():
     entry = Entry(table="t", row="r", column="c", quantity=quantity(1))
-    answer = Answer(
-        entry=entry, comparison=compare_entry(entry, None), machine="m", profile="short", command="x"
-    )
+    answer = Answer(entry=entry, comparison=judge(None, entry), machine="m", profile="short", command="x")
     with pytest.raises(ValueError, match="two answers"):
         table_views([answer, answer], [], INFO)
     (view,) = table_views([answer], [], INFO)

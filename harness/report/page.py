@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.compare import absent, compare_entry
+from gpipe_bench.harness.compare import absent, by_place, peers_of
 from gpipe_bench.harness.paper import PaperCell
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.counts import Counts, evidence
@@ -171,7 +171,8 @@ def _table(
     paper: Sequence[PaperCell],
     info: TableInfo,
 ) -> TableView:
-    published = {(cell.source, *cell.key): cell for cell in paper if cell.table == name}
+    cells = [cell for cell in paper if cell.table == name]
+    published, peers = by_place(cells), peers_of(cells)
     mine = {key: answer for key, answer in given.items() if key[0] == name}
     answered = {(answer.entry.source, *answer.entry.place) for answer in mine.values()}
     entries = {key: answer.entry for key, answer in mine.items()}
@@ -189,10 +190,10 @@ def _table(
     shown = [
         mine[entry.key].comparison
         if entry.key in mine
-        else compare_entry(
-            entry,
+        else judge(
             published.get((entry.source, *entry.place)),
-            published.get(("torchgpipe", *entry.place)) if entry.source == "paper" else None,
+            entry,
+            peer=peers.get(entry.place) if entry.source == "paper" else None,
         )
         for entry in listed
     ]
@@ -229,7 +230,7 @@ def _table(
         ),
         settings=tuple(settings),
         others=tuple(
-            Published(cell=cell, comparison=compare_entry(absent(cell), cell), ours=ours.get(cell.key))
+            Published(cell=cell, comparison=judge(cell, absent(cell)), ours=ours.get(cell.key))
             for cell in others
         ),
         notes=notes,

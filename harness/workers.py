@@ -22,14 +22,12 @@ import time
 import traceback
 from dataclasses import replace
 from datetime import UTC, datetime
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess, SpawnProcess
-from typing import Any, NoReturn, cast
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
 
 from gpipe_bench.harness.environment import environment, usable_cores
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.progress import clock_s
 from gpipe_bench.harness.record import SCHEMA, Record, decode, encode, printable
 from gpipe_bench.harness.signals import started, starting
 
@@ -40,9 +38,6 @@ MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
 def sensible_jobs() -> int:
     """Cases at the same time that a machine takes without being asked: one per core, not too many."""
     return min(usable_cores(), MOST_JOBS)
-
-
-Process = SpawnProcess | ForkServerProcess
 
 
 class StoppedError(Exception):
@@ -69,12 +64,14 @@ class Workers(Here):
         super().__init__(experiment, options, command)
         self._mine = threading.local()
         self._lock = threading.Lock()
-        self._all: list[tuple[Process, Connection]] = []
+        self._all: list[BaseProcess] = []
         self._stopped = False
-        self._forked: _Forked | None = None
-        if experiment.preload and options.device != "cuda":  # a process that has seen a GPU cannot be forked
-            with contextlib.suppress(ValueError, AttributeError):  # of another Python's fork server
-                self._forked = _Forked(experiment.preload)
+        self._ways = ["spawn"]
+        # A process that has seen a GPU cannot be forked.
+        forks = options.device != "cuda" and "forkserver" in multiprocessing.get_all_start_methods()
+        if experiment.preload and forks:
+            multiprocessing.set_forkserver_preload([*experiment.preload])
+            self._ways.insert(0, "forkserver")
 
     def execute(self, case: Case) -> Record:
         """The record; a process that ends meanwhile makes it a failed one. Raises StoppedError."""
@@ -94,74 +91,42 @@ class Workers(Here):
         """Ends all processes; whoever waits for one gets a StoppedError."""
         with self._lock:
             self._stopped = True
-            processes = [process for process, _ in self._all]
-        for process in processes:
+        for process in self._all:
             process.terminate()
         end_s = time.monotonic() + STOP_S
-        for process in processes:
+        for process in self._all:
             process.join(max(0.0, end_s - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
-        if self._forked is not None:
-            self._forked.end()
 
-    def _process(self) -> tuple[Process, Connection]:
-        found: tuple[Process, Connection] | None = getattr(self._mine, "process", None)
+    def _process(self) -> tuple[BaseProcess, Connection]:
+        found: tuple[BaseProcess, Connection] | None = getattr(self._mine, "process", None)
         if found is None:
             with self._lock:
                 if self._stopped:
                     raise StoppedError
                 found = self._mine.process = self._start()
-                self._all.append(found)
+                self._all.append(found[0])
         return found
 
-    def _start(self) -> tuple[Process, Connection]:
+    def _start(self) -> tuple[BaseProcess, Connection]:
         ours, theirs = multiprocessing.Pipe()
-        arguments = (theirs, self._experiment, self._options, self._command)
-        process: Process | None = None
-        if self._forked is not None:
-            process = self._forked.context.Process(target=_serve, args=arguments)
+        # The process that others are forked from may be older than a variable.
+        arguments = (theirs, self._experiment, self._options, self._command, dict(os.environ))
+        for way in self._ways:
+            context: Any = multiprocessing.get_context(way)
+            process: BaseProcess = context.Process(target=_serve, args=arguments)
             try:
                 with starting():
                     process.start()
-            except (
-                EOFError,
-                OSError,
-            ):  # a module that takes the server down takes a case down too, and says so
-                process = None
-        if process is None:
-            process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
-            with starting():
-                process.start()
+                break
+            except (EOFError, OSError):
+                # A module that takes the fork server down takes a case down too, and says so.
+                if way == self._ways[-1]:
+                    raise
         theirs.close()
         return process, ours
-
-
-class _Forked:
-    """Processes forked from one that has imported the modules: the standard library's fork server, of which a
-    program has one. Raises ValueError where there can be none, and AttributeError, before anything is
-    changed, in a Python whose server is made differently.
-    """
-
-    def __init__(self, modules: tuple[str, ...]) -> None:
-        self._server = cast(Any, forkserver._forkserver)
-        if "forkserver" not in multiprocessing.get_all_start_methods():
-            raise ValueError("this system forks no processes")
-        if self._server._forkserver_pid is not None:
-            raise ValueError("somebody else's server, with another environment, is at work")
-        self.context = multiprocessing.get_context("forkserver")
-        self._stop = self._server._stop
-        self._preload_before = self._server._preload_modules
-        self.context.set_forkserver_preload([*modules])
-
-    def end(self) -> None:
-        """Ends the server, which would outlive the run by a moment; its processes must have ended."""
-        self.context.set_forkserver_preload(self._preload_before)
-        if self._server._forkserver_pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._server._forkserver_pid, signal.SIGTERM)
-            self._stop()
 
 
 def _failing(experiment: Experiment, exitcode: int | None) -> Experiment:
@@ -177,11 +142,19 @@ def _failing(experiment: Experiment, exitcode: int | None) -> Experiment:
     return replace(experiment, run=run)
 
 
-def _serve(connection: Connection, experiment: Experiment, options: RunOptions, command: str) -> None:
+def _serve(
+    connection: Connection,
+    experiment: Experiment,
+    options: RunOptions,
+    command: str,
+    variables: dict[str, str],
+) -> None:
     """What a process does: cases in, records out, until the other end is closed."""
     started(signal.SIG_IGN)  # at the keyboard it is meant for the run, which ends us
     if hasattr(os, "setsid"):
         os.setsid()  # and so it is for whatever a case starts
+    os.environ.clear()
+    os.environ.update(variables)
     os.dup2(2, 1)  # standard output is for the run's results
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     gc.freeze()  # what is imported by now is never garbage, and collections need not walk over it
@@ -211,9 +184,9 @@ def execute(experiment: Experiment, case: Case, options: RunOptions, command: st
     """The case's record, exactly as it will be read back; only an interrupt from the keyboard is raised."""
     before = environment()
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    start_s = clock_s()
+    start_s = time.perf_counter()
     outcome = _outcome(experiment, case, options)
-    duration_s = clock_s() - start_s
+    duration_s = time.perf_counter() - start_s
     after = environment()  # by now the experiment has loaded torch, if it does
     surroundings = {**after, "load": before["load"], "load_after": after["load"]}
 

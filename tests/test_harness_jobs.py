@@ -8,8 +8,6 @@ import os
 import pickle
 import signal
 import subprocess
-from multiprocessing import forkserver
-from types import SimpleNamespace
 
 import fake_experiment
 import psutil
@@ -21,10 +19,10 @@ from gpipe_bench.experiments.consistency import experiment as consistency
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness import environment
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.progress import PlainReporter
+from gpipe_bench.harness.progress import Reporter
 from gpipe_bench.harness.runner import run_experiment
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.workers import Workers, sensible_jobs
+from gpipe_bench.harness.workers import sensible_jobs
 
 UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
 # The fake experiment, as one that times nothing, on the command line.
@@ -42,7 +40,7 @@ def gate(tmp_path):
 
 
 def go(store, jobs, experiment=UNTIMED, **arguments):
-    reporter = PlainReporter(io.StringIO())
+    reporter = Reporter(io.StringIO())
     options = RunOptions(device="cpu")
     return run_experiment(experiment, options, store, reporter=reporter, jobs=jobs, **arguments)
 
@@ -103,16 +101,6 @@ def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):
     assert {record.status for record in go(store, 2).records} == {"done"}
 
 
-@pytest.mark.parametrize("lacks", ["_forkserver_pid", "_preload_modules", "_stop"])
-def test_another_pythons_fork_server_is_left_alone(monkeypatch, lacks):
-    """Cases then run in processes of their own, as on a system without such servers."""
-    whole = {"_forkserver_pid": None, "_preload_modules": ["__main__"], "_stop": lambda: None}
-    server = SimpleNamespace(**{name: value for name, value in whole.items() if name != lacks})
-    monkeypatch.setattr(forkserver, "_forkserver", server)
-    experiment = dataclasses.replace(UNTIMED, preload=("slow_to_import",))
-    Workers(experiment, RunOptions(device="cpu"), "").stop()
-
-
 def test_modules_that_cases_share_are_imported_once(tmp_path, log):
     """In a process of their own, from which those of the cases are forked."""
     folder = tmp_path / "modules"
@@ -136,7 +124,8 @@ def test_modules_that_cases_share_are_imported_once(tmp_path, log):
     (server,) = map(int, imports.read_text().split())
     assert len(set(processes(log).values())) >= 2
     assert server not in processes(log).values()
-    assert not psutil.pid_exists(server), "it ends with the run"
+    _, alive = psutil.wait_procs([each for each in psutil.process_iter() if each.pid == server], timeout=60)
+    assert not alive, "it ends with the run"
 
 
 def test_what_can_not_be_shown_ends_the_run_and_its_processes(store, log, gate, monkeypatch):
@@ -217,6 +206,6 @@ def test_the_experiment_can_go_to_other_processes():
 def test_numbers_that_make_no_sense_are_refused(store, experiment, jobs, message):
     with pytest.raises(ValueError, match=message):
         run_experiment(
-            experiment, RunOptions(), store, reporter=PlainReporter(io.StringIO()), jobs=jobs
+            experiment, RunOptions(), store, reporter=Reporter(io.StringIO()), jobs=jobs
         )  # fmt: skip
     assert not store.root.exists()

@@ -14,7 +14,7 @@ from fake_experiment import steps
 
 import gpipe_bench.harness.workers
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions, select
-from gpipe_bench.harness.progress import PlainReporter
+from gpipe_bench.harness.progress import Reporter
 from gpipe_bench.harness.runner import run_experiment
 from gpipe_bench.harness.store import Store
 
@@ -23,7 +23,7 @@ def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):
     seen = []
     options = arguments.pop("options", RunOptions(device="cpu"))
     result = run_experiment(
-        experiment, options, store, reporter=PlainReporter(io.StringIO()),
+        experiment, options, store, reporter=Reporter(io.StringIO()),
         on_record=lambda record, saved: seen.append((record, saved)), **arguments,
     )  # fmt: skip
     return result, seen
@@ -169,7 +169,7 @@ def test_results_that_can_not_be_written_are_handed_over_and_the_run_goes_on(tmp
     stream = io.StringIO()
     seen = []
     result = run_experiment(
-        fake_experiment.EXPERIMENT, RunOptions(device="cpu"), store, reporter=PlainReporter(stream),
+        fake_experiment.EXPERIMENT, RunOptions(device="cpu"), store, reporter=Reporter(stream),
         on_record=lambda record, saved: seen.append((record.case["step"], saved)),
     )  # fmt: skip
     assert seen == [(step, False) for step in range(1, 6)]
@@ -185,9 +185,7 @@ def test_damaged_lines_are_reported_and_only_their_cases_run_again(store, log):
     lines[3] = lines[3][:100]
     store.path("fake").write_bytes(b"\n".join(lines))
     stream = io.StringIO()
-    run_experiment(
-        fake_experiment.EXPERIMENT, RunOptions(device="cpu"), store, reporter=PlainReporter(stream)
-    )
+    run_experiment(fake_experiment.EXPERIMENT, RunOptions(device="cpu"), store, reporter=Reporter(stream))
     assert steps(log) == [1, 2, 3, 4, 5, 2, 4]
     assert f"{store.path('fake')}:2: its digest does not fit" in stream.getvalue()
     assert f"{store.path('fake')}:4: not a complete line" in stream.getvalue()

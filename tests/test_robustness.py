@@ -44,7 +44,7 @@ import json, os, signal, sys
 from pathlib import Path
 import fake_experiment, gpipe_bench.harness.environment, gpipe_bench.harness.store
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.progress import PlainReporter
+from gpipe_bench.harness.progress import Reporter
 from gpipe_bench.harness.runner import run_experiment
 
 records = Path(gpipe_bench.harness.store.__file__)
@@ -84,7 +84,7 @@ def run(folder, point=None):
         if point is not None:
             kill_before(point)
         options = RunOptions(device="cpu", only={"step": ("1", "2")})
-        reporter = PlainReporter(sys.stderr)
+        reporter = Reporter(sys.stderr)
         store = gpipe_bench.harness.store.Store(folder)
         result = run_experiment(fake_experiment.EXPERIMENT, options, store, reporter=reporter)
         os._exit(len(result.records) != 2)

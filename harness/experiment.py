@@ -8,7 +8,6 @@ drawing it, and needs to know no experiment by name.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gpipe_bench.harness.hypotheses import Hypothesis
-from gpipe_bench.harness.record import Quantity, Record, Scalar, Status, identity, label
+from gpipe_bench.harness.record import Quantity, Record, Scalar, Status, check_key, identity, label
 from gpipe_bench.harness.verdict import Comparison, Entry
 
 
@@ -62,13 +61,7 @@ class Case:
     group: str = ""
 
     def __post_init__(self) -> None:
-        for name, value in self.key.items():
-            if not (value is None or type(value) in (str, int, float, bool)):
-                raise ValueError(
-                    f"case key {name}={value!r} is {type(value).__name__}; use str, int, float, bool or None"
-                )
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"case key {name}={value} is not finite")
+        check_key(self.key, "case key")
 
     @property
     def label(self) -> str:
@@ -151,7 +144,7 @@ class Experiment:
 def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[Case]:
     """The cases that every wanted key admits. Raises ValueError with what is unknown and what allowed."""
     for key, wanted in only.items():
-        allowed = {text(case.key[key]): None for case in cases if key in case.key}
+        allowed = dict.fromkeys(text(case.key[key]) for case in cases if key in case.key)
         if not allowed:
             keys = sorted({name for case in cases for name in case.key})
             raise ValueError(
@@ -173,9 +166,7 @@ def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[C
 
 def text(value: Scalar) -> str:
     """A key's value as it is typed after --only."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,14 +60,7 @@ class Quantity:
     note: str = ""
 
     def __post_init__(self) -> None:
-        for name, part in self.key.items():
-            if not (part is None or type(part) in (str, int, float, bool)):
-                raise ValueError(
-                    f"quantity {self.name!r}: key {name}={part!r} is {type(part).__name__}; use str, int, "
-                    "float, bool or None"
-                )
-            if isinstance(part, float) and not math.isfinite(part):
-                raise ValueError(f"quantity {self.name!r}: key {name}={part} is not finite")
+        check_key(self.key, f"quantity {self.name!r}: key")
         if self.provenance not in PROVENANCES:
             raise ValueError(
                 f"quantity {self.name!r}: provenance {self.provenance!r} is none of {list(PROVENANCES)}"
@@ -78,9 +71,8 @@ class Quantity:
         if (self.low is None) != (self.high is None):
             raise ValueError(f"quantity {self.name!r}: give both ends of the interval or neither")
         if self.low is not None and self.high is not None and self.value is not None:
-            slack = 1e-9 * max(
-                abs(self.low), abs(self.high)
-            )  # a bootstrap of equal samples may differ in the last bit
+            # A bootstrap of equal samples may differ in the last bit.
+            slack = 1e-9 * max(abs(self.low), abs(self.high))
             if not self.low - slack <= self.value <= self.high + slack:
                 raise ValueError(
                     f"quantity {self.name!r}: {self.value} is outside its interval {self.low} to {self.high}"
@@ -161,6 +153,17 @@ def identity(
     return "\x1f".join(parts)
 
 
+def check_key(key: Mapping[str, Scalar], what: str) -> None:
+    """Raises ValueError for values that would not survive being stored; `what` begins the message."""
+    for name, value in key.items():
+        if not (value is None or type(value) in (str, int, float, bool)):
+            raise ValueError(
+                f"{what} {name}={value!r} is {type(value).__name__}; use str, int, float, bool or None"
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{what} {name}={value} is not finite")
+
+
 def label(case: Mapping[str, Scalar]) -> str:
     """`K=2 M=4`: the key of a case in words."""
     return " ".join(f"{key}={value}" for key, value in case.items()) or "the only case"
@@ -188,10 +191,6 @@ class _Header(msgspec.Struct):
     schema: int
 
 
-_header_decoder = msgspec.json.Decoder(_Header)
-_record_decoder = msgspec.json.Decoder(Record)
-
-
 def encode(record: Record) -> bytes:
     """The line of a record, without newline. Raises ValueError where its details are not plain data."""
     try:
@@ -204,21 +203,8 @@ def encode(record: Record) -> bytes:
 def decode(line: bytes) -> Record:
     """The record of a line. Raises ValueError that says what is wrong with the line."""
     line = line.strip()
-    schema = _checked(line)
-    if schema < SCHEMA:
-        raise ValueError(
-            f"made by an older version: schema {schema}, while this one reads {SCHEMA}; run the case again"
-        )
     try:
-        return _record_decoder.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not a valid record: {error}") from error
-
-
-def _checked(line: bytes) -> int:
-    """The schema of a line that is whole and unaltered. Raises ValueError that says what is wrong with it."""
-    try:
-        schema = _header_decoder.decode(line).schema
+        schema = msgspec.json.decode(line, type=_Header).schema
     except msgspec.ValidationError as error:
         raise ValueError(f"not a record: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -230,7 +216,14 @@ def _checked(line: bytes) -> int:
         raise ValueError("its digest is missing, so it was edited or not written by this program")
     if _digest(line[: match.start()] + b"}") != match[1]:
         raise ValueError("its digest does not fit, so it was edited after it was written")
-    return schema
+    if schema < SCHEMA:
+        raise ValueError(
+            f"made by an older version: schema {schema}, while this one reads {SCHEMA}; run the case again"
+        )
+    try:
+        return _decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a valid record: {error}") from error
 
 
 def printable(text: str) -> str:
@@ -253,4 +246,4 @@ def _plain(value: Any) -> Any:
     )
 
 
-_encoder = msgspec.json.Encoder(enc_hook=_plain)
+_encoder, _decoder = msgspec.json.Encoder(enc_hook=_plain), msgspec.json.Decoder(Record)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from gpipe_bench.harness.paper import PaperCell
@@ -191,19 +191,13 @@ def judge(
     value = here(quantity.value)
     held = _held(cell, ours, tolerance)
     differs = held["verdict"] in DIFFERS
-    published: dict[str, Any] = {}
+    known: dict[str, Any] = {field.name: getattr(ours, field.name) for field in fields(Place)}
     if cell is not None:
-        published = {
-            "kind": cell.kind, "counted": cell.source == "paper" and cell.counted, "paper": cell.value,
-            "printed": cell.printed, "corrected": cell.corrected_value, "location": cell.location,
-            "corrected_printed": cell.corrected_printed, "hardware": cell.hardware,
-        }  # fmt: skip
+        same = ("kind", "printed", "corrected_printed", "hardware", "location")
+        known |= {name: getattr(cell, name) for name in same}
+        known |= {"paper": cell.value, "corrected": cell.corrected_value}
+        known["counted"] = cell.source == "paper" and cell.counted
     return Comparison(
-        table=ours.table,
-        row=ours.row,
-        column=ours.column,
-        source=ours.source,
-        question=ours.question,
         ours=value,
         unit=unit,
         provenance=quantity.provenance if value is not None else "",
@@ -216,7 +210,7 @@ def judge(
         explained_by=ours.explained_by if differs else "",
         tried=ours.tried,
         footnotes=_footnotes(cell, ours, held["verdict"], held["reason"]),
-        **published,
+        **known,
         **held,
     )
 

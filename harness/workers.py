@@ -227,7 +227,11 @@ def _outcome(experiment: Experiment, case: Case, options: RunOptions) -> Outcome
             return _failed(error)
         reason = _first_line(memory)
         details = {"traceback": printable(traceback.format_exc())}
-    _give_memory_back()  # only here are the frames gone that held it
+    gc.collect()  # only here are the frames gone that held it
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        with contextlib.suppress(RuntimeError):  # a device that is lost has nothing to give back
+            torch.cuda.empty_cache()
     return Outcome(status="out_of_memory", reason=reason, details=details)
 
 
@@ -256,11 +260,3 @@ def memory_error(error: BaseException) -> BaseException | None:
             return seen
         seen = seen.__cause__
     return None
-
-
-def _give_memory_back() -> None:
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        with contextlib.suppress(RuntimeError):  # a device that is lost has nothing to give back
-            torch.cuda.empty_cache()

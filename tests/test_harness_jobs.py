@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import pickle
-import signal
 import subprocess
 
 import fake_experiment
@@ -15,7 +13,6 @@ import pytest
 from command_line import START, Gate, lines, start
 from fake_experiment import processes, steps
 
-from gpipe_bench.experiments.consistency import experiment as consistency
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness import environment
 from gpipe_bench.harness.experiment import RunOptions
@@ -79,15 +76,6 @@ def test_cases_of_a_group_run_in_turn_in_one_process_and_the_longest_first(store
     assert process[1] == process[3] == process[5]
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-def test_what_is_on_record_is_not_run_again_unless_asked(store, log, fresh):
-    go(store, 2)
-    result = go(store, 2, fresh=fresh)
-    assert sorted(steps(log)) == sorted([1, 2, 3, 4, 5] * (1 + fresh))
-    assert (result.ran, result.reused) == ((5, 0) if fresh else (0, 5))
-    assert len(result.records) == 5
-
-
 def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):
     monkeypatch.setenv("FAKE_STEP_2", "killed")
     monkeypatch.setenv("FAKE_STEP_4", "crash")
@@ -144,27 +132,6 @@ def test_what_can_not_be_shown_ends_the_run_and_its_processes(store, log, gate, 
 
 
 @pytest.mark.parametrize("code", [COMMAND, FORKING])
-def test_an_interrupt_keeps_what_is_finished(tmp_path, gate, code):
-    process = start(
-        "run", "fake", "--device", "cpu", "--jobs", "2", "--json", "--results", tmp_path / "results",
-        "--only", "step=1", "--only", "step=2", code=code, FAKE_GATE=str(gate.folder),
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert b'"step":1' in process.stdout.readline()
-    gate.wait()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 130, err
-    assert b"1 finished cases are kept" in err
-    again = start(
-        "run", "fake", "--device", "cpu", "--json", "--results", tmp_path / "results", "--only", "step=1",
-        "--only", "step=2", code=COMMAND,
-    )  # fmt: skip
-    out, _ = again.communicate(timeout=300)
-    assert sorted(each["case"]["step"] for each in lines(out.decode())) == [1, 2]
-
-
-@pytest.mark.parametrize("code", [COMMAND, FORKING])
 def test_the_processes_end_with_a_killed_run(tmp_path, gate, code):
     """Else a training that nobody waits for could go on for days."""
     run = start(
@@ -190,10 +157,6 @@ def test_as_many_by_default_as_the_cores_and_the_container_allow(monkeypatch, co
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_only_what_is_not_timed_runs_beside_itself(name):
     assert load(name).untimed == (name in ("computed", "consistency", "predictions", "table1"))
-
-
-def test_the_experiment_can_go_to_other_processes():
-    assert pickle.loads(pickle.dumps(consistency.EXPERIMENT)) == consistency.EXPERIMENT
 
 
 @pytest.mark.parametrize(

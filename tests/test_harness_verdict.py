@@ -106,15 +106,6 @@ def test_narrow_is_a_fifth_to_either_side(middle, reach):
         assert narrow(middle * (1 - reach), middle * (1 + reach)) == (reach < NARROW)
 
 
-@given(st.floats(1, 50), st.floats(0, 5), st.floats(0, 5))
-def test_the_ranges_either_meet_or_not(value, below, above):
-    low, high = value - below, value + above
-    distance = max(9.5 - high, low - 10.5)
-    if abs(distance) > 1e-6:  # at the very edge the last bit decides
-        met = judge(paper("10"), ours(value, low=low, high=high)).verdict in ("reproduced", "undecided")
-        assert met == (distance < 0)
-
-
 @given(
     st.sampled_from(["result", "claim", "identity"]),
     st.sampled_from(["", "at most", "at least"]),
@@ -161,19 +152,6 @@ def test_every_verdict_has_a_reason(value, better, not_comparable, status, known
     judgement = judge(paper() if known else None, mine)
     assert judgement.verdict in VERDICTS
     assert judgement.reason
-
-
-def test_every_verdict_can_be_reached():
-    reached = {
-        judge(paper("3.5"), ours(3.52)).verdict,
-        judge(paper("3.5", kind="identity"), ours(3.52)).verdict,
-        judge(paper("3.5"), ours(3.5, low=2.0, high=5.0)).verdict,
-        judge(paper("3.5"), ours(4.0)).verdict,
-        judge(paper("3.5"), ours(3.0)).verdict,
-        judge(paper("3.5"), ours(3.5, not_comparable="other hardware")).verdict,
-        judge(paper("3.5"), Entry(table="t", row="r", column="c")).verdict,
-    }
-    assert reached == set(VERDICTS)
 
 
 def test_arithmetic_that_does_not_come_out_is_no_identity():
@@ -315,10 +293,6 @@ def test_an_erratum_without_a_correction_may_leave_nothing_to_compare():
 def test_a_case_without_a_number_says_what_became_of_it(status, reason, verdict, words):
     judgement = judge(paper(), Entry(table="t", row="r", column="c", status=status, reason=reason))
     assert (judgement.verdict, judgement.reason) == (verdict, words)
-
-
-def test_a_cell_the_paper_does_not_have_is_not_comparable():
-    assert judge(None, ours(1.0)).verdict == "not comparable"
 
 
 @pytest.mark.parametrize("printed", ["", "about 3", "GB", "nan", "inf", "3.4T"])

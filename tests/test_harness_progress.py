@@ -88,10 +88,6 @@ def test_a_terminal_without_colours_gets_lines_without_control_characters(variab
     assert "[3/3]" in text
 
 
-def test_what_is_no_terminal_gets_lines():
-    assert isinstance(reporter(io.StringIO(), {}), Reporter)
-
-
 def test_the_time_left_learns_from_what_was_run_and_not_from_what_was_on_record():
     remaining = Remaining(CASES)
     assert remaining.left_s == 30

@@ -485,8 +485,6 @@ def on_terminal(results, columns, **variables):
     ("columns", "variables", "bar"),
     [
         (100, {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"}, True),
-        (100, {"TERM": "dumb"}, False),
-        (100, {"TERM": "xterm", "NO_COLOR": "1"}, False),
         (1, {"TERM": "xterm"}, False),
         (100, {"TERM": "xterm", "PYTHONIOENCODING": "latin-1", "LC_ALL": "C"}, False),
     ],

@@ -25,13 +25,10 @@ from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed.replay import results
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.allowed import at_least
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.shown import PaperTable, Plot
+from gpipe_bench.harness.verdict import Comparison, Entry, at_least
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

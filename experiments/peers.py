@@ -33,12 +33,12 @@ from gpipe_bench.experiments.side_by_side import (
     verdict,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.judging.units import convert, show
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+from gpipe_bench.harness.record import Quantity, Record, Scalar
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.timing.rounds import Times, ratios
+from gpipe_bench.harness.rounds import Times, ratios
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.units import convert, show
+from gpipe_bench.harness.verdict import Comparison
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.engine_turns import Job

@@ -15,13 +15,13 @@ from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.experiments.table1.cells import table as table1
 from gpipe_bench.harness.experiment import Experiment, RunOptions
-from gpipe_bench.harness.judging.verdict import JUDGED, Verdict
 from gpipe_bench.harness.places import PUBLISHED, REFERENCE, ROOT
-from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.report.grid import between
 from gpipe_bench.harness.report.html import MARKS, MEANINGS
 from gpipe_bench.harness.report.page import Page
 from gpipe_bench.harness.report.table import EVIDENCE, RULE, replies_markdown
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import JUDGED, Verdict
 
 RECORDS = REFERENCE / "cpu-2-cores"
 CORES = 2  # of the machine that times are said for

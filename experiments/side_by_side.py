@@ -1,7 +1,7 @@
 """The one way to time things in turns: variants of a step, in the same processes, judged under a control.
 
 Processes live through all rounds, so that neither start-up nor a cold allocator is measured, and every round
-runs all variants there and back in an order drawn anew (`harness/timing/rounds.py`); only numbers of one
+runs all variants there and back in an order drawn anew (`harness/rounds.py`); only numbers of one
 round are set against each other.
 
 A case's control is one variant against itself, its first sample of each round over its second. Where the
@@ -20,11 +20,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Quantity, Record
-from gpipe_bench.harness.timing.rounds import Times, against_itself, repeats_for, slowest, turns
-from gpipe_bench.harness.timing.usage import Usage, used_by_others
+from gpipe_bench.harness.record import Quantity, Record
+from gpipe_bench.harness.rounds import (
+    Times,
+    Usage,
+    against_itself,
+    repeats_for,
+    slowest,
+    turns,
+    used_by_others,
+)
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.units import show
 
 if TYPE_CHECKING:
     from torch import nn

@@ -52,15 +52,13 @@ from gpipe_bench.experiments.timed.replay import (
     slowdowns,
 )
 from gpipe_bench.experiments.timed.workloads import PROFILES, TABLE3, Configuration, Job, Workload
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.judging.unknowns import load_unknowns
-from gpipe_bench.harness.records.record import Provenance, Quantity, Record, Scalar, find
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, find
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.shown import PaperTable, Plot
-from gpipe_bench.harness.timing.usage import used_by_others
+from gpipe_bench.harness.rounds import used_by_others
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.verdict import Comparison, Entry
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.schedule import Kind
 

@@ -24,13 +24,11 @@ from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed.replay import by_turn, joined, link_of, results, take_apart
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Record, find
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.shown import PaperTable, Plot
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.verdict import Comparison, Entry
 from gpipe_bench.pipeline.plan.breakdown import PARTS
 
 if TYPE_CHECKING:

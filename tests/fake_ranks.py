@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.record import Quantity
 
 
 def cases(options: RunOptions) -> list[Case]:

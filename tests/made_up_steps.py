@@ -6,7 +6,7 @@ from typing import Any
 
 from gpipe_bench.experiments.timed.replay import Found, Steps, TimedActions
 from gpipe_bench.experiments.timed.workloads import Configuration, Job, Workload
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline.plan.schedule import Kind
 
 OPTIONS = {

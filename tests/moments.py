@@ -91,7 +91,7 @@ else:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     from gpipe_bench.experiments.__main__ import command
-    from gpipe_bench.harness.running import stopping
+    from gpipe_bench.harness import signals as stopping
 
     if MODULE != "gpipe_bench.experiments.peers":  # whose import is a moment, too
         from gpipe_bench.experiments.peers import MODELS

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions
-from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record, Scalar
+from gpipe_bench.harness.record import SCHEMA, Quantity, Record, Scalar
 
 
 def record(step: Scalar = 1, **changes: Any) -> Record:

@@ -17,7 +17,7 @@ from records import quantity, record
 from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.cli import VERBS, main
 from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, load, spelled_out
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.store import Store
 from gpipe_bench.models import zoo
 
 

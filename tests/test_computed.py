@@ -8,9 +8,9 @@ from gpipe_bench.experiments.computed import experiment as quotients
 from gpipe_bench.experiments.computed import stride
 from gpipe_bench.experiments.computed.answer import Answer, spread_of, to_details, to_quantities
 from gpipe_bench.experiments.computed.experiment import EXPERIMENT, cells
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.records.record import SCHEMA, Record
+from gpipe_bench.harness.record import SCHEMA, Record
 
 
 def record(table: str, answers: list[Answer], what: str = "") -> Record:

@@ -18,10 +18,9 @@ from gpipe_bench.experiments.engines.checks import verify
 from gpipe_bench.experiments.engines.setup import Setup, resolve
 from gpipe_bench.experiments.side_by_side import Found
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity
-from gpipe_bench.harness.timing.rounds import slowest
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.rounds import Usage, slowest
+from gpipe_bench.harness.stats import from_samples
 
 
 class Alone:

@@ -19,9 +19,9 @@ from gpipe_bench.experiments.figure2.computed import (
 )
 from gpipe_bench.experiments.figure2.experiment import EXPERIMENT
 from gpipe_bench.experiments.report.figures import draw
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.record import Record
 from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
 
 

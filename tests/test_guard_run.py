@@ -26,8 +26,8 @@ from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.counters import encode
 from gpipe_bench.experiments.guard.run import Finding, guard, measure, table
 from gpipe_bench.experiments.guard.trees import Base
+from gpipe_bench.harness import trials as harness_trials
 from gpipe_bench.harness.guard import Change, Judgement
-from gpipe_bench.harness.running import trials as harness_trials
 
 ROOT = Path(__file__).parents[1]
 NONE = Change(0.0, -0.01, 0.01)

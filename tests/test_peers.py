@@ -27,9 +27,9 @@ from gpipe_bench.experiments.report.build import build
 from gpipe_bench.experiments.side_by_side import Found, side_by_side
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.rounds import Usage
+from gpipe_bench.harness.store import Store
 
 ROOT = Path(__file__).parents[1]
 USERS = "mine:Engine@01234567"

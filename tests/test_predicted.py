@@ -41,9 +41,9 @@ from gpipe_bench.experiments.predicted.steps import Steps
 from gpipe_bench.experiments.predicted.sweep import LINK, Axis, Prediction, Sweep, points, ranks
 from gpipe_bench.experiments.predicted.tables import adjusted
 from gpipe_bench.experiments.predicted.torchgpipe import SETTINGS, SIZES, predict
+from gpipe_bench.harness import paper as paper_file
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging import paper as paper_file
-from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
+from gpipe_bench.harness.unknowns import Unknown, load_unknowns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler

@@ -32,16 +32,15 @@ from gpipe_bench.experiments.report.figures import draw, drawn
 from gpipe_bench.experiments.report.readings import answers, readings
 from gpipe_bench.experiments.report.records import Source, folders, select_records, sources
 from gpipe_bench.experiments.report.timelines import charts_of, kept_timelines, ticks, timelines
-from gpipe_bench.harness.judging.compare import compare, compare_entry
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.verdict import VERDICTS
+from gpipe_bench.harness.compare import compare, compare_entry
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.report.html import html, markdown
 from gpipe_bench.harness.report.page import TableInfo, page_of
 from gpipe_bench.harness.report.table import Row
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import VERDICTS, Entry
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.pipeline.plan.timeline import Timeline

@@ -14,12 +14,9 @@ from records import quantity
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.report.build import build
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.spread import Part, Spread
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.report.html import html, plot
 from gpipe_bench.harness.report.page import COLUMNS, TableInfo, cells_csv, page_of
 from gpipe_bench.harness.report.side import side_by_side, side_text
@@ -36,6 +33,8 @@ from gpipe_bench.harness.report.table import (
     tables_of,
     text_table,
 )
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import Entry, Part, Spread
 
 MACHINE = REFERENCE / "cpu-2-cores"
 TABLE, ROW = "figure3-resnet101", "normalized throughput"

@@ -7,9 +7,9 @@ from records import ran
 
 from gpipe_bench.experiments.schedules import figures, laid_out, published
 from gpipe_bench.experiments.schedules.experiment import EXPERIMENT
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.validate import validate
 

@@ -24,13 +24,12 @@ from gpipe_bench.experiments.side_by_side import (
     void_by,
 )
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.judging.stats import from_samples
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.codec import decode, encode
-from gpipe_bench.harness.records.record import Quantity
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.running.trials import BEGIN, END, Series, load, timed
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.record import Quantity, decode, encode
+from gpipe_bench.harness.rounds import Usage
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.trials import BEGIN, END, Series, load, timed
 
 DRIFTING = [0.24, 0.2, 0.23, 0.2] * 3
 """Two samples of each round: the first is always the slower one."""

@@ -27,7 +27,7 @@ from records import record
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.experiment import select as chosen
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.store import Store
 
 pytestmark = pytest.mark.processes
 LONG_S = 900.0  # for a hang, which would be a failure; nothing is asserted about time
@@ -112,9 +112,9 @@ MODULES = {
     "consistency": "gpipe_bench.experiments.consistency.experiment",
 }
 PEERS_WORK = "gpipe_bench.experiments.engine_turns"
-BEGIN = "gpipe_bench.harness.running.progress:PlainReporter.begin"
-FINISHED = "gpipe_bench.harness.running.progress:PlainReporter.finished"
-APPEND = "gpipe_bench.harness.records.store:Store.append"
+BEGIN = "gpipe_bench.harness.progress:PlainReporter.begin"
+FINISHED = "gpipe_bench.harness.progress:PlainReporter.finished"
+APPEND = "gpipe_bench.harness.store:Store.append"
 COMPARE = "gpipe_bench.experiments.commands.run:_shown"
 
 
@@ -310,7 +310,7 @@ def test_a_plan(ended: Callable[..., tuple[str, str]], moment: Moment) -> None:
     "moment",
     [
         Moment("gpipe_bench.experiments.commands.export", INT),
-        Moment("gpipe_bench.harness.records.travel:pack", TERM),
+        Moment("gpipe_bench.harness.bundle:pack", TERM),
         Moment("os:replace", INT),
     ],
 )
@@ -331,7 +331,7 @@ def test_an_export_writes_its_file_whole_or_not(
     "moment",
     [
         Moment("gpipe_bench.experiments.commands.check", TERM),
-        Moment("gpipe_bench.harness.records.travel:unpack", INT),
+        Moment("gpipe_bench.harness.bundle:unpack", INT),
         Moment("gpipe_bench.experiments.report.plausible:remarks", TERM),
     ],
 )

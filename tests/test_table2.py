@@ -15,9 +15,9 @@ from gpipe_bench.experiments.table2 import fitted_microbatch, peak_bytes
 from gpipe_bench.experiments.timed import steps as timed_steps
 from gpipe_bench.experiments.timed.replay import results
 from gpipe_bench.experiments.timed.workloads import TABLE2, Configuration
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.record import Quantity
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 

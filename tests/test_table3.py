@@ -17,9 +17,9 @@ from gpipe_bench.experiments.timed.claims import TABLE
 from gpipe_bench.experiments.timed.replay import Steps, lay_out, slowdowns
 from gpipe_bench.experiments.timed.slow_link import LinkFound, Measured
 from gpipe_bench.experiments.timed.workloads import TABLE3, Configuration
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline.plan.links import Link
 
 PAPER = Estimate(lambda share: [(0.5e-3 / share, 1e-3 / share)] * 8, (4_000_000,) * 8, (4_000_000,) * 8, 1000)

@@ -29,7 +29,7 @@ from gpipe_bench.experiments.timed.replay import (
     take_apart,
 )
 from gpipe_bench.experiments.timed.workloads import TABLE2, TABLE3, VERSION1, Configuration
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.record import Quantity
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind, gpipe

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from gpipe_bench.experiments.side_by_side import take_turns
-from gpipe_bench.harness.timing.rounds import (
+from gpipe_bench.harness.rounds import (
+    Usage,
     against_itself,
     differences,
     level,
@@ -20,8 +21,8 @@ from gpipe_bench.harness.timing.rounds import (
     repeats_for,
     slowest,
     turns,
+    used_by_others,
 )
-from gpipe_bench.harness.timing.usage import Usage, used_by_others
 from gpipe_bench.planner import timing
 from gpipe_bench.planner.timing import time_step
 

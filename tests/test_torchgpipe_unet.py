@@ -10,8 +10,8 @@ from records import record
 
 from gpipe_bench.experiments.predicted.experiment import COLUMNS, DIRECT_SKIPS, EXPERIMENT, SCRIPTS
 from gpipe_bench.experiments.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler

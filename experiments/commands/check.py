@@ -13,7 +13,7 @@ from pathlib import Path
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
 from gpipe_bench.experiments.report.plausible import Remark, remarks
-from gpipe_bench.harness.records.travel import unpack
+from gpipe_bench.harness.bundle import records_of, unpack
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -25,13 +25,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for a file that can't be read."""
     path = arguments.file
     try:
-        parcel = unpack(path)
+        found = remarks({name: records_of(name, content) for name, content in unpack(path).items()})
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; give a file that export wrote") from error
     except ValueError as error:
         found = [Remark("refused", str(error))]
-    else:
-        found = remarks(parcel)
     refused = any(remark.weight == "refused" for remark in found)
     if arguments.json:
         for remark in found:

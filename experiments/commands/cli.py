@@ -18,7 +18,7 @@ from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import give_up_unwritable, prepare_streams
 from gpipe_bench.experiments.registry import spelled_out
 from gpipe_bench.harness.places import own_results
-from gpipe_bench.harness.running.stopping import number_of, stopping
+from gpipe_bench.harness.signals import number_of, stopping
 
 
 class Verb(NamedTuple):

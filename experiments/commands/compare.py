@@ -21,14 +21,13 @@ from gpipe_bench.experiments.commands.output import print_line, say, warn
 from gpipe_bench.experiments.registry import PROFILES, load, suggestion
 from gpipe_bench.experiments.report.readings import Shown, environment_warnings, readable, shown_of
 from gpipe_bench.experiments.report.records import check_engine_is_there, engines_of, select_records
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.compare import Comparison, compare
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.verdict import NO_RECORD
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Loaded, Problem, Store, left_out, lines_of
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.table import markdown_table, replies_markdown
+from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of
+from gpipe_bench.harness.verdict import NO_RECORD, Comparison, Entry
 
 LOCAL = "local"
 
@@ -85,7 +84,7 @@ def _one(arguments: argparse.Namespace, experiment: Experiment) -> None:
 
 
 def _several(arguments: argparse.Namespace, experiment: Experiment) -> None:
-    from gpipe_bench.harness.records.travel import unpacked
+    from gpipe_bench.harness.bundle import unpacked
     from gpipe_bench.harness.report.side import side_by_side, side_markdown, side_text
 
     problems: list[Problem] = []

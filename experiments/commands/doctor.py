@@ -109,7 +109,7 @@ def _torch(torch: dict[str, Any] | str) -> Check:
 
 
 def _machine() -> Iterator[Check]:
-    from gpipe_bench.harness.records.environment import environment
+    from gpipe_bench.harness.environment import environment
 
     try:
         here = environment()

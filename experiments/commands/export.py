@@ -14,10 +14,9 @@ import msgspec
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, warn
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.harness.records.codec import encode
-from gpipe_bench.harness.records.files import write_whole
-from gpipe_bench.harness.records.store import Store, latest, lines_of
-from gpipe_bench.harness.records.travel import SUFFIX, pack
+from gpipe_bench.harness.bundle import SUFFIX, pack
+from gpipe_bench.harness.record import encode
+from gpipe_bench.harness.store import Store, latest, lines_of, write_whole
 
 
 def options(verb: argparse.ArgumentParser) -> None:

@@ -24,10 +24,10 @@ from gpipe_bench.experiments.guard.counters import differences, encode, load
 from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table, trend
 from gpipe_bench.experiments.guard.trees import Base, base_tree, check_place, top_of
 from gpipe_bench.experiments.registry import suggestion
+from gpipe_bench.harness.environment import code_state
 from gpipe_bench.harness.places import PUBLISHED, ROOT
-from gpipe_bench.harness.records.environment import code_state
-from gpipe_bench.harness.records.files import write_whole
 from gpipe_bench.harness.report.grid import fill
+from gpipe_bench.harness.store import write_whole
 
 COUNTERS = PUBLISHED / "guard" / "counters.json"
 SEED = 1811

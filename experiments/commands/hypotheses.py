@@ -11,10 +11,10 @@ from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say, warn
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.records import select_records
-from gpipe_bench.harness.judging.hypotheses import Fit, Ranking, rank
-from gpipe_bench.harness.records.store import Store, lines_of
+from gpipe_bench.harness.hypotheses import Fit, Ranking, rank
 from gpipe_bench.harness.report.grid import fill
 from gpipe_bench.harness.report.hypotheses import base_of, summary, table
+from gpipe_bench.harness.store import Store, lines_of
 
 BEST = 5
 """Combinations shown unless all are asked for."""

@@ -13,12 +13,12 @@ import msgspec
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, warn
 from gpipe_bench.experiments.report.build import build
+from gpipe_bench.harness.bundle import unpacked
 from gpipe_bench.harness.places import short_path
-from gpipe_bench.harness.records.files import write_whole
-from gpipe_bench.harness.records.travel import unpacked
 from gpipe_bench.harness.report.html import html, markdown
 from gpipe_bench.harness.report.page import cells_csv
 from gpipe_bench.harness.report.table import counts_lines
+from gpipe_bench.harness.store import write_whole
 
 HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
 

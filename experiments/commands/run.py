@@ -19,15 +19,13 @@ from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.report.readings import Shown, readable, shown_of
 from gpipe_bench.experiments.report.records import merge, select_records
 from gpipe_bench.harness.experiment import Experiment, RunOptions
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.verdict import DIFFERS, JUDGED
 from gpipe_bench.harness.places import short_path
-from gpipe_bench.harness.records.codec import encode, printable
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.running.progress import Reporter, reporter
-from gpipe_bench.harness.running.runner import RunResult, run_experiment
-from gpipe_bench.harness.running.workers import sensible_jobs
+from gpipe_bench.harness.progress import Reporter, reporter
+from gpipe_bench.harness.record import Record, encode, printable
+from gpipe_bench.harness.runner import RunResult, run_experiment
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
+from gpipe_bench.harness.workers import sensible_jobs
 
 OWN_DATA = ("data", "text", "parallel_text")
 

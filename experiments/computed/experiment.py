@@ -13,13 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpipe_bench.experiments.computed.answer import Answer, over, spread_of, to_details, to_quantities
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.allowed import about
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.judging.unknowns import load_unknowns
-from gpipe_bench.harness.records.record import Record, of_case
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.verdict import Entry, about
 from gpipe_bench.models.paper import HALVES, column
 
 STRIDE = "control-stride"

@@ -23,7 +23,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe_bench.harness.running.stopping import started, starting
+from gpipe_bench.harness.signals import started, starting
 
 START_S = 180.0
 """Until all processes have loaded what they need; a busy machine takes long for that."""

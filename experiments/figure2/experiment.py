@@ -29,14 +29,11 @@ from gpipe_bench.experiments.figure2.computed import (
     traffic,
 )
 from gpipe_bench.experiments.figure2.shown import MOST_STAGES, figures, of_part, tables, timelines
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.allowed import printed
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.judging.unknowns import load_unknowns
-from gpipe_bench.harness.records.record import Provenance, Quantity, Record, Scalar
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar
+from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.verdict import Entry, Part, Spread, printed
 from gpipe_bench.pipeline.plan.schedule import gpipe
 
 DRAWN_STAGES = 4

@@ -20,7 +20,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.harness.experiment import Case, Outcome
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.reductions import (
@@ -115,7 +115,7 @@ def run(key: Mapping[str, Scalar], *, quick: bool) -> Outcome:
 def settings() -> list[Setting]:
     """The middle first, then every corner of what is not stated."""
     from gpipe_bench.experiments.predicted.sweep import points
-    from gpipe_bench.harness.judging.unknowns import load_unknowns
+    from gpipe_bench.harness.unknowns import load_unknowns
 
     names = ("share_of_peak", "link_bytes_per_s", "link_latency_s")
     known = [points(load_unknowns().find("table2-transformer", name)) for name in names]

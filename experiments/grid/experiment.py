@@ -17,14 +17,11 @@ from gpipe_bench.experiments.grid import accelerators, machine
 from gpipe_bench.experiments.grid.accelerators import CAP_GIB
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.records.record import Quantity, Record, find, of_case
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.record import Quantity, Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.shown import PaperTable, Plot
+from gpipe_bench.harness.verdict import Comparison, Entry, Part, Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,8 +25,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from gpipe_bench.harness.experiment import Case, Outcome
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Provenance, Quantity
+from gpipe_bench.harness.record import Provenance, Quantity
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.reductions import data_parallel
 from gpipe_bench.pipeline.plan.replay import replay

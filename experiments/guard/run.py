@@ -28,7 +28,7 @@ from gpipe_bench.harness.guard import (
     verdict_of,
 )
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.timing.rounds import SAMPLE_S, repeats_for
+from gpipe_bench.harness.rounds import SAMPLE_S, repeats_for
 
 BUDGET_S = 150.0
 """Seconds for all that is timed, so that a whole run stays within three minutes on a busy machine too."""

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from gpipe_bench.experiments.plan.rules import rank_correlation
 from gpipe_bench.experiments.schedules.published import SETTINGS
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import Quantity
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner.candidate import Candidate

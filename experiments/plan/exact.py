@@ -21,8 +21,8 @@ from gpipe_bench.experiments.plan.models import MODELS, Planned
 from gpipe_bench.experiments.plan.rules import Peaks
 from gpipe_bench.experiments.plan.steps import NUM_WORKERS, WAYS, processes_of, replicated, title
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
+from gpipe_bench.harness.record import Quantity, Record, Scalar
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.replay import SLOTS

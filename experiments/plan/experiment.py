@@ -17,8 +17,8 @@ from gpipe_bench.experiments.plan.figures import figures
 from gpipe_bench.experiments.plan.models import MODELS
 from gpipe_bench.experiments.plan.tables import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.verdict import Entry
 
 SECONDS = {
     steps.PART: {"smoke": 16.0, "short": 200.0, "full": 560.0},

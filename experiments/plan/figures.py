@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from gpipe_bench.experiments.plan import on_paper, steps
 from gpipe_bench.experiments.plan.rules import Compared, by_model, order_of, regret
 from gpipe_bench.experiments.report.drawing import COLORS, picture
-from gpipe_bench.harness.records.record import Record, of_case
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.pipeline.plan.schedule import Kind
 
 if TYPE_CHECKING:

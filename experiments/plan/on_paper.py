@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.places import PUBLISHED
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.record import Quantity
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.candidate import Prediction

@@ -24,10 +24,9 @@ from gpipe_bench.experiments.plan.models import MODELS, Planned
 from gpipe_bench.experiments.plan.rules import CHOSEN, MOST_DRIFT, OTHERS, Compared
 from gpipe_bench.experiments.side_by_side import void_of
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar
-from gpipe_bench.harness.timing.rounds import against_itself, turns
-from gpipe_bench.harness.timing.usage import Usage, used_by_others
+from gpipe_bench.harness.record import Quantity, Record, Scalar
+from gpipe_bench.harness.rounds import Usage, against_itself, turns, used_by_others
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.planner.candidate import Candidate, Prediction

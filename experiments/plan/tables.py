@@ -17,9 +17,9 @@ from gpipe_bench.experiments.plan.rules import (
     regret,
 )
 from gpipe_bench.experiments.side_by_side import measured
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.records.record import Record, of_case
+from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.verdict import Comparison
 
 GIB = 2**30
 

@@ -17,14 +17,12 @@ from collections.abc import Sequence
 from statistics import median
 
 from gpipe_bench.experiments.predicted.records import predicted_numbers
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.units import show
+from gpipe_bench.harness.verdict import Comparison, Entry
 
 SCRIPTS = ("amoebanet", "resnet101", "resnet101-accuracy", "unet")
 """torchgpipe's benchmark scripts whose speeds are predicted."""

@@ -20,15 +20,13 @@ from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.timed.claims import SMOKE
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
-from gpipe_bench.harness.judging.allowed import Allowed, about, at_least, within_factor
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.hypotheses import Hypothesis
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.judging.spread import Spread
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar, of_case
+from gpipe_bench.harness.hypotheses import Hypothesis
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid, fill, numbers
+from gpipe_bench.harness.units import show
+from gpipe_bench.harness.unknowns import Unknown, load_unknowns
+from gpipe_bench.harness.verdict import Allowed, Entry, Spread, about, at_least, within_factor
 
 Cell = tuple[str, str, str]
 """Table, row and column, as in results/paper.csv."""

@@ -25,7 +25,7 @@ from gpipe_bench.experiments.predicted.sweep import (
     Prediction,
     Sweep,
 )
-from gpipe_bench.harness.judging.unknowns import load_unknowns
+from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.pipeline.plan.breakdown import PARTS
 from gpipe_bench.planner.accelerators import P100_12, P100_16, TPU_V2, TPUS, Accelerator
 

@@ -16,13 +16,13 @@ from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_o
 from gpipe_bench.experiments.report.readings import Reading, answers, readings
 from gpipe_bench.experiments.report.records import check_engine_is_there, folders, load_all, sources
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import PUBLISHED, short_path
-from gpipe_bench.harness.records.store import lines_of
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, TableInfo, page_of
 from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side
 from gpipe_bench.harness.report.table import Row
+from gpipe_bench.harness.store import lines_of
+from gpipe_bench.harness.verdict import Comparison
 
 COMMAND = "nox -s report"
 NOT_TO_BE_RUN = PUBLISHED / "tables.toml"

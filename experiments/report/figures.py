@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_bench.experiments.report.records import Source
-from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.records.codec import encode
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.experiment import Experiment, Plot
+from gpipe_bench.harness.record import Record, encode
 from gpipe_bench.harness.report.html import data_url
-from gpipe_bench.harness.shown import Plot
 
 FOLDER = "figures"
 DOTS_PER_INCH = 150

@@ -16,13 +16,13 @@ from typing import TypeVar
 
 from gpipe_bench.experiments.report.records import Source
 from gpipe_bench.experiments.report.timelines import Chart, charts_of
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.environment import differences
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.compare import Comparison, compare
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.hypotheses import with_reasons
-from gpipe_bench.harness.records.environment import differences
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.hypotheses import with_reasons
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.table import Row, replies_text, text_table
+from gpipe_bench.harness.verdict import Comparison, Entry
 
 T = TypeVar("T")
 

@@ -15,11 +15,10 @@ from typing import Any
 
 from gpipe_bench.experiments.report.drawing import NAMES
 from gpipe_bench.experiments.report.records import Source
-from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.experiment import Experiment, KeptTimeline
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.html import data_url
-from gpipe_bench.harness.shown import KeptTimeline
+from gpipe_bench.harness.units import show
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from gpipe_bench.experiments.side_by_side import Found, measured, side_by_side, state_of, verdict
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar, of_case
+from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.timing.rounds import Times, ratios
+from gpipe_bench.harness.rounds import Times, ratios
+from gpipe_bench.harness.stats import from_samples
 
 PART = "side by side"
 NUM_WORKERS = 2

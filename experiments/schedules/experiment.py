@@ -18,11 +18,11 @@ from gpipe_bench.experiments.schedules.figures import figures
 from gpipe_bench.experiments.schedules.laid_out import NAMES, REMATS
 from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.records.record import Record, of_case
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.verdict import Comparison
 
 HOW = {"never": "without re-materialization", "always": "every micro-batch recomputed"}
 

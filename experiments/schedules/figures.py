@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpipe_bench.experiments.report.drawing import COLORS, legend, picture, without_frame
 from gpipe_bench.experiments.schedules import beside
 from gpipe_bench.experiments.schedules.laid_out import CHART_WORKERS, EQUAL, MEASURED, REMATS, WITHOUT_NAIVE
-from gpipe_bench.harness.records.record import Record, find, of_case
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.record import Record, find, of_case
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.experiment import Case, Outcome
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
@@ -217,7 +217,7 @@ def measure(name: str, profile: str, size: int, numbers_of_stages: Sequence[int]
 
     from gpipe_bench.experiments.timed.replay import samples_of
     from gpipe_bench.experiments.timed.steps import layer_seconds
-    from gpipe_bench.harness.timing.rounds import turns
+    from gpipe_bench.harness.rounds import turns
     from gpipe_bench.pipeline import Pipeline
     from gpipe_bench.planner.timing import settle, time_step
 

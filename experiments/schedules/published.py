@@ -20,10 +20,9 @@ from dataclasses import dataclass
 
 from gpipe_bench.experiments.computed.answer import Answer, over, spread_of, to_details, to_quantities
 from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots
-from gpipe_bench.harness.experiment import Case, Outcome
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Record, Scalar, of_case
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Outcome, PaperTable
+from gpipe_bench.harness.record import Record, Scalar, of_case
+from gpipe_bench.harness.verdict import Entry
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule

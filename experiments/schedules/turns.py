@@ -24,8 +24,8 @@ from torch import distributed as dist
 from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
 from gpipe_bench.experiments.schedules.waiting import waiting_stages
 from gpipe_bench.experiments.timed.steps import run_processes
-from gpipe_bench.harness.judging.stats import median_interval
-from gpipe_bench.harness.timing.rounds import against_itself, ratios, slowest, turns
+from gpipe_bench.harness.rounds import against_itself, ratios, slowest, turns
+from gpipe_bench.harness.stats import median_interval
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.remat import from_text

@@ -16,13 +16,11 @@ from gpipe_bench.experiments.table1.settings import (
     spread_of,
 )
 from gpipe_bench.experiments.timed.claims import TABLE, word
-from gpipe_bench.harness.judging.allowed import at_least
-from gpipe_bench.harness.judging.compare import Comparison, compare
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.spread import Spread
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Quantity, Record, find
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.report.table import ours_text, paper_text, verdict_text
+from gpipe_bench.harness.units import show
+from gpipe_bench.harness.verdict import Comparison, Entry, Spread, at_least
 from gpipe_bench.models.paper import COLUMNS, HALVES
 
 BYTES_PER_PARAMETER = 12

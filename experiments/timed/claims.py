@@ -13,15 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
-from gpipe_bench.harness.judging.allowed import Allowed, about
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.judging.unknowns import Unknown, load_unknowns
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar, find
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Quantity, Record, Scalar, find
 from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.unknowns import Unknown, load_unknowns
+from gpipe_bench.harness.verdict import Allowed, Comparison, Entry, Part, Spread, about
 
 TABLE = "claims-text"
 """The table of the paper's sentences."""

@@ -17,9 +17,9 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.timed.workloads import Job
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
-from gpipe_bench.harness.timing.usage import Usage, used_by_others
+from gpipe_bench.harness.record import Provenance, Quantity, Scalar
+from gpipe_bench.harness.rounds import Usage, used_by_others
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.breakdown import Breakdown, breakdown, even_stages
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.partition import Partition

@@ -24,10 +24,9 @@ from torch import distributed as dist
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
 from gpipe_bench.experiments.timed.replay import Found, Steps, TimedActions, check_ran, samples_of
 from gpipe_bench.experiments.timed.workloads import Configuration, Job
-from gpipe_bench.harness.records.environment import usable_cores
-from gpipe_bench.harness.running.execution import memory_error
-from gpipe_bench.harness.timing.rounds import turns
-from gpipe_bench.harness.timing.usage import Usage
+from gpipe_bench.harness.environment import usable_cores
+from gpipe_bench.harness.rounds import Usage, turns
+from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import gpipe

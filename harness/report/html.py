@@ -13,13 +13,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import QUESTIONS
-from gpipe_bench.harness.judging.verdict import JUDGED, VERDICTS
 from gpipe_bench.harness.report import table
 from gpipe_bench.harness.report.grid import escaped
 from gpipe_bench.harness.report.page import Page, cells_csv
 from gpipe_bench.harness.report.side import entry_text, side_markdown
+from gpipe_bench.harness.verdict import JUDGED, QUESTIONS, VERDICTS, Comparison
 
 if TYPE_CHECKING:
     import jinja2

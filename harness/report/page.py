@@ -14,10 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gpipe_bench.harness.judging.compare import Comparison, absent, compare_entry
-from gpipe_bench.harness.judging.entry import QUESTIONS
-from gpipe_bench.harness.judging.paper import PaperCell
-from gpipe_bench.harness.judging.verdict import DIFFERS, Verdict, judge
+from gpipe_bench.harness.compare import absent, peers_of
+from gpipe_bench.harness.paper import PaperCell
 from gpipe_bench.harness.report.side import SideBySide
 from gpipe_bench.harness.report.table import (
     Counts,
@@ -30,6 +28,7 @@ from gpipe_bench.harness.report.table import (
     replies_to,
     scores,
 )
+from gpipe_bench.harness.verdict import DIFFERS, QUESTIONS, Comparison, Verdict, judge
 
 NARROW, WIDE = 0.5, 2.0
 """Factors on the width of every range under which the verdicts are counted again."""
@@ -205,11 +204,11 @@ def page_of(answers: Sequence[Row], paper: Sequence[PaperCell], infos: Mapping[s
 def _table(name: str, answers: Sequence[Row], paper: Sequence[PaperCell], info: TableInfo) -> TableView:
     published = {(*cell.key, cell.source): cell for cell in paper}
     answered = {row.comparison.key[:-1] for row in answers}
-    unanswered = []
+    peers, unanswered = peers_of(paper), []
     for place, cell in published.items():
         if cell.source == "paper" and place not in answered:
-            entry, peer = absent(cell, info.missing), published.get((*cell.key, "torchgpipe"))
-            unanswered.append(Row(comparison=compare_entry(entry, cell, peer), entry=entry))
+            entry = absent(cell, info.missing)
+            unanswered.append(Row(comparison=judge(cell, entry, peer=peers.get(cell.key)), entry=entry))
     first = {place: number for number, place in enumerate(published)}
 
     def order(row: Row) -> tuple[int, bool, int]:
@@ -241,9 +240,7 @@ def _table(name: str, answers: Sequence[Row], paper: Sequence[PaperCell], info: 
         hardware="; ".join(dict.fromkeys(cell.hardware for cell in papers or others if cell.hardware)),
         parts=parts_of(name, [row for row in rows if not _is_setting(row.comparison)], notes),
         settings=tuple(row for row in rows if _is_setting(row.comparison)),
-        others=tuple(
-            Published(cell, compare_entry(absent(cell), cell), ours.get(cell.key)) for cell in others
-        ),
+        others=tuple(Published(cell, judge(cell, absent(cell)), ours.get(cell.key)) for cell in others),
         notes=notes,
         commands=tuple(dict.fromkeys((r.command, r.machine, r.profile) for r in rows if r.machine)),
     )

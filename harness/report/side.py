@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.records.environment import COMPARABLE_FIELDS
+from gpipe_bench.harness.environment import COMPARABLE_FIELDS
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import Part, ours_with_interval, part_of
+from gpipe_bench.harness.verdict import Comparison
 
 _ABSENT = "-"
 _EQUAL = "The environments are equal in every field that numbers depend on."

@@ -15,11 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import QUESTIONS, Entry, Question
-from gpipe_bench.harness.judging.units import show, show_interval, show_with_interval
-from gpipe_bench.harness.judging.verdict import DIFFERS, JUDGED, Verdict
 from gpipe_bench.harness.report.grid import Grid, fill, numbers
+from gpipe_bench.harness.units import show, show_interval, show_with_interval
+from gpipe_bench.harness.verdict import DIFFERS, JUDGED, QUESTIONS, Comparison, Entry, Question, Verdict
 
 Part = Literal["as published", "here", "others' numbers"]
 PARTS: tuple[Part, ...] = ("as published", "here", "others' numbers")

@@ -7,16 +7,16 @@ from planted.mutant import Mutant
 EXCHANGED = (
     Mutant(
         name="an altered file of records",
-        file="harness/records/travel.py",
-        old="if _entry(content) != manifest.files[name]:",
+        file="harness/bundle.py",
+        old="if _digest(contents) != digest:",
         new="if False:",
-        why="what was edited would pass for what was measured, as far as the manifest goes",
+        why="records that do not suit could be left out on the way",
         tests=("tests/test_travel.py::test_an_altered_file_is_refused_with_what_is_wrong",),
     ),
     Mutant(
         name="a name that leads out",
-        file="harness/records/travel.py",
-        old="if info.filename != MANIFEST and not _NAME.match(info.filename):",
+        file="harness/bundle.py",
+        old="if name is None or name[1] in contents:",
         new="if False:",
         why="a file could name a place outside of the folder that it is unpacked into",
         tests=("tests/test_travel.py::test_no_name_leads_out_and_nothing_is_written",),
@@ -55,7 +55,7 @@ EXCHANGED = (
     ),
     Mutant(
         name="an interrupt reaches a process that is starting",
-        file="harness/running/stopping.py",
+        file="harness/signals.py",
         old="before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})",
         new="before = signal.pthread_sigmask(signal.SIG_BLOCK, set())",
         why="Ctrl-C would show a traceback out of the middle of an import for every process",

@@ -8,8 +8,9 @@ of them as text.
 
 from __future__ import annotations
 
+import functools
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 _GIB = 2**30
 
@@ -54,6 +55,7 @@ COUNTS = ("parameters", "tokens", "examples")
 
 _SUFFIXES = {"": 0, "K": 3, "k": 3, "M": 6, "B": 9, "million": 6, "billion": 9}
 _POWER = re.compile(r"10\^(\d{1,2})")
+_NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 _LETTERED = ("parameters", "tokens")  # shown with one: `81.79M`
@@ -111,6 +113,7 @@ def _digits(value: float, digits: int) -> str:
     return f"{value:.{max(0, digits - before_point)}f}"
 
 
+@functools.cache
 def parse_printed(printed: str, unit: str) -> tuple[float, float]:
     """Value and half a unit of the last printed digit, in `unit`.
 
@@ -121,21 +124,11 @@ def parse_printed(printed: str, unit: str) -> tuple[float, float]:
     if power := _POWER.fullmatch(printed.strip()):
         value = 10.0 ** int(power[1])
         return value, value / 2
-    body = _THOUSANDS.sub("", printed.strip())
-    number, suffix = body, ""
-    for cut in range(len(body), 0, -1):
-        head = body[:cut].rstrip()
-        try:
-            Decimal(head)
-        except InvalidOperation:
-            continue
-        number, suffix = head, body[cut:].strip()
-        break
-    else:
+    found = _NUMBER.match(_THOUSANDS.sub("", printed.strip()))
+    if found is None:
         raise ValueError(f"printed form {printed!r} does not begin with a number")
+    number, suffix = found[1], found[2]
     decimal = Decimal(number)
-    if not decimal.is_finite():
-        raise ValueError(f"printed form {printed!r} is not a finite number")
     if unit in COUNTS:
         if suffix.lstrip("-") not in _SUFFIXES:
             raise ValueError(f"printed form {printed!r} ends in {suffix!r}; known: {', '.join(_SUFFIXES)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from gpipe_bench.harness.records.record import Provenance, Quantity, Scalar
+from gpipe_bench.harness.record import Provenance, Quantity, Scalar
 
 _RESAMPLES = 2000
 _SEED = 1811_06965  # the interval of the same samples must be the same number every time

@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions, select
-from gpipe_bench.harness.records.files import Claims
-from gpipe_bench.harness.records.record import FINAL, Record
-from gpipe_bench.harness.records.store import Problem, Store, StoreError, latest, lines_of
-from gpipe_bench.harness.running.progress import Reporter
-from gpipe_bench.harness.running.stopping import SETTLE_S, check, held, number_of
-from gpipe_bench.harness.running.workers import Here, Workers
+from gpipe_bench.harness.progress import Reporter
+from gpipe_bench.harness.record import FINAL, Record
+from gpipe_bench.harness.signals import SETTLE_S, check, held, number_of
+from gpipe_bench.harness.store import Claims, Problem, Store, StoreError, latest, lines_of
+from gpipe_bench.harness.workers import Here, Workers
 
 
 @dataclass
@@ -89,20 +88,18 @@ class _Run:
     on_record: Callable[[Record, bool], None]
     result: RunResult = field(default_factory=RunResult)
     final: dict[str, Record] = field(default_factory=dict)
+    known: dict[str, Record] = field(default_factory=dict)
+    stamp: tuple[int, int] | None = None
     alone: threading.Lock = field(default_factory=threading.Lock)
     """Around everything but the cases themselves."""
 
     def over(self, cases: list[Case]) -> RunResult:
-        identities = [self.experiment.identity(case, self.options) for case in cases]
-        if len(set(identities)) != len(cases):
-            twice = next(
-                case for case, one in zip(cases, identities, strict=True) if identities.count(one) > 1
-            )
-            raise ValueError(
-                f"{self.experiment.name} has two cases {twice.label}; keys must tell cases apart"
-            )
-        self.stamp: tuple[int, int] | None = None
-        self.known: dict[str, Record] = {}
+        waiting: dict[str, Case] = {}
+        for case in cases:
+            if waiting.setdefault(self.experiment.identity(case, self.options), case) is not case:
+                raise ValueError(
+                    f"{self.experiment.name} has two cases {case.label}; keys must tell cases apart"
+                )
         self._refresh()
         for line in lines_of(self.result.problems):
             self.reporter.warn(line)
@@ -110,28 +107,33 @@ class _Run:
         self.reporter.begin(cases, self.jobs)
         try:
             # First what nobody else is running, then what others left unfinished.
-            waiting = list(zip(cases, identities, strict=True))
             if self.jobs > 1:
                 self._beside_each_other(waiting, claims)
             else:
-                for case, identity in waiting:
-                    self._one(case, identity, claims, wait=False)
-            for case, identity in waiting:
-                if identity not in self.final:
-                    self._one(case, identity, claims, wait=True)
+                self._in_turn(waiting, claims)
+            left = {identity: case for identity, case in waiting.items() if identity not in self.final}
+            self._in_turn(left, claims, wait=True)
         except KeyboardInterrupt as error:
             self.result.signal = number_of(error)
         finally:
             claims.close()
             self.reporter.end()
-        self.result.records = [self.final[identity] for identity in identities if identity in self.final]
+        self.result.records = [self.final[identity] for identity in waiting if identity in self.final]
         return self.result
 
-    def _beside_each_other(self, waiting: list[tuple[Case, str]], claims: Claims) -> None:
+    def _beside_each_other(self, waiting: dict[str, Case], claims: Claims) -> None:
+        """Cases of one group in turn; the longest groups first, so that the last ones to run are short and no
+        process waits long for another.
+        """
+        groups: dict[str, dict[str, Case]] = {}
+        for identity, case in waiting.items():
+            groups.setdefault(case.group or identity, {})[identity] = case
+        longest_first = sorted(
+            groups.values(), key=lambda group: -sum(case.estimate_s for case in group.values())
+        )
         pool = ThreadPoolExecutor(self.jobs)
         try:
-            futures = [pool.submit(self._in_turn, group, claims) for group in _groups(waiting)]
-            for future in as_completed(futures):
+            for future in as_completed([pool.submit(self._in_turn, each, claims) for each in longest_first]):
                 future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -140,23 +142,20 @@ class _Run:
         finally:
             pool.shutdown()
 
-    def _in_turn(self, waiting: list[tuple[Case, str]], claims: Claims) -> None:
-        for case, identity in waiting:
-            self._one(case, identity, claims, wait=False)
-
-    def _one(self, case: Case, identity: str, claims: Claims, *, wait: bool) -> None:
-        """Finds or makes the case's record; does nothing if another run is at work on it, unless `wait`."""
-        if self.fresh:
-            self._execute(case, identity)
-            return
-        if self._take_known(case, identity):
-            return
-        if wait:
-            self.reporter.warn(f"another run is at work on {case.label}; waiting for it")
-        with claims.claim(identity, wait=wait) as ours:
-            # Another run may have finished it in between.
-            if ours and not self._take_known(case, identity):
+    def _in_turn(self, waiting: dict[str, Case], claims: Claims, *, wait: bool = False) -> None:
+        """Finds or makes the cases' records; leaves those that another run is at work on, unless `wait`."""
+        for identity, case in waiting.items():
+            if self.fresh:
                 self._execute(case, identity)
+                continue
+            if self._take_known(case, identity):
+                continue
+            if wait:
+                self.reporter.warn(f"another run is at work on {case.label}; waiting for it")
+            with claims.claim(identity, wait=wait) as ours:
+                # Another run may have finished it in between.
+                if ours and not self._take_known(case, identity):
+                    self._execute(case, identity)
 
     def _take_known(self, case: Case, identity: str) -> bool:
         """Whether the case is on record, and need not be run."""
@@ -175,8 +174,7 @@ class _Run:
     def _refresh(self) -> None:
         self.stamp = self.store.stamp(self.experiment.name)
         loaded = self.store.load(self.experiment.name)
-        self.known = latest(loaded.records)
-        self.result.problems = loaded.problems
+        self.known, self.result.problems = latest(loaded.records), loaded.problems
 
     def _execute(self, case: Case, identity: str) -> None:
         check()
@@ -187,28 +185,15 @@ class _Run:
             check(SETTLE_S)  # what the signal has broken off is no failure
         with self.alone, held():
             self.final[identity] = record
-            self._keep(case, record)
-
-    def _keep(self, case: Case, record: Record) -> None:
-        self.result.ran += 1
-        if record.status == "failed":
-            self.result.failed.append(record)
-        saved = True
-        try:
-            self.store.append(record)
-        except StoreError as error:
-            saved = False
-            self.result.unsaved.append(record)
-            self.reporter.warn(f"{error}; the result of {record.label} is printed on standard output")
-        self.reporter.finished(case, record, reused=False)
-        self.on_record(record, saved)
-
-
-def _groups(waiting: list[tuple[Case, str]]) -> list[list[tuple[Case, str]]]:
-    """Cases with their identities, those of one group together; the longest first, so that the last ones to
-    run are short and no process waits long for another.
-    """
-    groups: dict[str, list[tuple[Case, str]]] = {}
-    for case, identity in waiting:
-        groups.setdefault(case.group or identity, []).append((case, identity))
-    return sorted(groups.values(), key=lambda group: -sum(case.estimate_s for case, _ in group))
+            self.result.ran += 1
+            if record.status == "failed":
+                self.result.failed.append(record)
+            saved = True
+            try:
+                self.store.append(record)
+            except StoreError as error:
+                saved = False
+                self.result.unsaved.append(record)
+                self.reporter.warn(f"{error}; the result of {record.label} is printed on standard output")
+            self.reporter.finished(case, record, reused=False)
+            self.on_record(record, saved)

@@ -8,7 +8,8 @@ looks different. So all arms take turns, and every round runs them there and bac
 
 A drift within the round then weighs on all of them alike, and only numbers of one round are set against each
 other. Everything here that is timed beside something else takes its turns in this order: steps of the tables,
-engines, rates of a link, revisions under the guard. Only the standard library is imported.
+engines, rates of a link, revisions under the guard. What the machine's cores did meanwhile is noted by each
+process, so that a disturbed timing can be told. Only the standard library is imported until then.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 SAMPLE_S = 0.05
 """Seconds that a sample takes at least: short ones measure the scheduler of the operating system."""
@@ -92,3 +94,35 @@ def _by_round(samples: Sequence[float]) -> list[tuple[float, float]]:
     if len(samples) % 2:
         raise ValueError(f"{len(samples)} samples are no whole number of rounds, which have two each")
     return list(zip(samples[::2], samples[1::2], strict=True))
+
+
+class Usage(NamedTuple):
+    """Seconds of one process and of its machine, since it started (`now`) or over a stretch (`since`)."""
+
+    cpu_s: float  # used by this process
+    busy_s: float  # of all cores together, this process included
+    wall_s: float  # by the clock
+    num_cores: int
+
+    @classmethod
+    def now(cls) -> Usage:
+        import psutil
+
+        cores = psutil.cpu_times()
+        busy_s = sum(cores) - cores.idle - getattr(cores, "iowait", 0.0) - getattr(cores, "guest", 0.0)
+        return cls(time.process_time(), busy_s, time.perf_counter(), psutil.cpu_count() or 1)
+
+    def since(self, start: Usage) -> Usage:
+        """What was used from `start` to this moment."""
+        return Usage(
+            self.cpu_s - start.cpu_s, self.busy_s - start.busy_s, self.wall_s - start.wall_s, self.num_cores
+        )
+
+
+def used_by_others(of_processes: Sequence[Usage]) -> float:
+    """Share of the machine's cores that programs other than these processes took over the same stretch.
+
+    The processes measure the machine a moment apart, so the busiest that any saw counts.
+    """
+    own_s = sum(each.cpu_s for each in of_processes)
+    return max(max(0.0, each.busy_s - own_s) / (each.wall_s * each.num_cores) for each in of_processes)

@@ -1,7 +1,7 @@
 """Reasons for a difference, tested: settings of the same model against the cells that they should explain.
 
 A setting accounts for a number if under it alone the verdict would be `reproduced`: verdicts and reasons have
-one criterion (`gpipe_bench.harness.judging.verdict.accounts`).
+one criterion (`gpipe_bench.harness.verdict.accounts`).
 
 A footnote that says why a number differs is only worth something if the setting that it names was run and
 found to give the paper's number, and if it is said how many others were tried. A hypothesis is such a
@@ -14,10 +14,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.judging.verdict import accounts
-from gpipe_bench.harness.records.record import Scalar
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Scalar
+from gpipe_bench.harness.verdict import Entry, accounts
 
 Key = tuple[str, str, str]
 """Table, row and column of paper.csv."""
@@ -104,9 +103,7 @@ def with_reasons(
 
     The ranges cover all hypotheses but those found after looking, so only these are further settings tried.
     """
-    if not hypotheses:
-        return list(entries)
-    cells = {cell.key: cell for cell in (load_paper() if paper is None else paper) if cell.source == "paper"}
+    cells = _of_the_paper(paper) if hypotheses else {}
 
     def joined(entry: Entry) -> Entry:
         cell = cells.get(entry.place)
@@ -120,27 +117,13 @@ def with_reasons(
     return [joined(entry) for entry in entries]
 
 
-def _named(hypotheses: Sequence[Hypothesis]) -> str:
-    """The first by name, and how many more; what was not found after looking stands first."""
-    if not hypotheses:
-        return ""
-    first, *more = sorted(hypotheses, key=lambda each: each.after_looking)
-    name = first.name + (" (found after looking)" if first.after_looking else "")
-    return f"{name} and {len(more):,} more" if more else name
-
-
-def _changes(base: Hypothesis, other: Hypothesis) -> int:
-    names = {*base.settings, *other.settings}
-    return sum(base.settings.get(name) != other.settings.get(name) for name in names)
-
-
 def rank(hypotheses: Sequence[Hypothesis], paper: Sequence[PaperCell] | None = None) -> Ranking:
     """Hold the hypotheses against the paper's numbers, which are those of paper.csv unless given.
 
     Raises ValueError for two of one name, for a number that the paper lacks or that cannot be compared, and
     for values that have no logarithm.
     """
-    cells = {cell.key: cell for cell in (load_paper() if paper is None else paper) if cell.source == "paper"}
+    cells = _of_the_paper(paper)
     order: dict[str, int] = {}
     for index, hypothesis in enumerate(hypotheses):
         if order.setdefault(hypothesis.name, index) != index:
@@ -167,17 +150,26 @@ def _fit(hypothesis: Hypothesis, base: Hypothesis, cells: Mapping[Key, PaperCell
         logarithms.setdefault(key[0], []).append(math.log(ratios[key]))
         if accounts(value, cell):
             within.add(key)
-    every = [each for table in logarithms.values() for each in table]
-    return Fit(
-        hypothesis,
-        _changes(base, hypothesis),
-        ratios,
-        frozenset(within),
-        {table: root_mean_square(each) for table, each in logarithms.items()},
-        root_mean_square(every),
-    )
+    names = {*base.settings, *hypothesis.settings}
+    changed = sum(base.settings.get(name) != hypothesis.settings.get(name) for name in names)
+    by_table = {table: root_mean_square(each) for table, each in logarithms.items()}
+    overall = root_mean_square([each for table in logarithms.values() for each in table])
+    return Fit(hypothesis, changed, ratios, frozenset(within), by_table, overall)
 
 
 def root_mean_square(values: Sequence[float]) -> float:
     """0 for none."""
     return math.sqrt(math.fsum(value * value for value in values) / len(values)) if values else 0.0
+
+
+def _of_the_paper(paper: Sequence[PaperCell] | None) -> dict[Key, PaperCell]:
+    return {cell.key: cell for cell in (load_paper() if paper is None else paper) if cell.source == "paper"}
+
+
+def _named(hypotheses: Sequence[Hypothesis]) -> str:
+    """The first by name, and how many more; what was not found after looking stands first."""
+    if not hypotheses:
+        return ""
+    first, *more = sorted(hypotheses, key=lambda each: each.after_looking)
+    name = first.name + (" (found after looking)" if first.after_looking else "")
+    return f"{name} and {len(more):,} more" if more else name

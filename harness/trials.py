@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from gpipe_bench.harness.report.grid import between
-from gpipe_bench.harness.running.stopping import stopping
+from gpipe_bench.harness.signals import stopping
 
 Record = Mapping[str, Any]
 Which = TypeVar("Which", bound=Hashable)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import psutil
 
+
 GRACE_S = 1.5
 """For the way out in good order; a command that was told to end is gone within two seconds."""
 

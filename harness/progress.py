@@ -8,26 +8,15 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Mapping
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from gpipe_bench.harness.experiment import Case
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.record import Record
 
 _BAR_COLUMNS = 70
 _DOUBT = 0.1
 """Share of all estimates for which the machine is taken to be as fast as they say."""
-
-
-class Reporter(Protocol):
-    """Told by the runner what happens; decides how to show it."""
-
-    def begin(self, cases: list[Case], jobs: int) -> None: ...
-    def started(self, case: Case) -> None: ...
-    def finished(self, case: Case, record: Record, *, reused: bool) -> None: ...
-    def warn(self, message: str) -> None: ...
-    def end(self) -> None: ...
 
 
 class Remaining:
@@ -72,40 +61,47 @@ def words(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-class PlainReporter:
-    """One line per finished case."""
+class Reporter:
+    """Told by the runner what happens; writes a line per finished case."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._done = self._total = self._reused = 0
         self._remaining = Remaining([])
 
+    @property
+    def left(self) -> str:
+        """Time left, in words."""
+        return words(self._remaining.left_s)
+
     def begin(self, cases: list[Case], jobs: int) -> None:
-        self._total = len(cases)
-        self._remaining = Remaining(cases, jobs)
-        self._say(f"{len(cases)} cases, about {words(self._remaining.left_s)}")
+        self._total, self._remaining = len(cases), Remaining(cases, jobs)
+        self.show_begin()
 
     def started(self, case: Case) -> None:
         """Says nothing: a line per case is enough for a log."""
 
     def finished(self, case: Case, record: Record, *, reused: bool) -> None:
         self._done += 1
+        self._reused += reused
         self._remaining.finished(case, record.duration_s, reused=reused)
-        if reused:
-            self._reused += 1
-            return
-        self._say(
-            f"[{self._done}/{self._total}] {describe(case, record)}, {words(self._remaining.left_s)} left"
-        )
+        self.show_finished(case, record, reused=reused)
 
     def warn(self, message: str) -> None:
-        self._say(f"warning: {message}")
+        self.say(f"warning: {message}")
 
     def end(self) -> None:
         if self._reused:
-            self._say(f"{self._reused} of {self._total} cases were on record already")
+            self.say(f"{self._reused} of {self._total} cases were on record already")
 
-    def _say(self, line: str) -> None:
+    def show_begin(self) -> None:
+        self.say(f"{self._total} cases, about {self.left}")
+
+    def show_finished(self, case: Case, record: Record, *, reused: bool) -> None:
+        if not reused:
+            self.say(f"[{self._done}/{self._total}] {describe(case, record)}, {self.left} left")
+
+    def say(self, line: str) -> None:
         try:
             print(line, file=self._stream, flush=True)
         except BrokenPipeError:  # whoever watched has left, as with `| head`
@@ -114,13 +110,14 @@ class PlainReporter:
             pass
 
 
-class BarReporter:
+class BarReporter(Reporter):
     """A bar with the case at work and the time left; what went wrong stays above it."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+        super().__init__(stream)
         self._console = Console(file=stream, highlight=False)
         self._progress = Progress(
             BarColumn(bar_width=30),
@@ -133,32 +130,25 @@ class BarReporter:
             redirect_stdout=sys.stdout.isatty(),  # results in a pipe or file stay on standard output
         )
         self._task = self._progress.add_task("", total=None, left="")
-        self._remaining = Remaining([])
-        self._total = self._reused = 0
 
-    def begin(self, cases: list[Case], jobs: int) -> None:
-        self._remaining = Remaining(cases, jobs)
-        self._total = len(cases)
-        self._progress.update(self._task, total=len(cases), left=words(self._remaining.left_s))
+    def show_begin(self) -> None:
+        self._progress.update(self._task, total=self._total, left=self.left)
         self._progress.start()
 
     def started(self, case: Case) -> None:
         self._progress.update(self._task, description=case.label)
 
-    def finished(self, case: Case, record: Record, *, reused: bool) -> None:
-        self._reused += reused
-        self._remaining.finished(case, record.duration_s, reused=reused)
-        self._progress.update(self._task, advance=1, left=words(self._remaining.left_s))
+    def show_finished(self, case: Case, record: Record, *, reused: bool) -> None:
+        self._progress.update(self._task, advance=1, left=self.left)
         if record.status != "done":
-            self._console.print(describe(case, record), markup=False)
-
-    def warn(self, message: str) -> None:
-        self._console.print(f"warning: {message}", markup=False)
+            self.say(describe(case, record))
 
     def end(self) -> None:
         self._progress.stop()
-        if self._reused:
-            self._console.print(f"{self._reused} of {self._total} cases were on record already", markup=False)
+        super().end()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False)
 
 
 def describe(case: Case, record: Record) -> str:
@@ -173,7 +163,7 @@ def reporter(stream: TextIO | None = None, variables: Mapping[str, str] = os.env
     stream = sys.stderr if stream is None else stream
     plain = bool(variables.get("CI") or variables.get("NO_COLOR") or variables.get("TERM") == "dumb")
     if plain or not stream.isatty() or not _room_for_bar(stream):
-        return PlainReporter(stream)
+        return Reporter(stream)
     return BarReporter(stream)
 
 
@@ -185,8 +175,3 @@ def _room_for_bar(stream: TextIO) -> bool:
         columns = 0
     wide = columns == 0 or columns >= _BAR_COLUMNS  # 0: the terminal doesn't say
     return wide and "utf" in (stream.encoding or "").lower()
-
-
-def clock_s() -> float:
-    """Seconds that never go backwards, whatever happens to the wall clock."""
-    return time.perf_counter()

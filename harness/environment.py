@@ -6,6 +6,7 @@ torch; what only torch knows (GPUs, its thread count) is added when the experime
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -56,13 +57,10 @@ def differences(environments: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """
     found: dict[str, list[Any]] = {}
     for name in COMPARABLE_FIELDS:
-        values: list[Any] = []
-        for each in environments:
-            if each.get(name) is not None and each.get(name) not in values:
-                values.append(each.get(name))
-        if len(values) > 1:
-            found[name] = values
-    return found
+        for value in (each.get(name) for each in environments):
+            if value is not None and value not in found.setdefault(name, []):
+                found[name].append(value)
+    return {name: values for name, values in found.items() if len(values) > 1}
 
 
 def usable_cores() -> int:
@@ -93,12 +91,10 @@ def _machine() -> dict[str, Any]:
 
 @functools.cache
 def _software() -> dict[str, Any]:
-    versions: dict[str, str | None] = {}
-    for name in _DISTRIBUTIONS:
-        try:
+    versions: dict[str, str | None] = dict.fromkeys(_DISTRIBUTIONS)
+    for name in versions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     return {
         "python": platform.python_version(),
         "implementation": platform.python_implementation(),
@@ -114,17 +110,19 @@ def _software() -> dict[str, Any]:
 @functools.cache
 def code_state(root: Path) -> dict[str, Any]:
     """A digest of the sources and, where `root` is a git work tree, its commit and changes."""
+
+    def git(*arguments: str) -> bytes | None:
+        return _said("git", "--no-optional-locks", "-C", os.fspath(root), *arguments)
+
     known: dict[str, Any] = {
         "git_commit": None, "git_dirty": None, "git_diff_sha256": None, "code_sha256": source_digest(root),
     }  # fmt: skip
-    top = _git(root, "rev-parse", "--show-toplevel")
-    if (
-        top is None or Path(os.fsdecode(top.strip())).resolve() != root
-    ):  # also: installed inside another repository
-        return known
-    commit = _git(root, "rev-parse", "HEAD")
-    status = _git(root, "status", "--porcelain", "--untracked-files=normal")
-    diff = _git(root, "diff", "--no-ext-diff", "--no-color", "HEAD")
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or Path(os.fsdecode(top.strip())).resolve() != root:
+        return known  # also where it is installed inside another repository
+    commit = git("rev-parse", "HEAD")
+    status = git("status", "--porcelain", "--untracked-files=normal")
+    diff = git("diff", "--no-ext-diff", "--no-color", "HEAD")
     known["git_commit"] = None if commit is None else commit.decode().strip()
     known["git_dirty"] = None if status is None else bool(status.strip())
     if diff is not None and known["git_dirty"]:
@@ -142,34 +140,19 @@ def source_digest(root: Path, parts: Sequence[str] = PACKAGES) -> str:
     return digest.hexdigest()
 
 
-def _git(root: Path, *arguments: str) -> bytes | None:
-    """Output of a git command; None without git or a repository, or where git refuses."""
-    try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", os.fspath(root), *arguments],
-            capture_output=True, timeout=10, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
-
-
 def _torch() -> dict[str, Any]:
     """What torch knows, if it is loaded: its threads and build, and the GPUs it sees."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda"):
         return {"torch_threads": None, "gpus": None, "cuda": None}
-    gpus = []
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            gpus.append(
-                {
-                    "name": properties.name,
-                    "memory_gib": round(properties.total_memory / 2**30, 2),
-                    "capability": f"{properties.major}.{properties.minor}",
-                }
-            )
+    gpus = [
+        {
+            "name": each.name,
+            "memory_gib": round(each.total_memory / 2**30, 2),
+            "capability": f"{each.major}.{each.minor}",
+        }
+        for each in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
     return {"torch_threads": torch.get_num_threads(), "gpus": gpus, "cuda": torch.version.cuda}
 
 
@@ -189,13 +172,8 @@ def _cpu_model() -> str | None:
         if name.strip() in ("model name", "Model"):
             return value.strip()
     if sys.platform == "darwin":
-        try:
-            done = subprocess.run(
-                ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, timeout=5, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.decode(errors="replace").strip() or None
+        said = _said("sysctl", "-n", "machdep.cpu.brand_string")
+        return None if said is None else said.decode(errors="replace").strip() or None
     return platform.processor() or None
 
 
@@ -211,16 +189,23 @@ def _cgroup_memory_gib() -> float | None:
 
 
 def _container() -> str | None:
-    """A hint at a container, by the marks its runtime leaves."""
-    if os.path.exists("/.dockerenv"):
-        return "docker"
-    if os.path.exists("/run/.containerenv"):
-        return "podman"
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
-        return "kubernetes"
-    if "SINGULARITY_NAME" in os.environ or "APPTAINER_NAME" in os.environ:
-        return "apptainer"
-    return os.environ.get("container")  # noqa: SIM112  (systemd-nspawn and podman write it so)
+    """A hint at a container, by the marks its runtime leaves; systemd-nspawn and podman set `container`."""
+    marks = {
+        "docker": os.path.exists("/.dockerenv"),
+        "podman": os.path.exists("/run/.containerenv"),
+        "kubernetes": "KUBERNETES_SERVICE_HOST" in os.environ,
+        "apptainer": "SINGULARITY_NAME" in os.environ or "APPTAINER_NAME" in os.environ,
+    }
+    return next((name for name, there in marks.items() if there), os.environ.get("container"))  # noqa: SIM112
+
+
+def _said(*command: str) -> bytes | None:
+    """Output of a command; None where there is none, or it refuses."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=10, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _read(path: str) -> str:

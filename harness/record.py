@@ -1,15 +1,22 @@
-"""What one finished case leaves behind.
+"""What one finished case leaves behind, and how it is written as one line of JSON.
 
 Every table, figure and verdict is a pure function of records, so a record carries all that is needed to
-judge it later and elsewhere: raw samples, units, provenance, the machine and the code it came from.
+judge it later and elsewhere: raw samples, units, provenance, the machine and the code it came from. Its line
+ends with a digest of its own bytes: a truncated line fails to parse, an edited one fails its digest. Decoding
+checks types and never runs code from the line.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+
+import msgspec
 
 SCHEMA = 2
 """Version of the stored form; a reader refuses other lines instead of guessing what they mean.
@@ -53,14 +60,7 @@ class Quantity:
     note: str = ""
 
     def __post_init__(self) -> None:
-        for name, part in self.key.items():
-            if not (part is None or type(part) in (str, int, float, bool)):
-                raise ValueError(
-                    f"quantity {self.name!r}: key {name}={part!r} is {type(part).__name__}; use str, int, "
-                    "float, bool or None"
-                )
-            if isinstance(part, float) and not math.isfinite(part):
-                raise ValueError(f"quantity {self.name!r}: key {name}={part} is not finite")
+        check_key(self.key, f"quantity {self.name!r}: key")
         if self.provenance not in PROVENANCES:
             raise ValueError(
                 f"quantity {self.name!r}: provenance {self.provenance!r} is none of {list(PROVENANCES)}"
@@ -71,9 +71,8 @@ class Quantity:
         if (self.low is None) != (self.high is None):
             raise ValueError(f"quantity {self.name!r}: give both ends of the interval or neither")
         if self.low is not None and self.high is not None and self.value is not None:
-            slack = 1e-9 * max(
-                abs(self.low), abs(self.high)
-            )  # a bootstrap of equal samples may differ in the last bit
+            # A bootstrap of equal samples may differ in the last bit.
+            slack = 1e-9 * max(abs(self.low), abs(self.high))
             if not self.low - slack <= self.value <= self.high + slack:
                 raise ValueError(
                     f"quantity {self.name!r}: {self.value} is outside its interval {self.low} to {self.high}"
@@ -154,6 +153,17 @@ def identity(
     return "\x1f".join(parts)
 
 
+def check_key(key: Mapping[str, Scalar], what: str) -> None:
+    """Raises ValueError for values that would not survive being stored; `what` begins the message."""
+    for name, value in key.items():
+        if not (value is None or type(value) in (str, int, float, bool)):
+            raise ValueError(
+                f"{what} {name}={value!r} is {type(value).__name__}; use str, int, float, bool or None"
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{what} {name}={value} is not finite")
+
+
 def label(case: Mapping[str, Scalar]) -> str:
     """`K=2 M=4`: the key of a case in words."""
     return " ".join(f"{key}={value}" for key, value in case.items()) or "the only case"
@@ -172,3 +182,68 @@ def of_case(records: Sequence[Record], status: Status | None = None, /, **case: 
 def find(records: Sequence[Record], status: Status | None = None, /, **case: Scalar) -> Record | None:
     """The first such record, None where there is none."""
     return next(iter(of_case(records, status, **case)), None)
+
+
+_DIGEST = re.compile(rb',"digest":"([0-9a-f]{16})"\}\Z')
+
+
+class _Header(msgspec.Struct):
+    schema: int
+
+
+def encode(record: Record) -> bytes:
+    """The line of a record, without newline. Raises ValueError where its details are not plain data."""
+    try:
+        body = _encoder.encode(record)
+    except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"the record of {record.label} can't be written as JSON: {error}") from error
+    return body[:-1] + b',"digest":"' + _digest(body) + b'"}'
+
+
+def decode(line: bytes) -> Record:
+    """The record of a line. Raises ValueError that says what is wrong with the line."""
+    line = line.strip()
+    try:
+        schema = msgspec.json.decode(line, type=_Header).schema
+    except msgspec.ValidationError as error:
+        raise ValueError(f"not a record: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a complete line of JSON, truncated or edited ({error})") from error
+    if schema > SCHEMA:
+        raise ValueError(f"written by a newer version: schema {schema}, while this one reads up to {SCHEMA}")
+    match = _DIGEST.search(line)
+    if match is None:
+        raise ValueError("its digest is missing, so it was edited or not written by this program")
+    if _digest(line[: match.start()] + b"}") != match[1]:
+        raise ValueError("its digest does not fit, so it was edited after it was written")
+    if schema < SCHEMA:
+        raise ValueError(
+            f"made by an older version: schema {schema}, while this one reads {SCHEMA}; run the case again"
+        )
+    try:
+        return _decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a valid record: {error}") from error
+
+
+def printable(text: str) -> str:
+    """The text with what UTF-8 can't hold (bytes of a file name that are no text) spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest()[:16].encode()
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch, arrays and paths as plain data; everything else is refused by name."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(
+        f"{type(value).__name__} is not plain data; convert it to numbers, text, lists or dictionaries"
+    )
+
+
+_encoder, _decoder = msgspec.json.Encoder(enc_hook=_plain), msgspec.json.Decoder(Record)

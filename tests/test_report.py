@@ -32,7 +32,7 @@ from gpipe_bench.experiments.report.figures import draw, drawn
 from gpipe_bench.experiments.report.readings import answers, readings
 from gpipe_bench.experiments.report.records import Source, folders, select_records, sources
 from gpipe_bench.experiments.report.timelines import charts_of, kept_timelines, ticks, timelines
-from gpipe_bench.harness.compare import compare, compare_entry
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
@@ -40,7 +40,7 @@ from gpipe_bench.harness.report.html import html, markdown
 from gpipe_bench.harness.report.page import TableInfo, page_of
 from gpipe_bench.harness.report.table import Row
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import VERDICTS, Entry
+from gpipe_bench.harness.verdict import VERDICTS, Entry, judge
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -383,7 +383,7 @@ def test_text_of_records_cannot_become_markup(tmp_path):
 
 def test_two_answers_for_a_cell_are_refused():
     entry = Entry(table="t", row="r", column="c", quantity=quantity(1))
-    answer = Row(comparison=compare_entry(entry, None), entry=entry, machine="m", profile="short")
+    answer = Row(comparison=judge(None, entry), entry=entry, machine="m", profile="short")
     with pytest.raises(ValueError, match="two answers"):
         page_of([answer, answer], [], INFO)
     (view,) = page_of([answer], [], INFO).tables

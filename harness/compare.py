@@ -36,7 +36,7 @@ def compare(
         seen.add(entry.key)
     tables = list(dict.fromkeys(entry.table for entry in ours))
     cells = [cell for cell in (load_paper() if paper is None else paper) if cell.table in tables]
-    published, peers = by_place(cells), peers_of(cells)
+    published, peers = {(cell.source, *cell.key): cell for cell in cells}, peers_of(cells)
     answered = {(entry.source, *entry.place) for entry in ours}
     entries = [*ours] + [
         absent(cell)
@@ -61,11 +61,6 @@ def compare(
         )
         for entry in entries
     ]
-
-
-def by_place(cells: Iterable[PaperCell]) -> dict[tuple[str, str, str, str], PaperCell]:
-    """Published numbers by source, table, row and column, in their order."""
-    return {(cell.source, *cell.key): cell for cell in cells}
 
 
 def peers_of(cells: Iterable[PaperCell]) -> dict[tuple[str, str, str], PaperCell]:

@@ -232,16 +232,20 @@ def test_equal_stages_over_a_free_link_give_the_closed_forms(k: int, m: int) -> 
 # The sweep --------------------------------------------------------------------------------------------------
 
 
-def unknown(setting: str, allowed=(), low=None, high=None) -> Unknown:
+def unknown(setting: str, allowed=(), **rest) -> Unknown:
     return Unknown(
-        tables=("t",), setting=setting, allowed=allowed, low=low, high=high, unit="", constraint="",
-        reason="because", sources=("general: made up",),
-    )  # fmt: skip
+        tables=("t",),
+        setting=setting,
+        allowed=allowed,
+        reason="because",
+        sources=("general: made up",),
+        **rest,
+    )
 
 
 def test_the_middle_is_a_rule() -> None:
-    assert points(unknown("a", low=1.0, high=100.0)) == (1, 10, 100)
-    assert ranks(unknown("a", low=1.0, high=100.0)) == (2, 0, 1)
+    assert points(unknown("a", range=(1.0, 100.0))) == (1, 10, 100)
+    assert ranks(unknown("a", range=(1.0, 100.0))) == (2, 0, 1)
     assert ranks(unknown("b", allowed=(8, 16, 32, 64))) == (2, 0, 1, 3)
     assert ranks(unknown("b", allowed=(1000, 1001))) == (0, 1)
     assert ranks(unknown("c", allowed=("first", "second"))) == (0, 1)

@@ -251,10 +251,11 @@ def _targets() -> list[Target]:
         key, words = {"part": "small", "transport": transport}, "micro-batches of no work, K=2, M=64, "
         found.append(Target(f"{words}{how}: engine and transport", key, "per micro-batch", "<=", 200.0))
         found.append(Target(f"{words}{how}: step rate / ScheduleGPipe", key, rate, ">=", 2.0))
-    for against, what, name, sign, bound in (
+    in_process: tuple[tuple[str, str, str, Sign, float], ...] = (
         ("bare layers", "engine per action", "per action", "<=", 60.0),
         ("torchgpipe", "step rate / torchgpipe", "rate against torchgpipe", ">=", 1.0),
-    ):
+    )
+    for against, what, name, sign, bound in in_process:
         for remat, how in (("never", ""), ("except_last", ", re-materialized")):
             key = {"part": "in process", "against": against, "remat": remat}
             found.append(Target(f"in one process{how}: {what}", key, name, sign, bound))

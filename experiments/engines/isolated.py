@@ -108,7 +108,7 @@ def _results(
     faults: list[Fault] = []
     patience_s = START_S
     while whose:
-        arrived = connection.wait(list(whose), patience_s)
+        arrived: list[Any] = connection.wait(list(whose), patience_s)
         if not arrived and not faults:
             if len(ready) < len(processes):
                 raise IsolatedError(Fault(f"its processes did not start within {START_S:g} s"))
@@ -120,7 +120,7 @@ def _results(
         for pipe in arrived:
             rank = whose[pipe]
             try:
-                kind, content = pipe.recv()  # type: ignore[union-attr]
+                kind, content = pipe.recv()
             except (EOFError, OSError):
                 kind, content = "fault", Fault(f"{who[rank]} {_end_of(processes[rank])}")
             if kind == "ready":

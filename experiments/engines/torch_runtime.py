@@ -72,10 +72,9 @@ class TorchRuntime:
         for stage in mine:
             _greet_others_only(stage, rank)
         given: Any = mine[0] if rows in _ONE_STAGE else mine
-        is_ours = isinstance(rows, Schedule)
-        make: Any = (
-            schedules._PipelineScheduleRuntime if is_ours else schedules.get_schedule_class(CLASSES[rows])
-        )
+        make: Any = schedules._PipelineScheduleRuntime
+        if not isinstance(rows, Schedule):
+            make = schedules.get_schedule_class(CLASSES[rows])
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that some are experimental

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from records import ran
+from records import quantity, ran, record
 
 from gpipe_bench.experiments.schedules import figures, laid_out, published
 from gpipe_bench.experiments.schedules.experiment import EXPERIMENT
@@ -116,6 +116,20 @@ def test_nothing_beats_a_schedule_on_the_frontier() -> None:
     known = {"a": (1.0, 9.0), "b": (2.0, 9.0), "c": (2.0, 4.0), "d": (3.0, 5.0), "e": (3.5, 4.0)}
     points = [figures.Point(name, "kept", *place) for name, place in known.items()]
     assert [point.schedule for point in figures.frontier(points)] == ["a", "c"]
+
+
+def test_one_round_is_drawn_without_an_interval() -> None:
+    step, over = (
+        quantity(name=name, key=key, value=2.0, unit=unit)
+        for name, unit, key in (
+            ("step", "ms", {"arm": "1f1b"}),
+            ("step over", "ratio", {"arm": "zb-h1", "against": "1f1b"}),
+        )
+    )
+    case = {"part": "side by side", "remat": "never", "num_microbatches": 2}
+    (plot,) = figures.figures([record(experiment="schedules", case=case, quantities=(step, over))])
+    (axes,) = plot.draw().axes
+    assert sorted(axes.get_legend_handles_labels()[1]) == ["ours", "torch's (of medians)"]
 
 
 def test_costs_of_stages_come_back_as_steps_and_memory() -> None:

@@ -203,9 +203,12 @@ def _side_by_side(records: Sequence[Record]) -> Figure:
         }
         ratios: Any = [record.quantity("step over", arm=name, against="1f1b") for name in order]
         ours = [(place, ratio) for place, ratio in enumerate(ratios) if ratio is not None]
+        # A single round has no interval.
+        below = [0.0 if ratio.low is None else ratio.value - ratio.low for _, ratio in ours]
+        above = [0.0 if ratio.high is None else ratio.high - ratio.value for _, ratio in ours]
         axes.errorbar(
             [ratio.value for _, ratio in ours], [place for place, _ in ours], fmt="o", color=PALETTE[0],
-            xerr=[[r.value - r.low for _, r in ours], [r.high - r.value for _, r in ours]], label="ours",
+            xerr=[below, above], label="ours",
         )  # fmt: skip
         theirs = [place for place, name in enumerate(order) if f"torch's {name}" in steps]
         axes.plot(

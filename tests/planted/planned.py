@@ -113,6 +113,14 @@ PLANNED = (
         tests=("tests/test_plan_at_scale.py::test_of_each_grid_it_is_the_best_of_all_its_ways",),
     ),
     Mutant(
+        name="messages are not counted of each cut",
+        file="planner/search.py",
+        old="        caps, bound_s, few = [cap] * way.grid.pp, 0.0, self._num_cuts(way) <= ALL_CUTS\n",
+        new="        caps, bound_s, few = [cap] * way.grid.pp, 0.0, False\n",
+        why="what fits with as much memory as it takes would not be found with as much",
+        tests=(f"tests/test_planning_search.py::{FRONTIER}",),
+    ),
+    Mutant(
         name="a plan whose messages do not fit",
         file="planner/search.py",
         old="            if found.peak <= cap:\n",

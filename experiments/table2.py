@@ -34,6 +34,7 @@ from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Conf
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, of_case
 from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Comparison, Entry, at_least, at_most, within_factor
 from gpipe_bench.pipeline.plan.breakdown import even_stages
 from gpipe_bench.pipeline.plan.links import Link
@@ -356,7 +357,7 @@ def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Ent
                 bubbles.append((100 * float(shares["bubble"]), f"K={k}, M={m}", model, record))
     if bubbles:
         share, name, model, record = max(bubbles, key=lambda each: each[0])
-        quantity = Quantity(name=name, value=share, unit="%", provenance="replayed")
+        quantity = from_samples(name, [share], "%", provenance="replayed")
         note = f"share of K x step of {model}, {name}, the largest of {len(bubbles)}"
         allowed = at_most(claims.word("negligible_share")).scaled(100, 0)
         row, column = "bubble at M >= 4K", "largest over K"

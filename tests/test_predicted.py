@@ -234,7 +234,7 @@ def test_equal_stages_over_a_free_link_give_the_closed_forms(k: int, m: int) -> 
 
 def unknown(setting: str, allowed=(), low=None, high=None) -> Unknown:
     return Unknown(
-        tables=("t",), setting=setting, allowed=allowed, low=low, high=high, unit="", constraint="",
+        tables=("t",), setting=setting, allowed=allowed, range=None if low is None else (low, high),
         reason="because", sources=("general: made up",),
     )  # fmt: skip
 

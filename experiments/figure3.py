@@ -28,7 +28,7 @@ from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configur
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.verdict import Comparison, Entry, at_least
+from gpipe_bench.harness.verdict import Comparison, Entry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -122,15 +122,15 @@ def _sentences(records: Sequence[Record], model: str, record: Record) -> Iterato
     }
     if model == "amoebanet":
         row, column = "AmoebaNet-D (4, 512): share of a linear speed-up", "pipeline-8 over naive-2"
-        pair, allowed = (of.get("pipeline-8"), of.get("naive-2")), at_least(claims.word("near_linear_share"))
+        pair = of.get("pipeline-8"), of.get("naive-2")
         found = claims.derived("share of a linear speed-up", lambda many, few: many / few / 4, *pair)
         note = "throughput with 8 stages over naive-2's, over four"
     else:
         row, column = "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101"
-        pair, allowed = (of.get("naive-1"), of.get("pipeline-1")), claims.roughly(row, column)
+        pair = of.get("naive-1"), of.get("pipeline-1")
         found = claims.derived("extra time", lambda naive, one: 100 * (naive / one - 1), *pair, unit="%")
         note = "seconds of a step with re-materialization over those without, less one"
-    yield from claims.sentence(records, record, row, column, found, note, allowed=allowed)
+    yield from claims.sentence(records, record, row, column, found, note)
 
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.timed.claims import SMOKE
+from gpipe_bench.experiments.timed.claims import SMOKE, admitted
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.hypotheses import Hypothesis
 from gpipe_bench.harness.paper import PaperCell, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid, fill, numbers
 from gpipe_bench.harness.units import show
-from gpipe_bench.harness.unknowns import Unknown, load_unknowns
-from gpipe_bench.harness.verdict import Allowed, Entry, Spread, about, at_least, within_factor
+from gpipe_bench.harness.verdict import Entry, Spread
 
 Cell = tuple[str, str, str]
 """Table, row and column, as in results/paper.csv."""
@@ -91,21 +90,6 @@ def timed(records: Sequence[Record]) -> list[Record]:
 
 # Answers ----------------------------------------------------------------------------------------------------
 
-_WORDS: dict[str, Callable[[PaperCell], Allowed]] = {
-    "throughput without pipelining, over the accelerators": lambda cell: within_factor(
-        _word("relatively_constant_ratio")
-    ),
-    "Transformer-48: share of a linear speed-up at M >> K": lambda cell: at_least(_word("near_linear_share")),
-    "AmoebaNet-D (4, 512): share of a linear speed-up": lambda cell: at_least(_word("near_linear_share")),
-    "extra time by recomputation": lambda cell: about(cell, _word("about")),
-    "normalized throughput by the text": lambda cell: about(cell, _word("about")),
-}
-"""What a sentence's words admit, by its row."""
-
-
-def _word(setting: str) -> Unknown:
-    return load_unknowns().find("claims", setting)
-
 
 class Number(NamedTuple):
     """One predicted number of a record."""
@@ -134,7 +118,6 @@ def as_published(records: Sequence[Record]) -> list[Entry]:
     for record in of_case(records, "done", part=PART):
         for cell, quantity, spread in predicted_numbers(record):
             assert spread is not None
-            words = _WORDS.get(cell[1])
             note = (
                 f"Predicted for {record.details['title']} on the paper's accelerators; the range is over "
                 f"{spread.combinations:,} combinations of what the paper leaves open."
@@ -143,7 +126,7 @@ def as_published(records: Sequence[Record]) -> list[Entry]:
                 Entry(
                     table=cell[0], row=cell[1], column=cell[2], question="as published", quantity=quantity,
                     spread=spread,
-                    allowed=None if words is None or cell not in paper else words(paper[cell]),
+                    allowed=admitted(paper[cell]) if cell in paper else None,
                     record=record,
                     not_comparable=SMOKE if record.profile == "smoke" else "",
                     note=f"{note} {record.details['note']}".strip(),

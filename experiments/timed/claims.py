@@ -18,7 +18,17 @@ from gpipe_bench.harness.record import Quantity, Record, Scalar, find
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.unknowns import Unknown, load_unknowns
-from gpipe_bench.harness.verdict import Allowed, Comparison, Entry, Part, Spread, about
+from gpipe_bench.harness.verdict import (
+    Allowed,
+    Comparison,
+    Entry,
+    Part,
+    Spread,
+    about,
+    at_least,
+    at_most,
+    within_factor,
+)
 
 TABLE = "claims-text"
 """The table of the paper's sentences."""
@@ -54,9 +64,24 @@ def word(setting: str) -> Unknown:
     return load_unknowns().find("claims", setting)
 
 
-def roughly(row: str, column: str) -> Allowed:
-    """What a sentence admits that says "about" so much."""
-    return about(published(TABLE)["paper", row, column], word("about"))
+_ADMITS: Mapping[str, Callable[[PaperCell], Allowed]] = {
+    "throughput without pipelining, over the accelerators": lambda cell: within_factor(
+        word("relatively_constant_ratio")
+    ),
+    "Transformer-48: share of a linear speed-up at M >> K": lambda cell: at_least(word("near_linear_share")),
+    "AmoebaNet-D (4, 512): share of a linear speed-up": lambda cell: at_least(word("near_linear_share")),
+    "bubble at M >= 4K": lambda cell: at_most(word("negligible_share")).scaled(100, 0),
+    "extra time by recomputation": lambda cell: about(cell, word("about")),
+    "normalized throughput by the text": lambda cell: about(cell, word("about")),
+    "speed-up from 2 to 8 without a fast link over that with one": lambda cell: about(cell, word("about")),
+}
+"""What the words of a sentence admit, by its row."""
+
+
+def admitted(cell: PaperCell) -> Allowed | None:
+    """What a sentence's words admit, by its row; None where the paper's file says it by itself."""
+    words = _ADMITS.get(cell.row)
+    return None if words is None else words(cell)
 
 
 def derived(
@@ -126,7 +151,10 @@ def sentence(
     """The entry of a sentence of the text, none where the records do not have what it is about. `more` is
     `entry`'s.
     """
-    return [] if quantity is None else [entry(records, record, (TABLE, row, column), quantity, note, **more)]
+    if quantity is None:
+        return []
+    allowed = admitted(published(TABLE)["paper", row, column])
+    return [entry(records, record, (TABLE, row, column), quantity, note, allowed=allowed, **more)]
 
 
 def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] | None:

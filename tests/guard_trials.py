@@ -24,13 +24,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import their_repository
+from trials import Series, rate, timed
 
 from gpipe_bench.experiments.guard.arms import repository, this_project
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.run import Finding, guard
 from gpipe_bench.experiments.guard.trees import base_tree
 from gpipe_bench.harness.places import PUBLISHED, ROOT
-from gpipe_bench.harness.trials import Series, rate, timed
 
 TRIALS = {"same": 40, "slower": 20, "other repository, same": 20, "other repository, slower": 8}
 SLOW_DOWN = 0.10

@@ -23,10 +23,11 @@ from functools import partial
 from statistics import median_high
 from typing import Any
 
+from trials import Series, rate, timed
+
 from gpipe_bench.experiments.side_by_side import is_faster, side_by_side, void_by
 from gpipe_bench.harness.places import PUBLISHED, ROOT
 from gpipe_bench.harness.record import Quantity
-from gpipe_bench.harness.trials import Series, rate, timed
 
 TRIALS = 20
 NAMES = ("one", "another", "a third")

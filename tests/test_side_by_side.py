@@ -11,6 +11,7 @@ from typing import Any
 import peers_trials
 import pytest
 from records import record
+from trials import BEGIN, END, Series, load, timed
 
 from gpipe_bench.experiments.registry import load as experiment
 from gpipe_bench.experiments.side_by_side import (
@@ -29,7 +30,6 @@ from gpipe_bench.harness.record import Quantity, decode, encode
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.trials import BEGIN, END, Series, load, timed
 
 DRIFTING = [0.24, 0.2, 0.23, 0.2] * 3
 """Two samples of each round: the first is always the slower one."""

@@ -23,16 +23,17 @@ from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
 from gpipe_bench.experiments.schedules.waiting import waiting_stages
+from gpipe_bench.experiments.side_by_side import Found, measured, take_turns
 from gpipe_bench.experiments.timed.steps import run_processes
-from gpipe_bench.harness.rounds import against_itself, ratios, slowest, turns
-from gpipe_bench.harness.stats import median_interval
+from gpipe_bench.harness.rounds import against_itself, ratios, slowest
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.remat import from_text
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedules.calibration import TIMED_STEPS, WARM_UP_STEPS
 from gpipe_bench.pipeline.plan.schedules.known import NAMED
-from gpipe_bench.planner.timing import CPU, settle, time_step
+from gpipe_bench.planner.timing import CPU
 
 TORCH = "torch "
 STEPS_BEFORE = 3 + WARM_UP_STEPS + 2 * TIMED_STEPS
@@ -55,17 +56,6 @@ class Job(NamedTuple):
     seed: int = 0
 
 
-class Found(NamedTuple):
-    """What one process found: seconds per step by arm, two samples per round; slots of ours by the replay;
-    the largest difference of any gradient to that of the first arm, relative; and why arms are missing.
-    """
-
-    times: dict[str, list[float]]
-    slots: dict[str, float]
-    differences: dict[str, float]
-    refused: dict[str, str]
-
-
 def work(job: Job) -> Found:
     """What one process does."""
     torch.manual_seed(0)
@@ -77,7 +67,8 @@ def work(job: Job) -> Found:
         layers = [nn.Linear(8, 8) for _ in range(2 * job.num_workers)]
         shape = (job.num_microbatches, 8)
     batch, target = torch.randn(shape), torch.randn(shape)
-    found = Found({}, {}, {}, {})
+    differences: dict[str, float] = {}  # the largest of any gradient to that of the first arm, relative
+    refused: dict[str, str] = {}
     steps: dict[str, Callable[[], object]] = {}
     pipelines: dict[str, Pipeline] = {}
     wanted: dict[str, Tensor] = {}
@@ -86,7 +77,7 @@ def work(job: Job) -> Found:
             try:
                 engine = _engine(job, arm, layers)
             except ValueError as error:  # on all ranks alike
-                found.refused[arm] = str(error)
+                refused[arm] = str(error)
                 continue
             if isinstance(engine, Pipeline):
                 pipelines[arm] = engine
@@ -98,13 +89,10 @@ def work(job: Job) -> Found:
             for layer in layers:
                 layer.zero_grad()
             steps[arm]()
-            found.differences[arm] = _difference(layers, wanted)
-        settle()
-        for arm in turns(list(steps), job.num_rounds, job.seed):
-            found.times.setdefault(arm, []).append(time_step(steps[arm], layers))
-    for arm, pipeline in pipelines.items():
-        found.slots[arm] = float(replay(pipeline.schedule, SLOTS).makespan_s)
-    return found
+            differences[arm] = _difference(layers, wanted)
+        found = take_turns(steps, layers, job.num_rounds, job.seed)
+    slots = {arm: float(replay(each.schedule, SLOTS).makespan_s) for arm, each in pipelines.items()}
+    return found._replace(details={"slots": slots, "differences": differences, "refused": refused})
 
 
 def _engine(job: Job, arm: str, layers: Sequence[nn.Module]) -> Pipeline | TorchRuntime:
@@ -142,30 +130,29 @@ def lines(job: Job, found: Sequence[Found]) -> list[str]:
     for arm in job.arms:
         words = [f"{arm:24} M={job.num_microbatches}"]
         if arm not in times:
-            shown.append("  ".join([*words, found[0].refused[arm]]))
+            shown.append("  ".join([*words, found[0].details["refused"][arm]]))
             continue
         words.append(f"{median(times[arm]) * 1e3:9.2f} ms")
         ours, base = arm.removeprefix(TORCH), "gpipe remat" if " remat" in arm else "1f1b"
         if job.slot_s is None:
             if base in times:
                 words.append(_ratio(f"to {base}", ratios(times, arm, base)))
-        elif arm in found[0].slots:
-            replayed_s = found[0].slots[arm] * job.slot_s
+        elif arm in (slots := found[0].details["slots"]):
+            replayed_s = slots[arm] * job.slot_s
             least_s = [min(times[arm][i : i + 2]) for i in range(0, len(times[arm]), 2)]
             words.append(f"{replayed_s * 1e3:9.2f} ms replayed")
             words.append(_ratio("ratio", [seconds / replayed_s for seconds in least_s]))
         elif ours in times:
             words.append(_ratio("ours / torch", ratios(times, ours, arm)))
         words.append(_ratio("control", against_itself(times, arm)))
-        words.append(f"gradients {max(result.differences[arm] for result in found):.0e}")
+        difference = max(each.details["differences"][arm] for each in found)
+        words.append(f"gradients {difference:.0e}")
         shown.append("  ".join(words))
     return shown
 
 
 def _ratio(what: str, values: Sequence[float]) -> str:
-    interval = median_interval(values)
-    shown = "" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
-    return f"{what} {median(values):.3f}{shown}"
+    return f"{what} {measured(from_samples(what, values, 'ratio'))}"
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import guard_trials
 import psutil
 import pytest
+import trials
 import yaml
 
 from gpipe_bench.experiments.commands import cli, exits
@@ -26,7 +27,6 @@ from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.counters import encode
 from gpipe_bench.experiments.guard.run import Finding, guard, measure, table
 from gpipe_bench.experiments.guard.trees import Base
-from gpipe_bench.harness import trials as harness_trials
 from gpipe_bench.harness.guard import Change, Judgement
 
 ROOT = Path(__file__).parents[1]
@@ -415,7 +415,7 @@ def test_the_trials_are_mixed_and_all_there() -> None:
 
 def test_the_committed_trials_hold_what_is_promised() -> None:
     """At most one false alarm, none confirmed; four fifths of the slow-downs found; 3 minutes at most."""
-    records = harness_trials.load(guard_trials.SERIES.records)
+    records = trials.load(guard_trials.SERIES.records)
     same = [record for record in records if record["kind"] == "same"]
     slower = [record for record in records if record["kind"] == "slower"]
     assert sum(any(run["verdict"] == "regression" for run in record["runs"]) for record in same) <= 1
@@ -427,4 +427,22 @@ def test_the_committed_trials_hold_what_is_promised() -> None:
     text = guard_trials.SERIES.docs.read_text(encoding="utf-8")
     assert guard_trials.SERIES.rewritten(text, records) == text, "stale: --write-docs"
     with pytest.raises(ValueError, match="has lost its markers"):
-        guard_trials.SERIES.rewritten(text.replace(harness_trials.END, ""), [])
+        guard_trials.SERIES.rewritten(text.replace(trials.END, ""), [])
+
+
+def test_a_trial_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "trials.jsonl"
+    trials.append(path, {"number": 0})
+    with path.open("a") as file:
+        file.write('{"number": 1, "ki')
+    assert trials.load(path) == [{"number": 0}]
+    trials.append(path, {"number": 1})
+    assert trials.load(path) == [{"number": 0}, {"number": 1}]
+    path.write_text('{"number": 0}\nnonsense\n{"number": 1}\n')
+    with pytest.raises(ValueError, match=r"trials.jsonl:2: no JSON"):
+        trials.load(path)
+
+
+def test_intervals_of_rates_are_exact() -> None:
+    assert trials.rate(0, 40) == "0 of 40 (0.0%, 95 % interval 0.0% to 8.8%)"
+    assert trials.rate(20, 20) == "20 of 20 (100.0%, 95 % interval 83.2% to 100.0%)"

@@ -32,7 +32,7 @@ from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed.replay import TimedActions, lay_out, results, take_apart
 from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
-from gpipe_bench.harness.record import Quantity, Record, of_case
+from gpipe_bench.harness.record import Provenance, Quantity, Record, of_case
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Comparison, Entry
@@ -206,13 +206,14 @@ def run_on_shared_cores(workload: Workload) -> Outcome:
     stages = partition([1.0] * len(layers), num_stages)
     # Nothing is updated, so there is no optimizer's state.
     modelled = pipeline_memory(layers, loss, stages, schedule, "sgd")
+    hows: dict[str, Provenance] = {"counted": "measured", "modelled": "modelled"}
     peaks = [
-        Quantity(name="peak", key={"stage": stage, "how": how}, value=value, unit="bytes", provenance=of)
-        for stage in range(num_stages)
-        for how, value, of in (
-            ("counted", found[stage].peak_bytes, "measured"), ("modelled", modelled[stage].peak, "modelled"),
+        Quantity(
+            name="peak", key={"stage": stage, "how": how}, value=peak, unit="bytes", provenance=hows[how]
         )
-    ]  # fmt: skip
+        for stage in range(num_stages)
+        for how, peak in (("counted", found[stage].peak_bytes), ("modelled", modelled[stage].peak))
+    ]
     losses = [
         Quantity(name="loss", key={"stages": k}, value=ran.loss, unit="number", provenance="measured")
         for k, ran in ((num_stages, found[-1]), (1, work_on_shared_cores(workload, 1)))

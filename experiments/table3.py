@@ -39,6 +39,7 @@ from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed.replay import (
     HIDDEN,
     Found,
+    Rates,
     TimedActions,
     balanced,
     by_turn,
@@ -119,7 +120,9 @@ def run(case: Case, options: RunOptions) -> Outcome:
             plan = tuple(Configuration(k, count, examples) for k in stages)
             job = Job(workload, plan, ROUNDS[options.profile], device=options.device)
             quantities, details = replayed(plan, measure(job), estimate_of(paper))
-            facts = {**workload.facts(), "rounds": job.rounds, "timed_microbatches": count}
+            facts: dict[str, Any] = {
+                **workload.facts(), "rounds": job.rounds, "timed_microbatches": count,
+            }  # fmt: skip
         case _:
             return _run_link(sizes, options)
     return Outcome(tuple(quantities), {**facts, **details})
@@ -268,7 +271,7 @@ def _numbers(
     quantities: list[Quantity] = []
     for name, of_link in steps_s.items():
         rates = {k: [batch_size / step_s for step_s in several] for k, several in of_link.items()}
-        keyed = [({"link": name, "K": k}, each) for k, each in rates.items()]
+        keyed: Rates = [({"link": name, "K": k}, each) for k, each in rates.items()]
         quantities += normalised("throughput", keyed, rates.get(STAGES[0]), provenance)
     base_s = steps_s[judged].get(STAGES[0], [])
     for k, several in rounds.items():
@@ -523,7 +526,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     this machine's.
     """
     papers, steps, links = (_found(records, part) for part in ("paper size", "steps", "link"))
-    drawings = (
+    drawings: tuple[tuple[str, str, dict[str, Record], dict[str, Record]], ...] = (
         ("table3-bandwidth", "The paper's size on P100s, modelled", papers, {}),
         ("table3-this-machine", "This machine's models, replayed", steps, links),
     )
@@ -535,10 +538,10 @@ def figures(records: Sequence[Record]) -> list[Plot]:
                 "Curves of throughput over bandwidth on a logarithmic axis, with the point where "
                 "communication stops being hidden."
             ),
-            draw=partial(_drawn, *drawn),
+            draw=partial(_drawn, title, laid_out, measured),
         )
-        for name, *drawn in drawings
-        if any(drawn[1:])
+        for name, title, laid_out, measured in drawings
+        if laid_out or measured
     ]
 
 
@@ -589,10 +592,10 @@ def _drawn(title: str, laid_out: Mapping[str, Record], measured: Mapping[str, Re
                 text = f"{100 * error.value:+.0f} %"
                 axes.annotate(text, place, (4, -11), textcoords="offset points", fontsize=7)
         for link in SHOWN_LINKS:
-            place = LINKS[link].bandwidth_bytes_per_s / 1e9
-            if swept[0] < place < swept[-1]:
-                axes.axvline(place, color="0.55", linewidth=0.8, linestyle=":")
-                axes.annotate(link, (place, 0.02), rotation=90, fontsize=7, color="0.35", ha="right")
+            speed = LINKS[link].bandwidth_bytes_per_s / 1e9
+            if swept[0] < speed < swept[-1]:
+                axes.axvline(speed, color="0.55", linewidth=0.8, linestyle=":")
+                axes.annotate(link, (speed, 0.02), rotation=90, fontsize=7, color="0.35", ha="right")
         axes.set(xscale="log", ylim=(0, 1.05), xlim=(swept[0], swept[-1]))
         axes.set_title(claims.scaled(details), fontsize=9)
         axes.legend(loc="center right", fontsize=7.5)

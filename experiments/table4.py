@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import records as predictions
@@ -32,6 +32,7 @@ from gpipe_bench.harness.verdict import Comparison, Entry
 from gpipe_bench.pipeline.plan.breakdown import PARTS
 
 if TYPE_CHECKING:
+    from matplotlib.container import BarContainer
     from matplotlib.figure import Figure
 
 NUM_MICROBATCHES = 16  # v1 Table 1; neither version states the breakdown's own
@@ -218,7 +219,12 @@ def _bars(found: Sequence[tuple[Record, str, dict[str, Any]]]) -> Figure:
     shares.plot.barh(stacked=True, ax=axes, color=COLORS, edgecolor="0.4", linewidth=0.5, legend=False)
     for bars, color in zip(axes.containers, COLORS, strict=True):
         labels = [f"{bar.get_width():.0f}" if bar.get_width() >= 4 else "" for bar in bars]
-        axes.bar_label(bars, labels, label_type="center", color="w" if color in COLORS[:3:2] else "k")
+        axes.bar_label(
+            cast("BarContainer", bars),
+            labels,
+            label_type="center",
+            color="w" if color in COLORS[:3:2] else "k",
+        )
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("share of K x step (%)")

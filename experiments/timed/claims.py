@@ -298,7 +298,8 @@ def throughput_text(
 
 def scaled(details: Mapping[str, Any]) -> str:
     """The title above a picture of one model."""
-    return details["title"] + (f"\nscaled: {details['scale']}" if details.get("scale") else "")
+    scale = f"\nscaled: {details['scale']}" if details.get("scale") else ""
+    return f"{details['title']}{scale}"
 
 
 def replay_errors(records: Sequence[Record]) -> str:

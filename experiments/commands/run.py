@@ -107,11 +107,14 @@ def usual_options(
 
 def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
     """All that the options say. Paths of the user's own data are absolute."""
-    own: dict[str, Any] = {name: path for name in OWN_DATA if (path := getattr(arguments, name)) is not None}
-    for name, path in own.items():
-        if name not in experiment.options:
+    own: dict[str, Any] = {}
+    for name in OWN_DATA:
+        path = getattr(arguments, name)
+        if path is not None and name not in experiment.options:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} {path}: {experiment.name} takes no data; leave the option out")
+        if path is not None:
+            own[name] = str(path.resolve())
     only: dict[str, tuple[str, ...]] = {}
     for text in arguments.only:
         key, equals, value = text.partition("=")
@@ -121,7 +124,7 @@ def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
     return replace(
         usual_options(experiment, arguments.profile, arguments.device, arguments.engine),
         only=only, scratch=arguments.results / "unfinished" / experiment.name, fresh=arguments.fresh,
-        **{name: str(path.resolve()) for name, path in own.items()},
+        **own,
     )  # fmt: skip
 
 

@@ -428,3 +428,21 @@ def test_the_committed_trials_hold_what_is_promised() -> None:
     assert guard_trials.SERIES.rewritten(text, records) == text, "stale: --write-docs"
     with pytest.raises(ValueError, match="has lost its markers"):
         guard_trials.SERIES.rewritten(text.replace(trials.END, ""), [])
+
+
+def test_a_trial_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "trials.jsonl"
+    trials.append(path, {"number": 0})
+    with path.open("a") as file:
+        file.write('{"number": 1, "ki')
+    assert trials.load(path) == [{"number": 0}]
+    trials.append(path, {"number": 1})
+    assert trials.load(path) == [{"number": 0}, {"number": 1}]
+    path.write_text('{"number": 0}\nnonsense\n{"number": 1}\n')
+    with pytest.raises(ValueError, match=r"trials.jsonl:2: no JSON"):
+        trials.load(path)
+
+
+def test_intervals_of_rates_are_exact() -> None:
+    assert trials.rate(0, 40) == "0 of 40 (0.0%, 95 % interval 0.0% to 8.8%)"
+    assert trials.rate(20, 20) == "20 of 20 (100.0%, 95 % interval 83.2% to 100.0%)"

@@ -109,7 +109,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     match case.key["part"]:
         case "paper size":
             quantities, details = modelled(estimate_of(paper), paper.batch_size)
-            facts = {"title": paper.title, "options": dict(paper.options)}
+            facts: dict[str, Any] = {"title": paper.title, "options": dict(paper.options)}
         case "steps":
             from gpipe_bench.experiments.timed.steps import measure
 
@@ -120,9 +120,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
             plan = tuple(Configuration(k, count, examples) for k in stages)
             job = Job(workload, plan, ROUNDS[options.profile], device=options.device)
             quantities, details = replayed(plan, measure(job), estimate_of(paper))
-            facts: dict[str, Any] = {
-                **workload.facts(), "rounds": job.rounds, "timed_microbatches": count,
-            }  # fmt: skip
+            facts = {**workload.facts(), "rounds": job.rounds, "timed_microbatches": count}
         case _:
             return _run_link(sizes, options)
     return Outcome(tuple(quantities), {**facts, **details})

@@ -28,7 +28,7 @@ from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configur
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.verdict import Comparison, Entry
+from gpipe_bench.harness.verdict import Answer, Comparison
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,7 +93,7 @@ def _places(model: str, record: Record) -> dict[str, tuple[str, str, str]]:
     return {label: (f"figure3-{model}", ROW, label) for label in record.details["cells"]}
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for each number of the figure and for the sentences about it."""
     done = _done(records)
     found = [cell for model, record in done.items() for cell in _cells(timed(records), model, record)]
@@ -101,7 +101,7 @@ def cells(records: Sequence[Record]) -> list[Entry]:
     return found + as_published(records)
 
 
-def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Entry]:
+def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Answer]:
     scale = record.details["scale"]
     note = (f"A scaled model ({scale}), M = {NUM_MICROBATCHES}; " if scale else "") + (
         "the paper's batch and M are not stated"
@@ -114,7 +114,7 @@ def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[En
                 yield claims.entry(records, record, place, quantity, note, moves="as the step grows")
 
 
-def _sentences(records: Sequence[Record], model: str, record: Record) -> Iterator[Entry]:
+def _sentences(records: Sequence[Record], model: str, record: Record) -> Iterator[Answer]:
     """What v1 says: an almost linear speed-up, and a quarter more time for recomputation."""
     of = {
         label: record.quantity("normalised throughput", **facts["key"])

@@ -35,7 +35,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable
 from gpipe_bench.harness.record import Provenance, Quantity, Record, of_case
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.harness.verdict import Comparison, Entry
+from gpipe_bench.harness.verdict import Answer, Comparison
 from gpipe_bench.pipeline.plan.breakdown import even_stages
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.partition import RULES, partition
@@ -260,7 +260,7 @@ def work_on_shared_cores(workload: Workload, num_stages: int) -> Ran:
 # Entries and sentences
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for each (K, M) of each model on record, and for the sentences about them."""
     of = _of_models(records, JUDGED)
     found = [cell for model, record in of.items() for cell in _cells(records, model, record)]
@@ -286,7 +286,7 @@ def _at(record: Record, num_stages: int, num_microbatches: int) -> Quantity | No
     return record.quantity("normalised throughput", K=num_stages, M=num_microbatches)
 
 
-def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Entry]:
+def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Answer]:
     scale = record.details["scale"]
     where = f"A scaled model ({scale}): the shape of the table is compared, not its speeds. " if scale else ""
     note = (
@@ -298,7 +298,7 @@ def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[En
         yield claims.entry(records, record, place, quantity, note, moves="as the step grows")
 
 
-def _speed_ups(records: Sequence[Record], model: str, record: Record) -> Iterator[Entry]:
+def _speed_ups(records: Sequence[Record], model: str, record: Record) -> Iterator[Answer]:
     """What the text says of throughput with 8 stages over that with 2: row, column, M, divisor."""
     constant, share = "throughput without pipelining, over the accelerators", "share of a linear speed-up"
     sentences = {
@@ -319,7 +319,7 @@ def _speed_ups(records: Sequence[Record], model: str, record: Record) -> Iterato
         yield from claims.sentence(records, record, row, column, quantity, note)
 
 
-def _more_microbatches(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Entry]:
+def _more_microbatches(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Answer]:
     """The least gain from a number of micro-batches to the next, over both models and all K."""
     gains: list[tuple[Quantity, str, Record]] = []
     for model, record in of.items():
@@ -338,7 +338,7 @@ def _more_microbatches(records: Sequence[Record], of: Mapping[str, Record]) -> I
         yield from claims.sentence(records, record, row, column, least, note)
 
 
-def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Entry]:
+def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Answer]:
     """The largest bubble of the steps with at least four micro-batches for each stage."""
     bubbles = []
     for model, record in of.items():

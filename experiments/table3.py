@@ -59,7 +59,7 @@ from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.rounds import used_by_others
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.unknowns import load_unknowns
-from gpipe_bench.harness.verdict import Comparison, Entry
+from gpipe_bench.harness.verdict import Answer, Comparison
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.schedule import Kind
 
@@ -338,7 +338,7 @@ def _slowed(rounds: Rounds, paper: Estimate, share_of_peak: float) -> Link:
 # Entries and sentences
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for each K of each model whose steps were measured, and for the sentences about them."""
     steps = _found(records, "steps")
     found = [cell for model, record in steps.items() for cell in _cells(records, model, record)]
@@ -354,7 +354,7 @@ def stage_counts(record: Record) -> list[int]:
     return [facts["num_stages"] for facts in record.details["stages"].values()]
 
 
-def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Entry]:
+def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Answer]:
     scale = record.details["scale"]
     where = (
         f"A scaled model ({scale}) over PCIe slowed down as much as its computation: balance of the stages, "
@@ -373,7 +373,7 @@ def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[En
             yield claims.entry(records, record, place, quantity, note, moves="as the step grows", more=more)
 
 
-def _sentences(records: Sequence[Record], steps: Mapping[str, Record]) -> Iterator[Entry]:
+def _sentences(records: Sequence[Record], steps: Mapping[str, Record]) -> Iterator[Answer]:
     """Without a fast link the speed-up is similar to that with one, which is the same steps laid out over a
     free link; and what the link adds to a step is marginal.
     """

@@ -28,7 +28,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable
 from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.harness.verdict import Comparison, Entry
+from gpipe_bench.harness.verdict import Answer, Comparison
 from gpipe_bench.pipeline.plan.breakdown import PARTS
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _share(record: Record, part: str, num_stages: int) -> Quantity | None:
     return record.quantity(SHARE, part=part, K=num_stages, M=NUM_MICROBATCHES)
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     """v1 took ResNet-101 apart. v5's pie names no model, but its load imbalance, 3.2 %, is what v1 gives for
     ResNet-101 on two partitions, so it is held against that.
     """
@@ -102,7 +102,7 @@ def cells(records: Sequence[Record]) -> list[Entry]:
     return found + as_published(records)
 
 
-def _cells(records: Sequence[Record], record: Record) -> Iterator[Entry]:
+def _cells(records: Sequence[Record], record: Record) -> Iterator[Answer]:
     scale = record.details["scale"]
     note = f"ResNet-101, M = {NUM_MICROBATCHES}, exact partition by measured seconds" + (
         f"; a scaled model ({scale})." if scale else "."
@@ -125,7 +125,7 @@ def _cells(records: Sequence[Record], record: Record) -> Iterator[Entry]:
             yield claims.entry(records, record, place, quantity, what, not_comparable=other)
 
 
-def _sentences(records: Sequence[Record], record: Record) -> Iterator[Entry]:
+def _sentences(records: Sequence[Record], record: Record) -> Iterator[Answer]:
     """The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1,
     section 4.2, says both of two and of four stages.
     """

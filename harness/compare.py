@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from gpipe_bench.harness.paper import PaperCell, load_paper
-from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Entry, judge
+from gpipe_bench.harness.paper import PaperNumber, load_paper
+from gpipe_bench.harness.verdict import QUESTIONS, Answer, Comparison, judge
 
 
 def compare(
-    ours: Sequence[Entry],
-    paper: Sequence[PaperCell] | None = None,
+    ours: Sequence[Answer],
+    paper: Sequence[PaperNumber] | None = None,
     tolerance: float = 1.0,
     whole: Collection[str] | None = None,
 ) -> list[Comparison]:
@@ -63,14 +63,14 @@ def compare(
     ]
 
 
-def peers_of(cells: Iterable[PaperCell]) -> dict[tuple[str, str, str], PaperCell]:
+def peers_of(cells: Iterable[PaperNumber]) -> dict[tuple[str, str, str], PaperNumber]:
     """Numbers that others published for places of the paper's tables."""
     return {cell.key: cell for cell in cells if cell.kind == "external"}
 
 
-def absent(cell: PaperCell, reason: str = "") -> Entry:
+def absent(cell: PaperNumber, reason: str = "") -> Answer:
     """The answer to a published number that nobody gives. `reason` is why, where the file says nothing."""
-    return Entry(
+    return Answer(
         table=cell.table,
         row=cell.row,
         column=cell.column,

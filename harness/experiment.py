@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from gpipe_bench.harness.hypotheses import Hypothesis
 from gpipe_bench.harness.record import Quantity, Record, Scalar, Status, check_key, identity, label
-from gpipe_bench.harness.verdict import Comparison, Entry
+from gpipe_bench.harness.verdict import Answer, Comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,7 @@ class Experiment:
     profiles: Mapping[str, str]
     cases: Callable[[RunOptions], list[Case]]
     run: Callable[[Case, RunOptions], Outcome]
-    cells: Callable[[Sequence[Record]], list[Entry]]
+    cells: Callable[[Sequence[Record]], list[Answer]]
     tables: Callable[[Sequence[Record], list[Comparison]], str] | None = None
     figures: Callable[[Sequence[Record]], list[Plot]] | None = None
     timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None

@@ -14,9 +14,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Scalar
-from gpipe_bench.harness.verdict import Entry, accounts
+from gpipe_bench.harness.verdict import Answer, accounts
 
 Key = tuple[str, str, str]
 """Table, row and column of paper.csv."""
@@ -97,15 +97,15 @@ class Ranking:
 
 
 def with_reasons(
-    entries: Sequence[Entry], hypotheses: Sequence[Hypothesis], paper: Sequence[PaperCell] | None = None
-) -> list[Entry]:
+    entries: Sequence[Answer], hypotheses: Sequence[Hypothesis], paper: Sequence[PaperNumber] | None = None
+) -> list[Answer]:
     """Our predictions for the paper's numbers, each with the hypotheses that account for the number.
 
     The ranges cover all hypotheses but those found after looking, so only these are further settings tried.
     """
     cells = _of_the_paper(paper) if hypotheses else {}
 
-    def joined(entry: Entry) -> Entry:
+    def joined(entry: Answer) -> Answer:
         cell = cells.get(entry.place)
         tried = [each for each in hypotheses if entry.place in each.values]
         if cell is None or not tried or (entry.source, entry.question) != ("paper", "as published"):
@@ -117,7 +117,7 @@ def with_reasons(
     return [joined(entry) for entry in entries]
 
 
-def rank(hypotheses: Sequence[Hypothesis], paper: Sequence[PaperCell] | None = None) -> Ranking:
+def rank(hypotheses: Sequence[Hypothesis], paper: Sequence[PaperNumber] | None = None) -> Ranking:
     """Hold the hypotheses against the paper's numbers, which are those of paper.csv unless given.
 
     Raises ValueError for two of one name, for a number that the paper lacks or that cannot be compared, and
@@ -134,7 +134,7 @@ def rank(hypotheses: Sequence[Hypothesis], paper: Sequence[PaperCell] | None = N
     return Ranking(tuple(key for key in cells if key in having), tuple(fits))
 
 
-def _fit(hypothesis: Hypothesis, base: Hypothesis, cells: Mapping[Key, PaperCell]) -> Fit:
+def _fit(hypothesis: Hypothesis, base: Hypothesis, cells: Mapping[Key, PaperNumber]) -> Fit:
     ratios: dict[Key, float] = {}
     within: set[Key] = set()
     logarithms: dict[str, list[float]] = {}
@@ -162,7 +162,7 @@ def root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum(value * value for value in values) / len(values)) if values else 0.0
 
 
-def _of_the_paper(paper: Sequence[PaperCell] | None) -> dict[Key, PaperCell]:
+def _of_the_paper(paper: Sequence[PaperNumber] | None) -> dict[Key, PaperNumber]:
     return {cell.key: cell for cell in (load_paper() if paper is None else paper) if cell.source == "paper"}
 
 

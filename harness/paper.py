@@ -31,7 +31,7 @@ SETTING = "a setting under which the paper's results were obtained, not a result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PaperCell:
+class PaperNumber:
     """One published number: a row of the file, with its acceptance interval.
 
     Args:
@@ -151,12 +151,12 @@ class PaperCell:
         return f"needs {self.needs}" if self.needs else ""
 
 
-COLUMNS = tuple(field.name.replace("corrected_printed", "corrected_value") for field in fields(PaperCell))
+COLUMNS = tuple(field.name.replace("corrected_printed", "corrected_value") for field in fields(PaperNumber))
 """Of the file."""
 
 
 @functools.cache
-def load_paper(path: Path = PATH) -> tuple[PaperCell, ...]:
+def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
     """All published numbers in file order. Raises ValueError with file, line and what is wrong there."""
     try:
         content = path.read_text(encoding="utf-8")
@@ -167,7 +167,7 @@ def load_paper(path: Path = PATH) -> tuple[PaperCell, ...]:
     rows = csv.DictReader(io.StringIO(content, newline=""), strict=True)
     if tuple(rows.fieldnames or ()) != COLUMNS:
         raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
-    cells: dict[int, PaperCell] = {}
+    cells: dict[int, PaperNumber] = {}
     lines: dict[tuple[str, ...], int] = {}
     for row in rows:
         with _at(path, rows.line_num):
@@ -191,7 +191,7 @@ def _at(path: Path, line: int) -> Iterator[None]:
         raise ValueError(f"{path}:{line}: {error}") from error
 
 
-def _cell(row: dict[Any, Any]) -> PaperCell:
+def _cell(row: dict[Any, Any]) -> PaperNumber:
     """Of the texts of one row, of which the empty ones are defaults."""
     if None in row or None in row.values():
         raise ValueError(f"a row has {len(COLUMNS)} fields")
@@ -201,11 +201,11 @@ def _cell(row: dict[Any, Any]) -> PaperCell:
         given[name] = {"yes": True, "no": False}.get(given[name], given[name])
     if "same_as" in given:
         given["same_as"] = given["same_as"].split("|")
-    return msgspec.convert(given, PaperCell, strict=False)
+    return msgspec.convert(given, PaperNumber, strict=False)
 
 
 def _check_repetition(
-    cell: PaperCell, place: tuple[str, str, str], by_key: Mapping[tuple[str, str, str], PaperCell]
+    cell: PaperNumber, place: tuple[str, str, str], by_key: Mapping[tuple[str, str, str], PaperNumber]
 ) -> None:
     first = by_key.get(place)
     if first is None or first is cell or cell.source != "paper":

@@ -1,6 +1,6 @@
 """A number of the paper, our answer to it, and what to make of the two.
 
-    PaperCell x Entry -> Comparison
+    PaperNumber x Answer -> Comparison
 
         published       |----|                        what rounds to the printed digits
         reproduced         |---|                      ours meets it and is narrow
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from gpipe_bench.harness.paper import PaperCell
+from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.record import Quantity, Record, Status
 from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.unknowns import Unknown
@@ -68,7 +68,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry(Place):
+class Answer(Place):
     """Our number for one number of the paper, and all that its verdict needs to know.
 
     Args:
@@ -167,7 +167,7 @@ class Comparison(Place):
 
 
 def judge(
-    cell: PaperCell | None, ours: Entry, tolerance: float = 1.0, peer: PaperCell | None = None
+    cell: PaperNumber | None, ours: Answer, tolerance: float = 1.0, peer: PaperNumber | None = None
 ) -> Comparison:
     """One answer beside the paper's number, with the verdict and its reason.
 
@@ -215,7 +215,7 @@ def judge(
     )
 
 
-def accounts(value: float, cell: PaperCell, allowed: Allowed | None = None) -> bool:
+def accounts(value: float, cell: PaperNumber, allowed: Allowed | None = None) -> bool:
     """Whether a setting that gives `value`, in the cell's unit, accounts for the paper's number.
 
     That is so where the verdict on this value alone would be `reproduced`: there is one criterion.
@@ -237,7 +237,7 @@ def narrow(low: float, high: float) -> bool:
     return (high - low) / 2 <= NARROW * abs(low + high) / 2 * (1 + _ULP)
 
 
-def _held(cell: PaperCell | None, ours: Entry, tolerance: float) -> dict[str, Any]:
+def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str, Any]:
     """The fields of a comparison that the verdict decides, but for those that nothing is known of."""
     quantity, found = ours.quantity, ours.range
     if quantity is None or quantity.value is None or found is None:
@@ -284,7 +284,7 @@ def _verdict(kind: str, allowed: Allowed, low: float, high: float) -> Verdict:
     return "reproduced" if meets and narrow(low, high) else "undecided"
 
 
-def _without_number(ours: Entry) -> tuple[Verdict, str]:
+def _without_number(ours: Answer) -> tuple[Verdict, str]:
     if ours.status == "out_of_memory":
         return "below", f"ran out of memory here: {ours.reason or 'no reason was recorded'}"
     if ours.not_comparable:
@@ -296,8 +296,8 @@ def _without_number(ours: Entry) -> tuple[Verdict, str]:
 
 def _reason(
     verdict: Verdict,
-    cell: PaperCell,
-    ours: Entry,
+    cell: PaperNumber,
+    ours: Answer,
     allowed: Allowed,
     found: tuple[float, float, float],
     factor: float | None,
@@ -329,7 +329,7 @@ def _reason(
     return reason
 
 
-def _made_of(ours: Entry) -> str:
+def _made_of(ours: Answer) -> str:
     if ours.spread is not None and ours.spread.parts:
         return f" ({', '.join(part.what.replace('_', ' ') for part in ours.spread.parts)})"
     return " (our 95 % interval)" if ours.spread is None else ""
@@ -344,7 +344,7 @@ def _interval(low: float, high: float, unit: str) -> str:
     return show(low, unit, 5) if low == high else f"{show(low, unit, 5)} to {show(high, unit, 5)}"
 
 
-def _footnotes(cell: PaperCell | None, ours: Entry, verdict: Verdict, reason: str) -> tuple[str, ...]:
+def _footnotes(cell: PaperNumber | None, ours: Answer, verdict: Verdict, reason: str) -> tuple[str, ...]:
     notes = [] if cell is None else [cell.erratum, cell.note]
     notes.append(ours.note)
     if verdict in DIFFERS and ours.quantity is not None and ours.quantity.value is not None:
@@ -456,7 +456,7 @@ class Allowed:
         return Allowed(*edges, self.words)
 
 
-def printed(cell: PaperCell) -> Allowed:
+def printed(cell: PaperNumber) -> Allowed:
     """What rounds to the printed number, or lies on the right side of it where the paper only limits it."""
     low, high = cell.target - cell.target_rounding, cell.target + cell.target_rounding
     if cell.bound == "at most":
@@ -489,7 +489,7 @@ def within_factor(limit: Unknown) -> Allowed:
     return Allowed(1 / low, low, 1 / high, high, words)
 
 
-def about(cell: PaperCell, limit: Unknown) -> Allowed:
+def about(cell: PaperNumber, limit: Unknown) -> Allowed:
     """ "About 25 %": the printed number, as near as the word may mean, a share of it."""
     low, high, words = _limit("about, as near as", limit)
     near, far = (max(cell.target_rounding, share * abs(cell.target)) for share in (low, high))

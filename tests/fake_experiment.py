@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record
-from gpipe_bench.harness.verdict import Entry
+from gpipe_bench.harness.verdict import Answer
 
 TABLE = "table1-amoebanet"
 COLUMNS = {1: "naive-1", 2: "pipeline-1", 3: "pipeline-2", 4: "pipeline-4", 5: "pipeline-8"}
@@ -92,10 +92,10 @@ def processes(log: Path) -> dict[int, int]:
     return {int(step): int(process) for step, process in map(str.split, log.read_text().splitlines())}
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     """One cell per record."""
     return [
-        Entry(
+        Answer(
             table=TABLE,
             row="parameters",
             column=COLUMNS[int(record.case["step"] or 0)],

@@ -6,14 +6,14 @@ import pytest
 
 from gpipe_bench.experiments.computed import experiment as quotients
 from gpipe_bench.experiments.computed import stride
-from gpipe_bench.experiments.computed.answer import Answer, spread_of, to_details, to_quantities
+from gpipe_bench.experiments.computed.answer import Computed, spread_of, to_details, to_quantities
 from gpipe_bench.experiments.computed.experiment import EXPERIMENT, cells
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import SCHEMA, Record
 
 
-def record(table: str, answers: list[Answer], what: str = "") -> Record:
+def record(table: str, answers: list[Computed], what: str = "") -> Record:
     """What a run of the case leaves."""
     return Record(
         schema=SCHEMA, experiment="computed", profile="short",
@@ -23,7 +23,7 @@ def record(table: str, answers: list[Answer], what: str = "") -> Record:
     )  # fmt: skip
 
 
-def words(table: str, answers: list[Answer]) -> dict[tuple[str, str], str]:
+def words(table: str, answers: list[Computed]) -> dict[tuple[str, str], str]:
     """Verdicts by row and column."""
     found = compare(cells([record(table, answers)]), whole=())
     return {(c.row, c.column): c.verdict for c in found}

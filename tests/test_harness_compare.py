@@ -10,14 +10,14 @@ from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Quantity
 from gpipe_bench.harness.report.table import markdown_table, tables_of, text_table
-from gpipe_bench.harness.verdict import Entry
+from gpipe_bench.harness.verdict import Answer
 
 TABLE = "table1-transformer"
 
 
 def cell(column, row, value, unit="bytes", table=TABLE, better=None, **changes):
     quantity = Quantity(name=row, value=value, unit=unit, provenance="modelled", higher_is_better=better)
-    return Entry(table=table, row=row, column=column, quantity=quantity, **changes)
+    return Answer(table=table, row=row, column=column, quantity=quantity, **changes)
 
 
 MEMORY = [
@@ -123,8 +123,8 @@ def test_the_two_questions_are_rows_of_their_own():
     quantity = Quantity(name="x", value=6.3, unit="ratio", provenance="modelled")
     rows = compare(
         [
-            Entry(question="here", quantity=quantity, **place),
-            Entry(question="as published", quantity=quantity, **place),
+            Answer(question="here", quantity=quantity, **place),
+            Answer(question="as published", quantity=quantity, **place),
         ]
     )
     found = [c.question for c in rows if c.row == "M=32" and c.column == "K=8"]
@@ -136,7 +136,7 @@ def test_the_two_questions_are_rows_of_their_own():
 def test_a_number_of_others_is_held_against_theirs():
     quantity = Quantity(name="x", value=4.3, unit="ratio", provenance="modelled")
     place = {"table": "figure3-resnet101", "row": "normalized throughput", "column": "pipeline-8"}
-    rows = compare([Entry(source="torchgpipe", quantity=quantity, **place)])
+    rows = compare([Answer(source="torchgpipe", quantity=quantity, **place)])
     theirs = next(c for c in rows if c.source == "torchgpipe")
     assert (theirs.kind, theirs.paper) == ("external", 4.294)
     assert next(c for c in rows if c.source == "paper" and c.place == theirs.place).verdict == "not run"
@@ -164,7 +164,7 @@ def test_a_table_that_is_a_diagonal_is_a_list():
     ]
     rows = compare(
         [
-            Entry(
+            Answer(
                 table="claims", row=row, column=column,
                 quantity=Quantity(name="x", value=value, unit="ratio", provenance="modelled"),
             )
@@ -193,5 +193,5 @@ def test_markdown_rows_have_as_many_cells_as_the_header(comparisons):
 
 def test_the_interval_is_shown():
     quantity = Quantity(name="x", value=3.4, unit="ratio", provenance="replayed", low=3.3, high=3.6)
-    rows = compare([Entry(table="table2-transformer", row="M=32", column="K=4", quantity=quantity)])
+    rows = compare([Answer(table="table2-transformer", row="M=32", column="K=4", quantity=quantity)])
     assert "3.400 [3.300, 3.600]" in text_table(rows)

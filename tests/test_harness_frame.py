@@ -13,7 +13,7 @@ from gpipe_bench.harness.frame import BEFORE, BEHIND, frame, frame_of
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import Entry
+from gpipe_bench.harness.verdict import Answer
 
 STEPS = (
     quantity(2.0, name="step", key={"M": 4, "remat": "always"}, low=1.5, high=2.5),
@@ -52,7 +52,7 @@ def test_a_key_named_like_a_column_is_refused() -> None:
 
 def test_comparisons_have_their_fields_as_columns() -> None:
     rows = compare(
-        [Entry(table="table2-amoebanet", row="M=1", column="K=2", quantity=quantity(unit="ratio"))]
+        [Answer(table="table2-amoebanet", row="M=1", column="K=2", quantity=quantity(unit="ratio"))]
     )
     found = frame_of(rows)
     assert list(found.verdict) == [each.verdict for each in rows]

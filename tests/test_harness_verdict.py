@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_bench.harness.paper import PaperCell
+from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.record import Quantity
 from gpipe_bench.harness.units import parse_printed, show_with_interval
 from gpipe_bench.harness.unknowns import Unknown
@@ -17,7 +17,7 @@ from gpipe_bench.harness.verdict import (
     NARROW,
     VERDICTS,
     Allowed,
-    Entry,
+    Answer,
     Part,
     Spread,
     about,
@@ -33,14 +33,14 @@ from gpipe_bench.harness.verdict import (
 def paper(printed="3.5x", unit="ratio", **changes):
     fields = {"table": "t", "row": "r", "column": "c", "kind": "result", "source": "paper", **changes}
     value = {} if "value" in fields else {"value": parse_printed(printed, unit)[0]}
-    return PaperCell(printed=printed, unit=unit, **fields, **value)
+    return PaperNumber(printed=printed, unit=unit, **fields, **value)
 
 
 def ours(value, unit="ratio", low=None, high=None, better=True, **changes):
     quantity = Quantity(
         name="x", value=value, unit=unit, provenance="measured", low=low, high=high, higher_is_better=better
     )
-    return Entry(table="t", row="r", column="c", quantity=quantity, **changes)
+    return Answer(table="t", row="r", column="c", quantity=quantity, **changes)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 4))
@@ -291,7 +291,7 @@ def test_an_erratum_without_a_correction_may_leave_nothing_to_compare():
     ],
 )
 def test_a_case_without_a_number_says_what_became_of_it(status, reason, verdict, words):
-    judgement = judge(paper(), Entry(table="t", row="r", column="c", status=status, reason=reason))
+    judgement = judge(paper(), Answer(table="t", row="r", column="c", status=status, reason=reason))
     assert (judgement.verdict, judgement.reason) == (verdict, words)
 
 

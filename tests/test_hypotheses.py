@@ -12,18 +12,18 @@ from command_line import call
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.hypotheses import Hypothesis, rank, with_reasons
-from gpipe_bench.harness.paper import PaperCell
+from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Quantity
 from gpipe_bench.harness.report.hypotheses import base_of, summary, table
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import Entry, Spread, judge
+from gpipe_bench.harness.verdict import Answer, Spread, judge
 
 A, B, C = (("one", "row", "a"), ("one", "row", "b"), ("two", "row", "c"))
 
 
-def cell(key: tuple[str, str, str], value: float, error: float) -> PaperCell:
-    return PaperCell(
+def cell(key: tuple[str, str, str], value: float, error: float) -> PaperNumber:
+    return PaperNumber(
         table=key[0], row=key[1], column=key[2], value=value, printed=f"{value:g}", unit="GB", kind="result",
         source="paper", form="read off", error=error,
     )  # fmt: skip
@@ -53,10 +53,10 @@ def test_ratios_and_root_mean_squares_by_hand() -> None:
     assert ranking.best_of("two").hypothesis.name == "narrow", "as near as the base, and nearer over all"
 
 
-def ours(value: float, key: tuple[str, str, str] = A, **changes) -> Entry:
+def ours(value: float, key: tuple[str, str, str] = A, **changes) -> Answer:
     place = dict(zip(("table", "row", "column"), key, strict=True))
     quantity = Quantity(name="x", value=value, unit="GB", provenance="modelled")
-    return Entry(**place, quantity=quantity, question="as published", **changes)
+    return Answer(**place, quantity=quantity, question="as published", **changes)
 
 
 def test_a_number_is_accounted_for_where_the_verdict_on_it_alone_would_be_reproduced() -> None:
@@ -77,7 +77,7 @@ def test_a_difference_says_what_accounts_for_it_or_what_was_tried() -> None:
     other = Hypothesis(name="no copy", values={A: 9.5}, settings={"copies": "none"}, after_looking=True)
     wide = ours(18.0, spread=Spread(low=15.0, high=20.0, combinations=24))
 
-    def why(entry: Entry, *hypotheses: Hypothesis) -> str:
+    def why(entry: Answer, *hypotheses: Hypothesis) -> str:
         (joined,) = with_reasons([entry], hypotheses, PAPER)
         (found,) = (each for each in compare([joined], PAPER) if each.place == A)
         assert found.reason.endswith(found.why)
@@ -92,7 +92,9 @@ def test_a_difference_says_what_accounts_for_it_or_what_was_tried() -> None:
         "accounted for by one more copy (found after looking), of 25 settings tried"
     )
     assert why(ours(20.0), later, NEAR, other) == "accounted for by narrow and 2 more, of 3 settings tried"
-    here = Entry(**{**dict(zip(("table", "row", "column"), A, strict=True)), "quantity": ours(20.0).quantity})
+    here = Answer(
+        **{**dict(zip(("table", "row", "column"), A, strict=True)), "quantity": ours(20.0).quantity}
+    )
     assert why(here, NEAR) == "nothing was tried that might account for it", "it answers another question"
 
 

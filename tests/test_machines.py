@@ -16,7 +16,7 @@ from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.side import side_by_side, side_text
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import Entry
+from gpipe_bench.harness.verdict import Answer
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +140,6 @@ def test_an_experiment_without_cells_of_the_paper_compares_its_quantities():
 
 
 def test_fewer_than_two_machines_are_refused():
-    cells = compare([Entry(table="t", row="r", column="c", quantity=quantity(1))], [])
+    cells = compare([Answer(table="t", row="r", column="c", quantity=quantity(1))], [])
     with pytest.raises(ValueError, match="at least two machines, got a"):
         side_by_side({"a": cells}, {"a": []})

@@ -40,7 +40,7 @@ from gpipe_bench.harness.report.html import html, markdown
 from gpipe_bench.harness.report.page import TableInfo, page_of
 from gpipe_bench.harness.report.table import Row
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import VERDICTS, Entry, judge
+from gpipe_bench.harness.verdict import VERDICTS, Answer, judge
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -382,7 +382,7 @@ def test_text_of_records_cannot_become_markup(tmp_path):
 
 
 def test_two_answers_for_a_cell_are_refused():
-    entry = Entry(table="t", row="r", column="c", quantity=quantity(1))
+    entry = Answer(table="t", row="r", column="c", quantity=quantity(1))
     answer = Row(comparison=judge(None, entry), entry=entry, machine="m", profile="short")
     with pytest.raises(ValueError, match="two answers"):
         page_of([answer, answer], [], INFO)

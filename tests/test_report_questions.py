@@ -34,7 +34,7 @@ from gpipe_bench.harness.report.table import (
     text_table,
 )
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import Entry, Part, Spread
+from gpipe_bench.harness.verdict import Answer, Part, Spread
 
 MACHINE = REFERENCE / "cpu-2-cores"
 TABLE, ROW = "figure3-resnet101", "normalized throughput"
@@ -49,7 +49,7 @@ def entry(column, times, question="here", width=0.0, provenance="replayed", **ch
     value = times * PAPER[changes.get("source", "paper"), column].value
     low, high = value * (1 - width), value * (1 + width)
     parts = (Part(what="share_of_peak", low=low, high=value),)
-    return Entry(
+    return Answer(
         table=TABLE,
         row=ROW,
         column=column,

@@ -27,7 +27,7 @@ from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import SCHEMA, Record
 from gpipe_bench.harness.unknowns import load_unknowns
-from gpipe_bench.harness.verdict import Entry
+from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column, column
 
 
@@ -199,7 +199,7 @@ CAPACITY = record(
 )
 
 
-def entry(records: list[Record], table: str, row: str, where: str) -> Entry:
+def entry(records: list[Record], table: str, row: str, where: str) -> Answer:
     records = [replace_columns(each) for each in records]
     (found,) = (each for each in cells(records) if each.place == (table, row, where))
     return found

@@ -27,7 +27,7 @@ from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.table import markdown_table, replies_markdown
 from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of
-from gpipe_bench.harness.verdict import NO_RECORD, Comparison, Entry
+from gpipe_bench.harness.verdict import NO_RECORD, Answer, Comparison
 
 LOCAL = "local"
 
@@ -187,7 +187,7 @@ def comparable(experiment: Experiment, shown: Shown) -> Sequence[Comparison]:
     if any(cell.ours is not None for cell in shown.comparisons):
         return shown.comparisons
     quantities = {
-        (quantity.label, record.label): Entry(
+        (quantity.label, record.label): Answer(
             table=experiment.name, row=quantity.label, column=record.label, quantity=quantity, record=record
         )
         for record in shown.records

@@ -15,7 +15,7 @@ from gpipe_bench.harness.verdict import Part, Spread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class Computed:
     """Our number for a row.
 
     Args:
@@ -43,7 +43,7 @@ def over(what: str, values: Sequence[float]) -> Spread:
     return Spread(low=low, high=high, parts=(Part(what=what, low=low, high=high),))
 
 
-def to_quantities(answers: Sequence[Answer]) -> tuple[Quantity, ...]:
+def to_quantities(answers: Sequence[Computed]) -> tuple[Quantity, ...]:
     """As a record has them."""
     return tuple(
         Quantity(
@@ -54,7 +54,7 @@ def to_quantities(answers: Sequence[Answer]) -> tuple[Quantity, ...]:
     )  # fmt: skip
 
 
-def to_details(answers: Sequence[Answer]) -> dict[str, Any]:
+def to_details(answers: Sequence[Computed]) -> dict[str, Any]:
     """What a record keeps of the ranges."""
     return {
         "spreads": [

@@ -12,12 +12,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpipe_bench.experiments.computed.answer import Answer, over, spread_of, to_details, to_quantities
+from gpipe_bench.experiments.computed.answer import Computed, over, spread_of, to_details, to_quantities
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
-from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.unknowns import load_unknowns
-from gpipe_bench.harness.verdict import Entry, about
+from gpipe_bench.harness.verdict import Answer, about
 from gpipe_bench.models.paper import HALVES, column
 
 STRIDE = "control-stride"
@@ -59,7 +59,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return Outcome(to_quantities(answers), to_details(answers))
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for every answer on record."""
     (roughly,) = (cell for cell in load_paper() if cell.key == ROUGHLY)
     in_words = about(roughly, load_unknowns().find("claims", "about"))
@@ -69,7 +69,7 @@ def cells(records: Sequence[Record]) -> list[Entry]:
         for quantity in record.quantities
     ]
     return [
-        Entry(
+        Answer(
             table=place[0],
             row=place[1],
             column=place[2],
@@ -84,20 +84,20 @@ def cells(records: Sequence[Record]) -> list[Entry]:
     ]
 
 
-def printed(table: str, row: str, name: str) -> PaperCell:
+def printed(table: str, row: str, name: str) -> PaperNumber:
     """A number that stands in the paper, or that it quotes."""
     place = (table, row, name)
     return next(cell for cell in load_paper() if cell.key == place and cell.source != "torchgpipe")
 
 
-def growth() -> list[Answer]:
+def growth() -> list[Computed]:
     """How much the best ImageNet model grew in three years."""
     later = printed("growth", "SENet 2017", "parameters")
     earlier = printed("growth", "GoogLeNet 2014", "parameters")
     low = (later.target - later.target_rounding) / (earlier.target + earlier.target_rounding)
     high = (later.target + later.target_rounding) / (earlier.target - earlier.target_rounding)
     return [
-        Answer(
+        Computed(
             row="parameters of the best model, 2017 over 2014",
             column="v1",
             value=later.target / earlier.target,
@@ -108,14 +108,14 @@ def growth() -> list[Answer]:
     ]
 
 
-def error_rates() -> list[Answer]:
+def error_rates() -> list[Computed]:
     """What the printed accuracies leave to 100 %."""
     found = []
     for name in ("CIFAR-10", "CIFAR-100"):
         accuracy = printed("transfer", name, "top-1")
         error, off = 100 - accuracy.target, accuracy.target_rounding
         found.append(
-            Answer(
+            Computed(
                 row=name,
                 column="error rate",
                 value=error,
@@ -127,10 +127,10 @@ def error_rates() -> list[Answer]:
     return found
 
 
-def claims() -> list[Answer]:
+def claims() -> list[Computed]:
     """Quotients of exact counts of the models of Table 1."""
     return [
-        Answer(
+        Computed(
             row=f"quotient of the printed counts, {sentence}",
             column=f"{over} / {under}",
             value=parameters_of(half, over) / parameters_of(half, under),
@@ -164,7 +164,7 @@ def parameters(name: str, options: dict[str, Any]) -> int:
     return sum(math.prod(p.shape) for p in model.parameters() if p.requires_grad)
 
 
-QUOTIENTS: dict[str, Callable[[], list[Answer]]] = {
+QUOTIENTS: dict[str, Callable[[], list[Computed]]] = {
     "claims": claims,
     "growth": growth,
     "transfer": error_rates,

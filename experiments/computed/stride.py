@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gpipe_bench.experiments.computed.answer import Answer
+from gpipe_bench.experiments.computed.answer import Computed
 from gpipe_bench.harness.unknowns import Value, load_unknowns
 from gpipe_bench.harness.verdict import Part, Spread
 from gpipe_bench.models import MODELS, example_batch, loss_fn
@@ -53,7 +53,7 @@ def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> Siz
     return Size((found.saved_bytes + found.input_bytes) / BATCH_SIZE, found.num_parameters)
 
 
-def stride() -> list[Answer]:
+def stride() -> list[Computed]:
     """Activations and parameters of the moved stride over the original's."""
     unknowns = load_unknowns().of(TABLE)
     allowed = {setting: unknowns[setting].allowed for setting in SETTINGS}
@@ -82,14 +82,14 @@ def _answer(
     what: str,
     allowed: Mapping[str, tuple[Value, ...]],
     ratios: Mapping[tuple[Value, ...], float],
-) -> Answer:
+) -> Computed:
     """The range over all combinations, and of each setting alone with the others at their first values."""
     first = tuple(values[0] for values in allowed.values())
     parts = []
     for place, (setting, values) in enumerate(allowed.items()):
         alone = [ratios[*first[:place], value, *first[place + 1 :]] for value in values]
         parts.append(Part(what=setting, low=min(alone), high=max(alone)))
-    return Answer(
+    return Computed(
         row=row,
         column="moved stride",
         value=ratios[first],

@@ -20,13 +20,13 @@ from typing import Any
 
 from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.record import Quantity, Record, of_case
-from gpipe_bench.harness.verdict import Entry
+from gpipe_bench.harness.verdict import Answer
 
 PATH = PUBLISHED / "consistency-protocol.toml"
 METRICS = {"images": "held-out accuracy", "text": "held-out perplexity"}
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     """The paper's four cells: the trainings on images with their own seeds."""
     found = []
     for num_stages in load_protocol().plans["images"].stages:
@@ -41,7 +41,7 @@ def cells(records: Sequence[Record]) -> list[Entry]:
             )  # fmt: skip
         compared = finding.word == "not comparable"
         found.append(
-            Entry(
+            Answer(
                 table="consistency", row=row, column=f"pipeline-{num_stages}", quantity=quantity,
                 note="AmoebaNet-D scaled down, on digits unless other images were given; the paper trains "
                 "(2, 128) on ImageNet",

@@ -33,7 +33,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar
 from gpipe_bench.harness.unknowns import load_unknowns
-from gpipe_bench.harness.verdict import Entry, Part, Spread, printed
+from gpipe_bench.harness.verdict import Answer, Part, Spread, printed
 from gpipe_bench.pipeline.plan.schedule import gpipe
 
 DRAWN_STAGES = 4
@@ -225,16 +225,16 @@ def _size(options: dict[str, Any]) -> str:
 # Judged: our numbers for the formulas that the paper's text gives, and for sizes that no other table counts.
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     """A cell for every formula that the paper's text gives and we have a record for."""
     return [*_formulas(records), *_least_multiple(records), *_sizes(records)]
 
 
-def _formulas(records: Sequence[Record]) -> Iterator[Entry]:
+def _formulas(records: Sequence[Record]) -> Iterator[Answer]:
     for record in of_part(records, "bubble"):
         k = record.case["num_stages"]
         for m in (1, 4, 32) if k in (2, 4, 8) else ():
-            yield Entry(
+            yield Answer(
                 table=TABLE,
                 row=f"bubble (K-1)/(M+K-1) at M={m}",
                 column=f"K={k}",
@@ -245,7 +245,7 @@ def _formulas(records: Sequence[Record]) -> Iterator[Entry]:
             )
     for record in of_part(records, "formula"):
         at = f"at L={record.case['num_layers']}, M={record.case['num_microbatches']}"
-        yield Entry(
+        yield Answer(
             table=TABLE,
             row=f"activation memory (N + L/K N/M) / N {at}",
             column=f"K={record.case['num_stages']}",
@@ -256,7 +256,7 @@ def _formulas(records: Sequence[Record]) -> Iterator[Entry]:
         )
 
 
-def _sizes(records: Sequence[Record]) -> Iterator[Entry]:
+def _sizes(records: Sequence[Record]) -> Iterator[Answer]:
     for record in of_part(records, "traffic"):
         name = str(record.case["size"]).replace(", ", ",")
         places = {
@@ -265,7 +265,7 @@ def _sizes(records: Sequence[Record]) -> Iterator[Entry]:
         }
         if place := places.get(str(record.case["model"])):
             table, row, column = place
-            yield Entry(
+            yield Answer(
                 table=table, row=row, column=column, question="as published",
                 quantity=record.quantity("parameters"), record=record,
             )  # fmt: skip
@@ -280,7 +280,7 @@ def least_multiple(share: float) -> int:
     )
 
 
-def _least_multiple(records: Sequence[Record]) -> Iterator[Entry]:
+def _least_multiple(records: Sequence[Record]) -> Iterator[Answer]:
     """How many micro-batches for each stage make the bubble negligible; the paper says that 4 do."""
     negligible = load_unknowns().find("claims", "negligible_share")
     if not of_part(records, "bubble") or negligible.low is None or negligible.high is None:
@@ -289,7 +289,7 @@ def _least_multiple(records: Sequence[Record]) -> Iterator[Entry]:
     row = "micro-batches per stage for a negligible bubble"
     cell = next(cell for cell in load_paper() if cell.key == (TABLE, row, "M / K"))
     part = Part(what="negligible_share", low=fewest, high=most)
-    yield Entry(
+    yield Answer(
         table=TABLE,
         row=row,
         column="M / K",

@@ -21,7 +21,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable
 from gpipe_bench.harness.record import Quantity, Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.verdict import Comparison, Entry, Part, Spread
+from gpipe_bench.harness.verdict import Answer, Comparison, Part, Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,9 +48,9 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return machine.run(case.key, options.profile, options.seed)
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     found = [
-        Entry(
+        Answer(
             table=TABLE,
             row="bytes sent by a pipeline over data parallelism",
             column=str(record.details["column"]),
@@ -83,7 +83,7 @@ def _over(what: str, values: Sequence[float]) -> Spread | None:
     return Spread(low=low, high=high, parts=(part,), combinations=len(values))
 
 
-def _scaling(one: Record, many: Record, title: str) -> Entry:
+def _scaling(one: Record, many: Record, title: str) -> Answer:
     """Examples per second of eight replicas of a pipeline over those of one, over what is not stated."""
 
     def rates(record: Record, dp: int) -> list[float]:
@@ -92,7 +92,7 @@ def _scaling(one: Record, many: Record, title: str) -> Entry:
         return [record.details["batch_size"] / step_s for step_s in spans[dp, STAGES, 1, "dp"]["steps_s"]]
 
     ratios = [all_of / single for single, all_of in zip(rates(one, 1), rates(many, REPLICAS), strict=True)]
-    return Entry(
+    return Answer(
         table=TABLE,
         row="throughput of 8 replicas of a pipeline over one",
         column=f"{title}, K={STAGES}",

@@ -18,7 +18,7 @@ from gpipe_bench.experiments.plan.models import MODELS
 from gpipe_bench.experiments.plan.tables import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Record
-from gpipe_bench.harness.verdict import Entry
+from gpipe_bench.harness.verdict import Answer
 
 SECONDS = {
     steps.PART: {"smoke": 16.0, "short": 200.0, "full": 560.0},
@@ -62,7 +62,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return elsewhere.run(key["source"])
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     """None: the paper plans nothing."""
     return []
 

@@ -18,11 +18,11 @@ from statistics import median
 
 from gpipe_bench.experiments.predicted.records import predicted_numbers
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
-from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.units import show
-from gpipe_bench.harness.verdict import Comparison, Entry
+from gpipe_bench.harness.verdict import Answer, Comparison
 
 SCRIPTS = ("amoebanet", "resnet101", "resnet101-accuracy", "unet")
 """torchgpipe's benchmark scripts whose speeds are predicted."""
@@ -105,7 +105,7 @@ def _count() -> Outcome:
     return Outcome(tuple(quantities), details)
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for each published number that is predicted, or why it is not."""
     known = [record for record in records if record.status == "done" and record.case["part"] in SOURCES]
     found = []
@@ -113,14 +113,14 @@ def cells(records: Sequence[Record]) -> list[Entry]:
         part = str(record.case["part"])
         for (table, row, column), quantity, spread in predicted_numbers(record):
             found.append(
-                Entry(
+                Answer(
                     table=table, row=row, column=column, source=SOURCES[part], question="as published",
                     quantity=quantity, spread=spread, record=record, note=NOTES[part],
                 )
             )  # fmt: skip
     if any(record.case.get("script") == "unet" for record in known):
         found += [
-            Entry(
+            Answer(
                 table="unet-speed", row=row, column=column, source="torchgpipe", question="as published",
                 reason=DIRECT_SKIPS,
             )
@@ -137,7 +137,7 @@ KINDS = {"ratio": "ratios", "samples/s": "absolute speeds", "GiB": "memory", "pa
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     """Every number, and the errors by kind."""
     published = {(cell.source, *cell.key): cell for cell in load_paper()}
-    by_kind: dict[str, list[tuple[Entry, PaperCell]]] = {kind: [] for kind in KINDS.values()}
+    by_kind: dict[str, list[tuple[Answer, PaperNumber]]] = {kind: [] for kind in KINDS.values()}
     for entry in cells(records):
         cell = published.get((entry.source, *entry.place))
         if entry.quantity is not None and cell is not None:
@@ -145,7 +145,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     return "\n\n".join(_grid(kind, found) for kind, found in by_kind.items() if found)
 
 
-def _grid(kind: str, found: Sequence[tuple[Entry, PaperCell]]) -> str:
+def _grid(kind: str, found: Sequence[tuple[Answer, PaperNumber]]) -> str:
     lines, off, inside = [], [], 0
     for entry, cell in found:
         assert entry.range is not None

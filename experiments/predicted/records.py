@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from gpipe_bench.experiments.timed.claims import SMOKE, admitted
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.hypotheses import Hypothesis
-from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid, fill, numbers
 from gpipe_bench.harness.units import show
-from gpipe_bench.harness.verdict import Entry, Spread
+from gpipe_bench.harness.verdict import Answer, Spread
 
 Cell = tuple[str, str, str]
 """Table, row and column, as in results/paper.csv."""
@@ -111,7 +111,7 @@ def predicted_numbers(record: Record) -> list[Number]:
     return found
 
 
-def as_published(records: Sequence[Record]) -> list[Entry]:
+def as_published(records: Sequence[Record]) -> list[Answer]:
     """Our prediction for every number of the paper that the records predict."""
     paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
     found = []
@@ -123,7 +123,7 @@ def as_published(records: Sequence[Record]) -> list[Entry]:
                 f"{spread.combinations:,} combinations of what the paper leaves open."
             )
             found.append(
-                Entry(
+                Answer(
                     table=cell[0], row=cell[1], column=cell[2], question="as published", quantity=quantity,
                     spread=spread,
                     allowed=admitted(paper[cell]) if cell in paper else None,
@@ -236,7 +236,7 @@ TRIED = "combinations tried"
 EACH_M = "one batch for each M: "
 
 
-def hypotheses_of(records: Sequence[Record], paper: Sequence[PaperCell] | None = None) -> list[Hypothesis]:
+def hypotheses_of(records: Sequence[Record], paper: Sequence[PaperNumber] | None = None) -> list[Hypothesis]:
     """The settings of each prediction as hypotheses: the middle, every setting changed alone, and the best of
     all. The best is chosen by the paper's numbers, which a prediction never is; it says of how many. `paper`
     is the file's numbers by default.

@@ -22,7 +22,7 @@ from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.hypotheses import with_reasons
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.table import Row, replies_text, text_table
-from gpipe_bench.harness.verdict import Comparison, Entry
+from gpipe_bench.harness.verdict import Answer, Comparison
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Shown:
     """
 
     records: tuple[Record, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[Answer, ...]
     comparisons: tuple[Comparison, ...]
     text: str
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.experiments.computed.answer import Answer, over, spread_of, to_details, to_quantities
+from gpipe_bench.experiments.computed.answer import Computed, over, spread_of, to_details, to_quantities
 from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots
 from gpipe_bench.harness.experiment import Case, Outcome, PaperTable
 from gpipe_bench.harness.record import Record, Scalar, of_case
-from gpipe_bench.harness.verdict import Entry
+from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
@@ -168,7 +168,7 @@ def run(key: dict[str, Scalar]) -> Outcome:
     """The answers to all rows of a case."""
     found = {RATES_V: of_vee, ELSEWHERE: of_projects}.get(str(key["what"]), lambda: rates(str(key["model"])))
     answers = [
-        Answer(
+        Computed(
             row=row, column=column, value=value, unit=unit, what=what, provenance="replayed",
             spread=over(OPEN, tried) if tried else None,
         )
@@ -177,7 +177,7 @@ def run(key: dict[str, Scalar]) -> Outcome:
     return Outcome(to_quantities(answers), to_details(answers))
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
+def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for every answer on record whose number was published."""
     found = []
     for record in of_case(records, "done", part=PART):
@@ -186,7 +186,7 @@ def cells(records: Sequence[Record]) -> list[Entry]:
             if row.endswith("all messages") or (row.endswith("of 1F1B-I") and column not in SPEED_COLUMNS):
                 continue  # nobody printed these, or they could not be had
             found.append(
-                Entry(
+                Answer(
                     table=SPEEDS if "throughput of" in row else str(record.case["what"]),
                     row=row,
                     column=column,

@@ -20,7 +20,7 @@ from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.report.table import ours_text, paper_text, verdict_text
 from gpipe_bench.harness.units import show
-from gpipe_bench.harness.verdict import Comparison, Entry, Spread, at_least
+from gpipe_bench.harness.verdict import Answer, Comparison, Spread, at_least
 from gpipe_bench.models.paper import COLUMNS, HALVES
 
 BYTES_PER_PARAMETER = 12
@@ -52,8 +52,8 @@ CLAIMS = (
 """Row, half and the two columns that are divided."""
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
-    found: list[Entry] = []
+def cells(records: Sequence[Record]) -> list[Answer]:
+    found: list[Answer] = []
     for half in HALVES:
         for column in COLUMNS[half]:
             found += [
@@ -68,12 +68,12 @@ def cells(records: Sequence[Record]) -> list[Entry]:
     return found + sentences(records)
 
 
-def _parameters(records: Sequence[Record], half: str, column: str, row: str, each: int) -> Entry:
+def _parameters(records: Sequence[Record], half: str, column: str, row: str, each: int) -> Answer:
     """An exact count, or so many bytes for each; a range where the model's own options are not stated."""
     record = find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
     prediction = hypothesis_record(records, half)
     spread = parameter_choices(prediction).spread(column) if prediction is not None else None
-    return Entry(
+    return Answer(
         table=HALVES[half].table,
         row=row,
         column=column,
@@ -98,9 +98,9 @@ def _times(spread: Spread | None, factor: int) -> Spread | None:
     )
 
 
-def _activations(records: Sequence[Record], half: str, column: str) -> Entry:
+def _activations(records: Sequence[Record], half: str, column: str) -> Answer:
     row, record = "peak activation memory", hypothesis_record(records, half)
-    entry = Entry(table=HALVES[half].table, row=row, column=column, question="as published")
+    entry = Answer(table=HALVES[half].table, row=row, column=column, question="as published")
     spread = activation_choices(record).spread(column) if record is not None else None
     if record is None or spread is None:
         return _without(records, "hypotheses", half, entry)
@@ -126,9 +126,9 @@ def _fits(record: Record, half: str, column: str) -> str:
     )
 
 
-def _capacity(records: Sequence[Record], half: str, column: str) -> Entry:
+def _capacity(records: Sequence[Record], half: str, column: str) -> Answer:
     row, record = "maximum parameters", capacity_record(records, half)
-    entry = Entry(table=HALVES[half].table, row=row, column=column, question="as published")
+    entry = Answer(table=HALVES[half].table, row=row, column=column, question="as published")
     spread = capacity_choices(record).spread(column) if record is not None else None
     if record is None or spread is None:
         return _without(records, "capacity", half, entry)
@@ -150,11 +150,11 @@ def _nothing(values: Sequence[float | None]) -> str:
     return f"; under {none} of {len(values)} combinations nothing fits" if none else ""
 
 
-def _any_count(records: Sequence[Record], half: str, column: str) -> Entry:
+def _any_count(records: Sequence[Record], half: str, column: str) -> Answer:
     key = {"half": half, "column": column, "attention": JUDGED_ATTENTION[half], "precision": "float32"}
     record = find(records, part="largest", **key)
     quantity = record.quantity("parameters") if record is not None else None
-    return Entry(
+    return Answer(
         table=HALVES[half].table,
         row=ANY_COUNT,
         column=column,
@@ -164,7 +164,7 @@ def _any_count(records: Sequence[Record], half: str, column: str) -> Entry:
     )
 
 
-def _without(records: Sequence[Record], part: str, half: str, entry: Entry) -> Entry:
+def _without(records: Sequence[Record], part: str, half: str, entry: Answer) -> Answer:
     """A prediction that has no record, or one without a number."""
     record = find(records, part=part, half=half)
     return replace(
@@ -175,9 +175,9 @@ def _without(records: Sequence[Record], part: str, half: str, entry: Entry) -> E
     )
 
 
-def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str) -> Entry:
+def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str) -> Answer:
     """How many times larger what fits is, both under the same settings."""
-    entry = Entry(table="claims", row=row, column=f"{over} / {under}", question="as published")
+    entry = Answer(table="claims", row=row, column=f"{over} / {under}", question="as published")
     record = capacity_record(records, half)
     if record is None:
         return _without(records, "capacity", half, entry)
@@ -197,7 +197,7 @@ def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str
     )
 
 
-def _quotient(records: Sequence[Record], row: str, half: str, over: str, under: str) -> Entry:
+def _quotient(records: Sequence[Record], row: str, half: str, over: str, under: str) -> Answer:
     """The quotient of the exact counts of the models that the paper names."""
     prediction = hypothesis_record(records, half)
     choices = parameter_choices(prediction) if prediction is not None else None
@@ -212,7 +212,7 @@ def _quotient(records: Sequence[Record], row: str, half: str, over: str, under: 
         quantity = record.quantity("parameters") if record is not None else None
         counts.append(quantity.value if quantity is not None and quantity.value is not None else 0)
     value = counts[0] / counts[1] if all(counts) else None
-    return Entry(
+    return Answer(
         table="claims",
         row=f"quotient of the printed counts, {row}",
         column=f"{over} / {under}",
@@ -233,7 +233,7 @@ SENTENCES = (
 """Row, half, and how many accelerators are set against one."""
 
 
-def sentences(records: Sequence[Record]) -> list[Entry]:
+def sentences(records: Sequence[Record]) -> list[Answer]:
     """An entry for each sentence that the records suffice for."""
     found = []
     for row, half, most in SENTENCES:
@@ -247,7 +247,7 @@ def sentences(records: Sequence[Record]) -> list[Entry]:
         if spread is None:
             continue
         found.append(
-            Entry(
+            Answer(
                 table=TABLE,
                 row=row,
                 column=f"pipeline-{most} over pipeline-1",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gpipe_bench.experiments.report.drawing import paper_style, without_frame
 from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION
 from gpipe_bench.harness.experiment import Plot
-from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Record, find
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import text_table
@@ -256,7 +256,7 @@ def _draw(records: Sequence[Record], half: str) -> Figure:
     return figure
 
 
-def _paper(half: str, row: str) -> dict[str, PaperCell]:
+def _paper(half: str, row: str) -> dict[str, PaperNumber]:
     table = HALVES[half].table
     return {c.column: c for c in load_paper() if (c.table, c.row, c.source) == (table, row, "paper")}
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
-from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, find
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.unknowns import Unknown, load_unknowns
 from gpipe_bench.harness.verdict import (
     Allowed,
+    Answer,
     Comparison,
-    Entry,
     Part,
     Spread,
     about,
@@ -50,7 +50,7 @@ def by_model(records: Sequence[Record], models: Iterable[str], **case: Scalar) -
     return {model: record for model, record in found.items() if record is not None}
 
 
-def published(table: str) -> dict[tuple[str, str, str], PaperCell]:
+def published(table: str) -> dict[tuple[str, str, str], PaperNumber]:
     """The numbers of a table by source, row and column."""
     return {
         (cell.source, cell.row, cell.column): cell
@@ -64,7 +64,7 @@ def word(setting: str) -> Unknown:
     return load_unknowns().find("claims", setting)
 
 
-_ADMITS: Mapping[str, Callable[[PaperCell], Allowed]] = {
+_ADMITS: Mapping[str, Callable[[PaperNumber], Allowed]] = {
     "throughput without pipelining, over the accelerators": lambda cell: within_factor(
         word("relatively_constant_ratio")
     ),
@@ -78,7 +78,7 @@ _ADMITS: Mapping[str, Callable[[PaperCell], Allowed]] = {
 """What the words of a sentence admit, by its row."""
 
 
-def admitted(cell: PaperCell) -> Allowed | None:
+def admitted(cell: PaperNumber) -> Allowed | None:
     """What a sentence's words admit, by its row; None where the paper's file says it by itself."""
     words = _ADMITS.get(cell.row)
     return None if words is None else words(cell)
@@ -115,7 +115,7 @@ def entry(
     more: Sequence[tuple[str, float, float]] = (),
     allowed: Allowed | None = None,
     not_comparable: str = "",
-) -> Entry:
+) -> Answer:
     """A replayed number with its range, beside a number or a sentence of the paper.
 
     Args:
@@ -133,7 +133,7 @@ def entry(
     if not not_comparable:
         not_comparable = SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN
     table, row, column = place
-    return Entry(
+    return Answer(
         table=table, row=row, column=column, quantity=quantity, spread=spread, allowed=allowed,
         record=record, note=note, not_comparable=not_comparable,
     )  # fmt: skip
@@ -147,7 +147,7 @@ def sentence(
     quantity: Quantity | None,
     note: str,
     **more: Any,
-) -> list[Entry]:
+) -> list[Answer]:
     """The entry of a sentence of the text, none where the records do not have what it is about. `more` is
     `entry`'s.
     """

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gpipe_bench.harness.compare import absent, peers_of
-from gpipe_bench.harness.paper import PaperCell
+from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.report.side import SideBySide
 from gpipe_bench.harness.report.table import (
     Counts,
@@ -48,7 +48,7 @@ class TableInfo:
 class Published(NamedTuple):
     """A number of others that nothing of ours answers. `ours` is our number at the same place, if any."""
 
-    cell: PaperCell
+    cell: PaperNumber
     comparison: Comparison
     ours: Comparison | None
 
@@ -169,7 +169,7 @@ class Page:
         return sum(row.profile == "smoke" for row in self.rows)
 
 
-def page_of(answers: Sequence[Row], paper: Sequence[PaperCell], infos: Mapping[str, TableInfo]) -> Page:
+def page_of(answers: Sequence[Row], paper: Sequence[PaperNumber], infos: Mapping[str, TableInfo]) -> Page:
     """The page of our answers: every table with a published number or one of ours, in the order of `infos`,
     then of the paper's file, the replies to both questions, and the errata of the paper, each once.
 
@@ -201,7 +201,7 @@ def page_of(answers: Sequence[Row], paper: Sequence[PaperCell], infos: Mapping[s
     )
 
 
-def _table(name: str, answers: Sequence[Row], paper: Sequence[PaperCell], info: TableInfo) -> TableView:
+def _table(name: str, answers: Sequence[Row], paper: Sequence[PaperNumber], info: TableInfo) -> TableView:
     published = {(*cell.key, cell.source): cell for cell in paper}
     answered = {row.comparison.key[:-1] for row in answers}
     peers, unanswered = peers_of(paper), []
@@ -246,7 +246,7 @@ def _table(name: str, answers: Sequence[Row], paper: Sequence[PaperCell], info: 
     )
 
 
-def _verdict(cell: PaperCell | None, row: Row, tolerance: float) -> Verdict:
+def _verdict(cell: PaperNumber | None, row: Row, tolerance: float) -> Verdict:
     return "not run" if row.entry is None else judge(cell, row.entry, tolerance).verdict
 
 

@@ -17,7 +17,7 @@ from typing import Literal, cast
 
 from gpipe_bench.harness.report.grid import Grid, fill, numbers
 from gpipe_bench.harness.units import show, show_interval, show_with_interval
-from gpipe_bench.harness.verdict import DIFFERS, JUDGED, QUESTIONS, Comparison, Entry, Question, Verdict
+from gpipe_bench.harness.verdict import DIFFERS, JUDGED, QUESTIONS, Answer, Comparison, Question, Verdict
 
 Part = Literal["as published", "here", "others' numbers"]
 PARTS: tuple[Part, ...] = ("as published", "here", "others' numbers")
@@ -53,7 +53,7 @@ class Row:
 
     comparison: Comparison
     marks: tuple[int, ...] = ()
-    entry: Entry | None = None
+    entry: Answer | None = None
     machine: str = ""
     profile: str = ""
     command: str = ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from heapq import heapify, heappop, heappush
 from math import comb, inf
 from typing import Any
@@ -220,8 +220,8 @@ class Search:
         takes less than `below_s`.
 
         The cut is made with one receive ahead. What the transport holds beyond that is known of a whole cut
-        only: where it is too much, the way is cut anew. Then a way of few cuts is asked of each whole cut
-        that would be the best; in others every worker has as much less room as the last cut's messages take.
+        only: where it is too much, the way is cut anew, and every worker has as much less room as the last
+        cut's messages take. A way of few cuts is also asked of each whole cut that would be the best.
         """
         cap = memory_bytes or self.cap
         known = self._best.get((way, effort))
@@ -231,35 +231,40 @@ class Search:
         if room.least_bytes() > cap:
             return None
         caps, bound_s, few = [cap] * way.grid.pp, 0.0, self._num_cuts(way) <= ALL_CUTS
-
-        def fits(worker: int, stages: tuple[range, ...], remat: tuple[str, ...]) -> bool:
-            return room.fits(worker, stages, remat, caps[worker])
+        best: Found | None = None
 
         def holds(stages: Partition, remat: tuple[str, ...]) -> bool:
             return max(each.peak for each in room.counted(stages, remat, accelerated)) <= cap
 
         for attempt in range(CUTS_ANEW):
+            whole = few and attempt == 1
+            left = [cap] * way.grid.pp if whole else caps
             cut = best_cut(
                 self.schedule(way),
                 self.times(way),
                 links=self.boundaries(way),
-                fits=fits,
-                holds=holds if few and attempt else None,
+                fits=partial(_fits, room, left),
+                holds=holds if whole else None,
                 remats=self.space.remats,
                 effort=effort,
             )
             if cut is None or cut.step_s >= below_s:
-                return None
+                if whole:
+                    continue
+                break
             bound_s = bound_s or cut.bound_s  # of any cut of the way; with less room there are fewer
-            found = self.found(way, replace(cut, bound_s=max(bound_s, cut.bound_s) if few else bound_s), room)
-            if found.peak <= cap:
-                self._best[way, effort] = found
-                return found
-            if not few:
+            found = self.found(way, replace(cut, bound_s=bound_s), room)
+            if found.peak > cap:
                 alone = room.alone(cut.stages, cut.remat)
                 more = [each.peak - less.peak for each, less in zip(found.memory, alone, strict=True)]
                 caps = [min(before, cap - each) for before, each in zip(caps, more, strict=True)]
-        return None
+                continue
+            best = found if best is None or found.step_s < best.step_s else best
+            if not whole:
+                break
+        if best is not None:
+            self._best[way, effort] = best
+        return best
 
     def found(self, way: Way, cut: Cut, room: Room | None = None) -> Found:
         """A cut of a way as an answer."""
@@ -315,6 +320,12 @@ class Search:
         if self.costs.profiles is None:
             raise ValueError("these costs have no profiles, so nobody knows what fits: time the layers anew")
         return Footprints(self.costs.profiles(size, split, tp))
+
+
+def _fits(
+    room: Room, left: list[int], worker: int, stages: tuple[range, ...], remat: tuple[str, ...]
+) -> bool:
+    return room.fits(worker, stages, remat, left[worker])
 
 
 def _rows_key(way: Way) -> tuple[str, int, int, int]:

@@ -123,8 +123,8 @@ PLANNED = (
     Mutant(
         name="a plan whose messages do not fit",
         file="planner/search.py",
-        old="            if found.peak <= cap:\n",
-        new="            if found is not None:\n",
+        old="            if found.peak > cap:\n",
+        new="            if found is None:\n",
         why="it would run out of memory with the plan that was made for it",
         tests=("tests/test_planning_search.py::test_messages_that_do_not_fit_cut_a_way_anew",),
     ),

@@ -81,8 +81,8 @@ class Answer(Place):
         explained_by: the tested settings that account for a difference, named as the table of hypotheses
             names them
         others_tried: how many settings were tried that the spread does not cover
-        status: of the record, for an answer without a number
-        reason: of the record, likewise
+        status: for an answer without a number; by default the record's
+        reason: likewise
     """
 
     quantity: Quantity | None = None
@@ -95,6 +95,11 @@ class Answer(Place):
     others_tried: int = 0
     status: Status = "done"
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.record is not None and (self.status, self.reason) == ("done", ""):
+            object.__setattr__(self, "status", self.record.status)
+            object.__setattr__(self, "reason", self.record.reason)
 
     @property
     def tried(self) -> int:

@@ -101,8 +101,6 @@ def cells(records: Sequence[Record]) -> list[Answer]:
             column=COLUMNS[int(record.case["step"] or 0)],
             quantity=record.quantity("parameters"),
             record=record,
-            status=record.status,
-            reason=record.reason,
         )
         for record in records
     ]

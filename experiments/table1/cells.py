@@ -81,8 +81,6 @@ def _parameters(records: Sequence[Record], half: str, column: str, row: str, eac
         quantity=record.quantity(row) if record is not None else None,
         spread=_times(spread, each),
         record=record,
-        status=record.status if record is not None else "done",
-        reason=record.reason if record is not None else "",
     )
 
 
@@ -170,8 +168,6 @@ def _without(records: Sequence[Record], part: str, half: str, entry: Answer) -> 
     return replace(
         entry,
         record=record,
-        status=record.status if record is not None else "done",
-        reason=record.reason if record is not None else "",
     )
 
 

@@ -63,7 +63,7 @@ def run_python(session: nox.Session, *command: str, **environment: str) -> None:
 
 def usable_cores(session: nox.Session) -> str:
     """As many as the harness may keep busy, at most eight: each process of a session holds a torch."""
-    asked = "from gpipe_bench.harness.records.environment import usable_cores; print(min(usable_cores(), 8))"
+    asked = "from gpipe_bench.harness.environment import usable_cores; print(min(usable_cores(), 8))"
     said = session.run(prepare(session)[0], "-c", asked, external=True, silent=True)
     return str(said).split()[-1]
 

@@ -20,9 +20,8 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # The standard library alone: what else is missing here is the first thing to find out.
 from gpipe_bench.harness.places import ROOT
@@ -31,25 +30,15 @@ DONE, NO_GPU, BAD_USAGE, STEP_FAILED, LACKING = 0, 1, 2, 3, 4
 MODELLED = "minutes and memory are modelled, not measured; none of these steps has run on a GPU yet"
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One thing to run.
+class Step(NamedTuple):
+    """One thing to run."""
 
-    Args:
-        name: of the step, on the command line and of the file with what it prints.
-        minutes: that it takes at most on an H100, by operations and steps at 0.2 of the peak.
-        memory_gib: of the GPU, by the memory model.
-        command: arguments of Python; `{records}` is the folder of the records.
-        gives: what one knows afterwards.
-        packages: that must be there besides what the project needs.
-    """
-
-    name: str
-    minutes: float
-    memory_gib: float
-    command: tuple[str, ...]
-    gives: str
-    packages: tuple[str, ...] = ()
+    name: str  # on the command line, and of the file with what it prints
+    minutes: float  # that it takes at most on an H100, by operations and steps at 0.2 of the peak
+    memory_gib: float  # of the GPU, by the memory model
+    command: tuple[str, ...]  # arguments of Python; `{records}` is the folder of the records
+    gives: str  # what one knows afterwards
+    packages: tuple[str, ...] = ()  # that must be there besides what the project needs
 
     @property
     def takes(self) -> str:
@@ -57,12 +46,13 @@ class Step:
         return f"at most {self.minutes:g} min and {self.memory_gib:g} GiB of a GPU (modelled)"
 
 
-def _run(experiment: str, *cases: str) -> tuple[str, ...]:
-    chosen = [word for case in cases for word in ("--only", case)]
-    return (
-        "-m", "experiments", "run", experiment, "--profile", "full", "--device", "cuda",
-        "--results", "{records}", *chosen,
-    )  # fmt: skip
+def _run(name: str, minutes: float, memory_gib: float, what: str, gives: str) -> Step:
+    """A step that runs cases: `what` is the experiment and the cases' keys."""
+    experiment, *only = what.split()
+    options = ["--profile", "full", "--device", "cuda", "--results", "{records}"]
+    chosen = [word for case in only for word in ("--only", case)]
+    command = ("-m", "experiments", "run", experiment, *options, *chosen)
+    return Step(name, minutes, memory_gib, command, gives)
 
 
 # What comes first is worth most if nothing follows: such a machine is mostly lent for minutes.
@@ -70,28 +60,25 @@ STEPS = (
     Step("tests", 8, 8, ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q"),
          "the tests marked gpu: gradients, bits, masks, waits, NCCL, memory and timelines",
          ("pytest", "hypothesis", "pytest-benchmark")),
-    Step("table1-amoebanet", 5, 8, _run("table1", "part=device", "half=amoebanet"),
+    _run("table1-amoebanet", 5, 8, "table1 part=device half=amoebanet",
          "Table 1's AmoebaNet columns: every distinct stage under the paper's 8 GiB"),
-    Step("table1-transformer", 5, 16, _run("table1", "part=device", "half=transformer"),
+    _run("table1-transformer", 5, 16, "table1 part=device half=transformer",
          "Table 1's Transformer columns: every distinct stage under the paper's 16 GiB"),
-    Step("table4-resnet101", 4, 8, _run("table4", "model=resnet101"),
-         "where the time of ResNet-101 goes"),
-    Step("table4-amoebanet", 6, 32, _run("table4", "model=amoebanet"),
-         "where the time of AmoebaNet-D (4, 512) goes"),
-    Step("table2-transformer", 9, 54, _run("table2", "model=transformer", "batch=fitted"),
+    _run("table4-resnet101", 4, 8, "table4 model=resnet101", "where the time of ResNet-101 goes"),
+    _run("table4-amoebanet", 6, 32, "table4 model=amoebanet", "where the time of AmoebaNet-D (4, 512) goes"),
+    _run("table2-transformer", 9, 54, "table2 model=transformer batch=fitted",
          "Table 2's Transformer-48, its mini-batch fitted to the memory of a stage"),
-    Step("table2-amoebanet", 9, 10, _run("table2", "model=amoebanet", "batch=fitted"),
+    _run("table2-amoebanet", 9, 10, "table2 model=amoebanet batch=fitted",
          "Table 2's AmoebaNet-D (18, 256), its mini-batch fitted to the memory of a stage"),
-    Step("table3-amoebanet", 3, 2, _run("table3", "part=steps", "model=amoebanet"),
+    _run("table3-amoebanet", 3, 2, "table3 part=steps model=amoebanet",
          "Table 3's AmoebaNet-D (18, 128): actions for the replay over slow links"),
-    Step("table3-transformer", 4, 25, _run("table3", "part=steps", "model=transformer"),
+    _run("table3-transformer", 4, 25, "table3 part=steps model=transformer",
          "Table 3's Transformer-24: actions for the replay over slow links"),
-    Step("table2-transformer-fixed", 9, 71, _run("table2", "model=transformer", "batch=fixed"),
+    _run("table2-transformer-fixed", 9, 71, "table2 model=transformer batch=fixed",
          "Table 2's Transformer-48 at one mini-batch; K=2, M=1 may find no room"),
-    Step("table2-amoebanet-fixed", 9, 36, _run("table2", "model=amoebanet", "batch=fixed"),
+    _run("table2-amoebanet-fixed", 9, 36, "table2 model=amoebanet batch=fixed",
          "Table 2's AmoebaNet-D (18, 256) at one mini-batch"),
-    Step("figure3-resnet101", 5, 26, _run("figure3", "model=resnet101"),
-         "v1's Figure 3, ResNet-101"),
+    _run("figure3-resnet101", 5, 26, "figure3 model=resnet101", "v1's Figure 3, ResNet-101"),
 )  # fmt: skip
 
 
@@ -243,20 +230,21 @@ def declared() -> list[str]:
 
 def absent(requirements: Iterable[str]) -> list[str]:
     """Those of which no version is installed, or one that is too old."""
-    return [requirement for requirement in requirements if not _is_there(requirement)]
 
+    def numbers(version: str) -> list[int]:
+        found = [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
+        return found + [0] * (4 - len(found))  # 1.0 is no older than 1.0.0
 
-def _is_there(requirement: str) -> bool:
-    name, least = re.match(r"([\w.-]+)(?:.*>=\s*([\d.]+))?", requirement).groups()  # type: ignore[union-attr]
-    try:
-        return _numbers(importlib.metadata.version(name)) >= _numbers(least or "")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    numbers = [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
-    return tuple(numbers) + (0,) * (4 - len(numbers))  # 1.0 is no older than 1.0.0
+    missing = []
+    for requirement in requirements:
+        name, least = re.match(r"([\w.-]+)(?:.*>=\s*([\d.]+))?", requirement).groups()  # type: ignore[union-attr]
+        try:
+            if numbers(importlib.metadata.version(name)) >= numbers(least or ""):
+                continue
+        except importlib.metadata.PackageNotFoundError:
+            pass
+        missing.append(requirement)
+    return missing
 
 
 def how_to_install(requirements: Sequence[str]) -> str:

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.experiments.table1.cells import table as table1
 from gpipe_bench.harness.experiment import Experiment, RunOptions
-from gpipe_bench.harness.judging.entry import QUESTIONS
-from gpipe_bench.harness.judging.verdict import JUDGED, Verdict
 from gpipe_bench.harness.places import PUBLISHED, REFERENCE, ROOT
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.report.counts import EVIDENCE, evidence
 from gpipe_bench.harness.report.grid import between
-from gpipe_bench.harness.report.render import MARKS, MEANINGS, Page
-from gpipe_bench.harness.report.replies import RULE, replies_markdown
+from gpipe_bench.harness.report.html import MARKS, MEANINGS
+from gpipe_bench.harness.report.page import Page
+from gpipe_bench.harness.report.table import EVIDENCE, RULE, replies_markdown
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import JUDGED, Verdict
 
 RECORDS = REFERENCE / "cpu-2-cores"
 CORES = 2  # of the machine that times are said for
@@ -53,29 +51,25 @@ def _page() -> Page:
 def replies() -> str:
     """Both questions answered from the reference records: the same as the report's first screen."""
     page = _page()
-    cells = [row.comparison for table in page.tables for row in table.rows]
-    return f"{replies_markdown(cells, {table.name: table.info.short for table in page.tables})}\n\n{RULE}"
+    return f"{replies_markdown(page.cells, page.names)}\n\n{RULE}"
 
 
 def widths() -> str:
     """Verdicts by evidence at the declared width, and all of them at half and at twice the width."""
-    rows = [row for table in _page().tables for row in table.rows if row.comparison.counted]
     columns: tuple[Verdict, ...] = (*JUDGED, "not comparable", "not run")
     lines = ["| question | evidence | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
-
-    def line(question: str, name: str, found: Sequence[Verdict]) -> str:
-        counted = Counter(found)
-        return f"| {question} | {name} | {' | '.join(str(counted[each] or '-') for each in columns)} |"
-
-    for question in QUESTIONS:
-        mine = [row for row in rows if row.comparison.question == question]
+    for view in _page().questions:
+        found: dict[str, list[int]] = {}
         for rests_on in EVIDENCE:
-            found = [row.comparison.verdict for row in mine if evidence(row.comparison) == rests_on]
-            if found:
-                lines.append(line(question, rests_on, found))
-        lines.append(line(question, "all", [row.comparison.verdict for row in mine]))
-        lines.append(line(question, "all, at half the width", [row.narrow for row in mine]))
-        lines.append(line(question, "all, at twice the width", [row.wide for row in mine]))
+            numbers = [view.scores[0][rests_on, verdict] for verdict in columns]
+            found |= {rests_on: numbers} if any(numbers) else {}
+        for name, counts in zip(
+            ("", ", at half the width", ", at twice the width"), view.scores, strict=True
+        ):
+            found[f"all{name}"] = [counts.with_verdict(verdict) for verdict in columns]
+        for label, numbers in found.items():
+            said = " | ".join(str(number or "-") for number in numbers)
+            lines.append(f"| {view.reply.question} | {label} | {said} |")
     return "\n".join(lines)
 
 

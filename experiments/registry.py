@@ -18,20 +18,23 @@ if TYPE_CHECKING:
 # A line for each: the name on the command line and in nox, and the module that ends with its EXPERIMENT.
 EXPERIMENTS: dict[str, str] = {
     "table1": "gpipe_bench.experiments.table1.experiment",
-    "table2": "gpipe_bench.experiments.table2.experiment",
-    "table3": "gpipe_bench.experiments.table3.experiment",
-    "table4": "gpipe_bench.experiments.table4.experiment",
+    "table2": "gpipe_bench.experiments.table2",
+    "table3": "gpipe_bench.experiments.table3",
+    "table4": "gpipe_bench.experiments.table4",
     "figure2": "gpipe_bench.experiments.figure2.experiment",
-    "figure3": "gpipe_bench.experiments.figure3.experiment",
+    "figure3": "gpipe_bench.experiments.figure3",
     "computed": "gpipe_bench.experiments.computed.experiment",
-    "engine": "gpipe_bench.experiments.side_by_side.engine",
+    "engine": "gpipe_bench.experiments.engine",
     "consistency": "gpipe_bench.experiments.consistency.experiment",
-    "predictions": "gpipe_bench.experiments.predictions.experiment",
-    "peers": "gpipe_bench.experiments.side_by_side.peers",
+    "predictions": "gpipe_bench.experiments.predicted.experiment",
+    "peers": "gpipe_bench.experiments.peers",
     "schedules": "gpipe_bench.experiments.schedules.experiment",
     "grid": "gpipe_bench.experiments.grid.experiment",
     "plan": "gpipe_bench.experiments.plan.experiment",
 }
+PROFILES = ("smoke", "short", "full")
+"""Of every experiment: that it runs, what a laptop can do, the paper's sizes."""
+
 VERBS_TOO = ("plan",)
 """Experiments that have the name of a verb, which it stays on the command line."""
 

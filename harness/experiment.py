@@ -1,23 +1,22 @@
 """What an experiment has to say about itself so that the harness can run, resume, judge and show it.
 
 An experiment is data and a few pure functions; the harness decides what to run, keeps what came out and
-calls the functions that turn records into cells, tables, figures and charts. All but `run` work without a
-device and without torch.
+calls the functions that turn records into answers, tables, figures and charts. All but `run` work without a
+device and without torch. What is shown is data until somebody draws: a report knows a plot's caption without
+drawing it, and needs to know no experiment by name.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.hypotheses import Hypothesis
-from gpipe_bench.harness.records.record import Quantity, Record, Scalar, Status, identity, label
-from gpipe_bench.harness.shown import KeptTimeline, PaperTable, Plot
+from gpipe_bench.harness.hypotheses import Hypothesis
+from gpipe_bench.harness.record import Quantity, Record, Scalar, Status, check_key, identity, label
+from gpipe_bench.harness.verdict import Comparison, Entry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +61,7 @@ class Case:
     group: str = ""
 
     def __post_init__(self) -> None:
-        for name, value in self.key.items():
-            if not (value is None or type(value) in (str, int, float, bool)):
-                raise ValueError(
-                    f"case key {name}={value!r} is {type(value).__name__}; use str, int, float, bool or None"
-                )
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"case key {name}={value} is not finite")
+        check_key(self.key, "case key")
 
     @property
     def label(self) -> str:
@@ -151,7 +144,7 @@ class Experiment:
 def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[Case]:
     """The cases that every wanted key admits. Raises ValueError with what is unknown and what allowed."""
     for key, wanted in only.items():
-        allowed = {text(case.key[key]): None for case in cases if key in case.key}
+        allowed = dict.fromkeys(text(case.key[key]) for case in cases if key in case.key)
         if not allowed:
             keys = sorted({name for case in cases for name in case.key})
             raise ValueError(
@@ -173,6 +166,61 @@ def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[C
 
 def text(value: Scalar) -> str:
     """A key's value as it is typed after --only."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperTable:
+    """A table of paper.csv in words: its heading, a name for where room is scarce, a sentence about it."""
+
+    title: str
+    short: str
+    about: str
+
+
+class Drawing(Protocol):
+    """What a plot draws: a matplotlib figure, or whatever can be saved like one."""
+
+    def savefig(self, fname: Path, /, *, dpi: int) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plot:
+    """A figure that can be drawn of some records.
+
+    Args:
+        name: of its files, without ending
+        caption: what it shows, in a line below it
+        alt: what a reader who can't see it should know
+        draw: makes the drawing; only this may need matplotlib
+        suffixes: of the files: "png", "svg" or both
+        style: what drawing and saving happen in, such as a theme
+        of_timelines: it shows timelines, which a page has as charts to point at where `timelines` offers them
+    """
+
+    name: str
+    caption: str
+    alt: str
+    draw: Callable[[], Drawing]
+    suffixes: tuple[str, ...] = ("png", "svg")
+    style: Callable[[], AbstractContextManager[object]] = nullcontext
+    of_timelines: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptTimeline:
+    """A timeline that a record keeps, to be shown as a chart.
+
+    Args:
+        record: that keeps it
+        data: as `Timeline.to_data` gives it
+        title: of the chart
+        where: what tells it from other timelines of the same record, in words that follow the title
+        unit: of its times, in words; empty for seconds
+    """
+
+    record: Record
+    data: Mapping[str, Any]
+    title: str
+    where: tuple[str, ...] = ()
+    unit: str = ""

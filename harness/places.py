@@ -27,3 +27,11 @@ def own_results() -> Path:
     """
     here = Path.cwd().resolve()
     return (ROOT if is_checkout() and here.is_relative_to(ROOT) else here) / "results" / "local"
+
+
+def short_path(path: Path) -> str:
+    """The path as one would type it from here."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

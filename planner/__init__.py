@@ -1,1 +1,56 @@
-"""`plan`: how to train a model on given machines, and how long a step takes."""
+"""How to train a model on given machines, and how long a step takes.
+
+    from gpipe_bench.planner import Request, link_named, model_of, plan
+
+    found = plan(model_of("gpt2", 64), Request(accelerators=4, memory_bytes=24 * 2**30, batch_size=64,
+                                               link=link_named("pcie", "a10"), device_type="a10"))
+    print(found.best.step_s, found.script())
+
+Names are imported when they are first asked for: torch is there with the first that needs it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpipe_bench.planner.answer import Plan, plan
+    from gpipe_bench.planner.candidate import Candidate, Prediction
+    from gpipe_bench.planner.costs import Costs
+    from gpipe_bench.planner.measured import Timing
+    from gpipe_bench.planner.model import Model, model_of
+    from gpipe_bench.planner.request import Request
+    from gpipe_bench.planner.space import Space
+    from gpipe_bench.planner.topology import link_named, link_within
+
+_HOMES = {
+    "answer": ("Plan", "plan"),
+    "candidate": ("Candidate", "Prediction"),
+    "costs": ("Costs",),
+    "model": ("Model", "model_of"),
+    "request": ("Request",),
+    "space": ("Space",),
+    "timed": ("Timing",),
+    "topology": ("link_named", "link_within"),
+}
+__all__ = [
+    "Candidate",
+    "Costs",
+    "Model",
+    "Plan",
+    "Prediction",
+    "Request",
+    "Space",
+    "Timing",
+    "link_named",
+    "link_within",
+    "model_of",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            found = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,22 +15,18 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner.accelerators import accelerator
-from gpipe_bench.planner.candidate import Candidate
-from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.found import Found
-from gpipe_bench.planner.grids import grid_of
-from gpipe_bench.planner.likely import worth
-from gpipe_bench.planner.measured import as_measured
-from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.candidate import Candidate, Grid, Prediction, Way
+from gpipe_bench.planner.costs import About, Costs
+from gpipe_bench.planner.infeasible import nothing_fits, smallest
+from gpipe_bench.planner.measured import Timing, as_measured
+from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.prediction import Prediction
 from gpipe_bench.planner.request import MEASURED, Request
 from gpipe_bench.planner.script import NAME, command, script
-from gpipe_bench.planner.search import KEPT, Search
-from gpipe_bench.planner.shortfall import nothing_fits, smallest
+from gpipe_bench.planner.search import KEPT, Found, Search
 from gpipe_bench.planner.space import Space, check, sizes_of
-from gpipe_bench.planner.timed import Timing
 
 SHOWN = 5
 """Ways that are printed."""
@@ -40,18 +36,11 @@ MOST_POINTS = 8
 """Of the frontier."""
 FEW = 2
 """Ways that are kept for each point but the first: the best, and one that may be as good by the replay."""
+NEAR = 1.25
+"""A way that takes at most so many times as long as the fastest may still be the fastest."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is done, how many of it, of how many."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """A way on the frontier: nothing that was looked at is faster with as little memory."""
-
-    peak_bytes: int
-    step_s: float
-    prediction: Prediction
 
 
 @dataclass(frozen=True)
@@ -61,14 +50,14 @@ class Plan:
     Args:
         model, request: what was asked
         predictions: the best of each grid and schedule, the fastest first
-        frontier: from little memory to much
+        frontier: from little memory to much; nothing that was looked at is faster with as little
         tried, skipped: ways that were looked at, and that could not be among the best
     """
 
     model: Model
     request: Request
     predictions: tuple[Prediction, ...]
-    frontier: tuple[Point, ...]
+    frontier: tuple[Prediction, ...]
     tried: int
     skipped: int
 
@@ -107,12 +96,8 @@ class Plan:
                 each.describe() | {"slower": each.step_s / self.best.step_s - 1} for each in self.predictions
             ],
             "frontier": [
-                {
-                    "peak_bytes": point.peak_bytes,
-                    "step_s": point.step_s,
-                    **point.prediction.candidate.describe(),
-                }
-                for point in self.frontier
+                {"peak_bytes": each.peak, "step_s": each.step_s, **each.candidate.describe()}
+                for each in self.frontier
             ],
             "command": self.command(),
             "script": self.script(),
@@ -132,7 +117,7 @@ def plan(
     """The best ways to train `model` as `request` says.
 
     Args:
-        model: as `models.model_of` builds it, for the request's mini-batch.
+        model: as `model.model_of` builds it, for the request's mini-batch.
         request: machines and a way to train.
         space: what may be chosen; everything but tensor parallelism if not given.
         costs: of the layers; timed here or by a roofline, as the request's device type says, if not given.
@@ -203,7 +188,7 @@ def as_on(model: Model, request: Request) -> Model:
 def costs_for(model: Model, request: Request, sizes: Sequence[int], timing: Timing | None = None) -> Costs:
     """Measured on this machine's device, or by a roofline of the one that is asked for."""
     if request.device_type == MEASURED:
-        from gpipe_bench.planner.timed import timed
+        from gpipe_bench.planner.measured import timed
 
         return timed(model, request, sizes, timing or Timing())
     from gpipe_bench.planner.roofline import by_roofline
@@ -239,7 +224,7 @@ def _held(found: Found, request: Request) -> str:
     return f"{words} GiB; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
 
 
-def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[Point, ...]]:
+def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[Prediction, ...]]:
     """The best ways, the fastest first, and the fastest under less and less memory.
 
     Each point is the fastest of all that the search finds under a cap, as a plan for so much memory. What is
@@ -254,13 +239,12 @@ def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[P
         cap = int(LESS * found[0].peak)
     every = sorted(known.values(), key=lambda each: (each.step_s, each.peak))
     fastest = [next((each for each in every if each.peak <= cap), None) for cap in reversed(caps)]
-    different = {each.candidate: each for each in fastest if each is not None}
-    points = [Point(each.peak, each.step_s, each) for each in different.values()]
+    points = {each.candidate: each for each in fastest if each is not None}
     best: dict[object, Prediction] = {}
     for each in every:
         candidate = each.candidate
-        best.setdefault((grid_of(candidate), candidate.schedule, candidate.stages_per_worker), each)
-    return tuple(best.values()), tuple(points)
+        best.setdefault((candidate.grid, candidate.schedule, candidate.stages_per_worker), each)
+    return tuple(best.values()), tuple(points.values())
 
 
 def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
@@ -276,3 +260,33 @@ def _too_large(model: Model, request: Request, space: Space) -> str:
     least = smallest(model, request, space)
     assert least is not None  # `check` has found ways
     return nothing_fits(model, request, space, least)
+
+
+def worth(request: Request, costs: Costs) -> set[About]:
+    """What the fastest ways depend on, as far as can be said before anything is searched: every grid, in 1F1B
+    and with a cut of even seconds, with all the memory that there could be.
+    """
+    request = as_measured(request, costs)
+    found: list[tuple[float, set[About]]] = []
+    for size, at in costs.sizes.items():
+        weights = [ahead + back for ahead, back in zip(at.layers_s["G"], at.layers_s["B"], strict=True)]
+        for pp in range(1, min(request.accelerators, costs.num_layers) + 1):
+            replicas, rest = divmod(request.accelerators, pp)
+            number, uneven = divmod(request.batch_size, replicas * size)
+            if rest or uneven or not number:
+                continue
+            for level in (0, 2, 3) if replicas > 1 else (0,):
+                if level and level not in at.shards_s:
+                    continue
+                dp, fsdp = (1, replicas) if level else (replicas, 1)
+                way = Way(Grid(pp, dp, fsdp, level), "1f1b", 1, number, size)
+                candidate = way.candidate(partition(weights, pp), ("never",) * pp)
+                step_s = predict(candidate, costs, request, draws=0, parts=False).step_s
+                needs = {About(size, level)} if replicas > 1 else set()
+                if pp > 1 or replicas == 1:
+                    needs.add(About(size, "layers"))
+                found.append((step_s, needs))
+    if not found:
+        return {About(size, "layers") for size in costs.sizes}
+    bound_s = NEAR * min(step_s for step_s, _ in found)
+    return set().union(*(needs for step_s, needs in found if step_s <= bound_s))

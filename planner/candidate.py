@@ -1,23 +1,101 @@
-"""One way to train: the grid of accelerators, the pipeline's stages and schedule, what is recomputed.
+"""One way to train: the grid of accelerators, the pipeline's stages and schedule, what is recomputed; and
+what a step of it takes.
 
-A candidate is complete: everything that is needed to run it, or to say what it takes, and nothing that
-follows from it. Only the standard library and `pipeline.plan` are imported.
+A `Way` is all of it but the cut. A `Candidate` is complete: everything that is needed to run it, and nothing
+that follows from it. What follows is its `Prediction`.
 
     dp 2 x fsdp 1 x tp 1 x 4 workers, 2 stages each, M = 8, interleaved      8 accelerators, 8 stages
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedules.known import NAMED
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 
 FSDP_LEVELS = (0, 2, 3)
 """What the ranks of `fsdp` share out: nothing; gradients and optimizer state (ZeRO-2); parameters too."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Grid:
+    """Accelerators by what they do: workers of a pipeline, replicas, those that share a layer.
+
+    `fsdp_level` is as `Candidate` has it.
+    """
+
+    pp: int
+    dp: int = 1
+    fsdp: int = 1
+    fsdp_level: int = 0
+    tp: int = 1
+
+    @property
+    def replicas(self) -> int:
+        return self.dp * self.fsdp
+
+    @property
+    def accelerators(self) -> int:
+        return self.pp * self.replicas * self.tp
+
+    def __str__(self) -> str:
+        sharded = f"fsdp {self.fsdp} (ZeRO-{self.fsdp_level})" if self.fsdp > 1 else ""
+        parts = [f"pp {self.pp}", f"dp {self.dp}" * (self.dp > 1), sharded, f"tp {self.tp}" * (self.tp > 1)]
+        return " x ".join(part for part in parts if part)
+
+
+@cache
+def splits(name: str) -> bool:
+    """Whether a schedule has I and W."""
+    return any(action.kind is Kind.W for action in named(name, 2, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """All of a candidate but its cut."""
+
+    grid: Grid
+    schedule: str
+    stages_per_worker: int
+    num_microbatches: int
+    microbatch_size: int
+
+    @property
+    def num_stages(self) -> int:
+        return self.grid.pp * self.stages_per_worker
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are I and W."""
+        return splits(self.schedule)
+
+    def rows(self) -> Schedule:
+        """Of its workers, without recomputation."""
+        workers, count = self.grid.pp, self.num_microbatches
+        return named(self.schedule, workers, count, stages_per_worker=self.stages_per_worker)
+
+    def candidate(self, cut: Partition, remat: tuple[str, ...]) -> Candidate:
+        """All of it."""
+        grid = self.grid
+        return Candidate(
+            cut=cut,
+            schedule=self.schedule,
+            num_microbatches=self.num_microbatches,
+            remat=remat,
+            num_workers=grid.pp,
+            stages_per_worker=self.stages_per_worker,
+            dp=grid.dp,
+            fsdp=grid.fsdp,
+            fsdp_level=grid.fsdp_level,
+            tp=grid.tp,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +164,11 @@ class Candidate:
         return self.num_workers * self.stages_per_worker
 
     @property
+    def grid(self) -> Grid:
+        """What it makes of its accelerators."""
+        return Grid(self.num_workers, self.dp, self.fsdp, self.fsdp_level, self.tp)
+
+    @property
     def replicas(self) -> int:
         """Shares of a mini-batch."""
         return self.dp * self.fsdp
@@ -93,7 +176,7 @@ class Candidate:
     @property
     def accelerators(self) -> int:
         """All that it needs."""
-        return self.replicas * self.tp * self.num_workers
+        return self.grid.accelerators
 
     def microbatch_size(self, batch_size: int) -> int:
         """Examples of a micro-batch. `ValueError` for a mini-batch that does not divide into equal ones."""
@@ -111,3 +194,72 @@ class Candidate:
         facts = asdict(self) | {"remat": list(self.remat)}
         facts["cut"] = [len(stage) for stage in self.cut]
         return facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step of a candidate, predicted.
+
+    Args:
+        candidate: what is run
+        batch_size: examples of a mini-batch, over all replicas
+        step_s: seconds of one step, with `low_s` and `high_s` around it
+        peak_bytes: most bytes that an accelerator of each worker of the pipeline holds
+        peak_when: the action of that peak, such as "2B0", or "optimizer"
+        parts_s: where the step's time goes, in seconds of the step by reason; they add up to `step_s`
+        provenance: by "layers", "links", "memory" and others: how it was found, and on what
+
+    Raises:
+        ValueError: seconds that are no range, or not one peak for each worker.
+    """
+
+    candidate: Candidate
+    batch_size: int
+    step_s: float
+    low_s: float
+    high_s: float
+    peak_bytes: tuple[int, ...]
+    peak_when: tuple[str, ...]
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (0 < self.low_s <= self.step_s <= self.high_s and isfinite(self.high_s)):
+            raise ValueError(
+                f"a step of {self.step_s} s, from {self.low_s} to {self.high_s}: give low <= step <= high, "
+                "all finite and above 0"
+            )
+        if not len(self.peak_bytes) == len(self.peak_when) == self.candidate.num_workers:
+            raise ValueError(
+                f"{len(self.peak_bytes)} peaks at {len(self.peak_when)} actions for "
+                f"{self.candidate.num_workers} workers; give one of each for every worker"
+            )
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest accelerator."""
+        return max(self.peak_bytes)
+
+    @property
+    def fullest(self) -> int:
+        """The worker of that accelerator, the first of equal ones."""
+        return self.peak_bytes.index(self.peak)
+
+    @property
+    def examples_per_s(self) -> float:
+        return self.batch_size / self.step_s
+
+    def describe(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            **self.candidate.describe(),
+            "batch_size": self.batch_size,
+            "step_s": self.step_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+            "examples_per_s": self.examples_per_s,
+            "peak_bytes": list(self.peak_bytes),
+            "peak_when": list(self.peak_when),
+            "parts_s": dict(self.parts_s),
+            "provenance": dict(self.provenance),
+        }

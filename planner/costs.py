@@ -7,20 +7,22 @@ action and the size of the micro-batch:
     F   forward without a graph, whose micro-batch is recomputed     R   the recomputation
     G   forward that keeps its graph                                 B   backward; I and W its two halves
 
-The first B or W of a step makes the gradients that the later ones add to, so it has seconds of its own. Only
-the standard library and `pipeline.plan` are imported.
+The first B or W of a step makes the gradients that the later ones add to, so it has seconds of its own.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
@@ -30,11 +32,21 @@ FIRST = " first"
 """Behind B or W: the first one of a step."""
 ONCE = "once"
 
+LEVELS = (2, 3)
+"""Of parameters in parts that are timed, as `Candidate.fsdp_level`."""
+
 Run = tuple[tuple[float, ...], ...]
 """By process: what single actions of one step took, each over the median of its kind."""
 
 FORMAT = 3
 """Of a costs file; another one is refused."""
+
+
+class About(NamedTuple):
+    """What timed steps tell of: layers in a pipeline ("layers"), replicas (0), or shards (their level)."""
+
+    size: int
+    kind: str | int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +179,7 @@ class Costs:
     low: float = 1.0
     high: float = 1.0
     provenance: Mapping[str, str] = field(default_factory=dict)
-    profiles: Callable[[int, bool, int], Any] | None = field(default=None, repr=False, compare=False)
+    profiles: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         numbers = {each.num_layers for each in self.sizes.values()}
@@ -220,32 +232,8 @@ class Costs:
 
     def to_data(self) -> dict[str, Any]:
         """As plain data, without the profiles."""
-        return {
-            "format": FORMAT,
-            "sizes": {
-                str(size): {
-                    "layers_s": {kind: list(seconds) for kind, seconds in each.layers_s.items()},
-                    "action_s": dict(each.action_s),
-                    "whole_s": dict(each.whole_s),
-                    "shards_s": {str(level): dict(kinds) for level, kinds in each.shards_s.items()},
-                    "activation_bytes": list(each.activation_bytes),
-                    "gradient_bytes": list(each.gradient_bytes),
-                }
-                for size, each in sorted(self.sizes.items())
-            },
-            "update_s": list(self.update_s),
-            "parameter_bytes": [list(layer) for layer in self.parameter_bytes],
-            "shard_update_s": list(self.shard_update_s),
-            "timed_shards": self.timed_shards,
-            "gap_s": self.gap_s,
-            "step_s": self.step_s,
-            "link": _link_data(self.link),
-            "sum_link": _link_data(self.sum_link),
-            "jitter": [[list(process) for process in run] for run in self.jitter],
-            "low": self.low,
-            "high": self.high,
-            "provenance": dict(self.provenance),
-        }
+        plain = msgspec.to_builtins(replace(self, profiles=None), str_keys=True)
+        return {"format": FORMAT, **plain}
 
     @classmethod
     def from_data(
@@ -254,66 +242,21 @@ class Costs:
         """What `to_data` wrote. ValueError for data of another format."""
         if data.get("format") != FORMAT:
             raise ValueError(f"costs of format {data.get('format')!r}; this version reads {FORMAT}")
-        return cls(
-            sizes={int(size): _size_of(each) for size, each in data["sizes"].items()},
-            update_s=tuple(data["update_s"]),
-            parameter_bytes=tuple(tuple(layer) for layer in data["parameter_bytes"]),
-            shard_update_s=tuple(data["shard_update_s"]),
-            timed_shards=data["timed_shards"],
-            gap_s=data["gap_s"],
-            step_s=data["step_s"],
-            link=_link_of(data["link"]),
-            sum_link=_link_of(data["sum_link"]),
-            jitter=tuple(tuple(tuple(process) for process in run) for run in data["jitter"]),
-            low=data["low"],
-            high=data["high"],
-            provenance=data["provenance"],
-            profiles=profiles,
-        )
+        return replace(msgspec.convert(data, cls, str_keys=True), profiles=profiles)
 
     def save(self, path: Path) -> None:
         """Writes a costs file, whole or not at all."""
-        text = json.dumps(self.to_data(), indent=1)
-        beside = path.with_name(path.name + ".new")
-        beside.write_text(text + "\n", encoding="utf-8")
+        beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+        beside.write_text(json.dumps(self.to_data(), indent=1) + "\n", encoding="utf-8")
         beside.replace(path)
 
     @classmethod
     def load(cls, path: Path, profiles: Callable[[int, bool, int], Any] | None = None) -> Costs:
         """What `save` wrote. ValueError for a file that holds no costs."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            return cls.from_data(json.loads(path.read_text(encoding="utf-8")), profiles)
+        except (OSError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} holds no costs: {error}") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"{path} holds no costs: give a file that `Costs.save` wrote")
-        return cls.from_data(data, profiles)
-
-
-def _size_of(data: Mapping[str, Any]) -> SizeCosts:
-    return SizeCosts(
-        layers_s={kind: tuple(seconds) for kind, seconds in data["layers_s"].items()},
-        action_s=data["action_s"],
-        whole_s=data["whole_s"],
-        shards_s={int(level): kinds for level, kinds in data["shards_s"].items()},
-        activation_bytes=tuple(data["activation_bytes"]),
-        gradient_bytes=tuple(data["gradient_bytes"]),
-    )
-
-
-def _link_data(link: Link | None) -> dict[str, Any] | None:
-    if link is None:
-        return None
-    return {
-        "name": link.name,
-        "latency_s": link.latency_s,
-        "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
-        "source": link.source,
-    }
-
-
-def _link_of(data: Mapping[str, Any] | None) -> Link | None:
-    return None if data is None else Link(**data)
 
 
 def kinds_of(schedule: Schedule) -> dict[Action, str]:

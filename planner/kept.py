@@ -22,7 +22,7 @@ import torch
 
 import gpipe_bench
 from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.request import Request
 
 MONTH_S = 30 * 24 * 3600.0

@@ -1,33 +1,175 @@
-"""From what the processes of a measurement found to costs.
+"""Costs of a model as this machine takes them: its layers timed, or kept from when they were.
 
-A stage takes less than its layers one by one, because each action costs something once: the first operations
-after another kind of work find cold caches, and the engine has its own. How much follows from the same layers
-timed as stages of their own and as K real stages, one in each process. With S(K) the seconds of all K stages
-in one kind of action:
+The layers are timed in as many processes as there are devices or cores, at the same time (`probes`). A stage
+takes less than its layers one by one, because each action costs something once: the first operations after
+another kind of work find cold caches, and the engine has its own. How much follows from the same layers timed
+as stages of their own and as K real stages, one in each process. With S(K) the seconds of all K stages in one
+kind of action:
 
     S(K) = work + K x action      so      action = (S(L) - S(K)) / (L - K)
 
 and a layer's own seconds are what was timed less `action`. Where that would be negative, layers are instead
-made longer to add up to the K stages, which wait for messages and find caches colder still. Only the standard
-library and `pipeline.plan` are imported.
+made longer to add up to the K stages, which wait for messages and find caches colder still.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cache, partial
 from math import inf
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from gpipe_bench.pipeline import launch
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.planner.costs import FIRST, ONCE, Costs, Run, SizeCosts
+from gpipe_bench.planner import kept
+from gpipe_bench.planner.costs import FIRST, LEVELS, ONCE, About, Costs, Run, SizeCosts
+from gpipe_bench.planner.model import Model, OfTheZoo, OneOfYours, Subject
+from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, ProbeRun, probe
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.wholes import LEVELS, whole_s
 
-if TYPE_CHECKING:
-    from gpipe_bench.planner.probes import Probed, ProbeRun
+MOST_SIZES = 5
+"""Of micro-batches that are timed; of more, those in the middle and the ends."""
+ROUNDS = 12
+PROBE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How layers are timed.
+
+    Args:
+        seconds: that the probes may take; one round of the smallest micro-batches is taken in any case
+        folder: where costs are kept between calls; nowhere if None
+        fresh: whether what is kept there is timed anew
+        shown: whether somebody is told how far it is
+        sharded: whether parameters may be divided
+        worth: what the best ways depend on, by rough costs; everything if None
+
+    Raises:
+        ValueError: seconds that are not above 0.
+    """
+
+    seconds: float = PROBE_S
+    folder: Path | None = None
+    fresh: bool = False
+    shown: bool = False
+    sharded: bool = True
+    worth: Callable[[Costs], set[About]] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"--probe-s {self.seconds:g}: give seconds above 0, such as {PROBE_S:g}")
+
+
+def timed(
+    model: Model,
+    request: Request,
+    sizes: Sequence[int],
+    timing: Timing,
+    started: Callable[..., list[Probed]] = launch,
+) -> Costs:
+    """Costs of a model at some of these micro-batch sizes, as this machine takes them.
+
+    `started` is told what runs in how many processes, with what.
+
+    Raises:
+        ValueError: one's own model without a loss, or in bfloat16, which are not timed.
+    """
+    if request.precision != "float32" or request.compiled:
+        raise ValueError(
+            f"--precision {request.precision}{' --compiled' * request.compiled}: this machine's layers are "
+            "timed in float32 and as they are; name an accelerator with --device-type for others"
+        )
+    sizes = sizes_worth(sizes, request)
+    few = sorted({sizes[round(i * (len(sizes) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)})
+    processes = min(request.accelerators, len(os.sched_getaffinity(0)))
+    subject = _subject(model)
+
+    def profiles(size: int, split: bool, tp: int) -> Any:
+        return model.profile_of(size, request.precision, split_backward=split, tp=tp)
+
+    facts: dict[str, Any] = {}
+    if timing.folder is not None:
+        facts = kept.facts(
+            model, request, sizes=few, processes=processes, seconds=timing.seconds, sharded=timing.sharded
+        )
+        if not timing.fresh and (found := kept.read(timing.folder, facts, profiles)) is not None:
+            costs, since = found
+            when = datetime.fromtimestamp(since).astimezone().isoformat(" ", "minutes")
+            said = f"{costs.provenance['layers']}; kept since {when}, --fresh times anew"
+            return replace(costs, provenance={**costs.provenance, "layers": said})
+    job = ProbeJob(
+        subject, tuple(few), ROUNDS, request.optimizer, sharded=timing.sharded,
+        budget_s=timing.seconds, shown=timing.shown, matters=timing.worth and partial(_matters, timing.worth),
+    )  # fmt: skip
+    costs = measured(started(_probe, processes, job), "this machine", profiles)
+    less = "" if processes == request.accelerators else f", of {request.accelerators} that are asked about"
+    more = {"processes": f"{processes} timed{less}"}
+    if out := [size for size in few if size not in costs.sizes]:
+        left_out = f"micro-batches of {', '.join(map(str, out))}"
+        more["left out"] = f"{left_out}: no time in {timing.seconds:g} s, see --probe-s"
+    costs = replace(costs, provenance={**costs.provenance, **more})
+    if timing.folder is not None:
+        kept.write(timing.folder, facts, costs)
+    return costs
+
+
+def sizes_worth(sizes: Sequence[int], request: Request) -> list[int]:
+    """Without those that only one micro-batch in a pipeline has, which keeps one worker busy at a time."""
+    if request.accelerators == 1:
+        return sorted(sizes)
+    return sorted(size for size in sizes if 2 * size <= request.batch_size) or sorted(sizes)
+
+
+def _probe(job: ProbeJob) -> Probed:
+    return probe(Bench(job))
+
+
+def _matters(worth: Callable[[Costs], set[About]], found: Sequence[Probed]) -> set[About]:
+    return worth(measured(found))
+
+
+def _subject(model: Model) -> Subject:
+    if model.source.options is not None:
+        return OfTheZoo(model.source.called, model.source.options)
+    if not model.source.has_loss or model.source.is_foreign:
+        raise ValueError(
+            f"{model.name} returns no loss or no layers, and its steps are to be timed: return (layers, "
+            "inputs, target, loss_fn), or name an accelerator with --device-type"
+        )
+    return OneOfYours(model.name)
+
+
+def profiles_of(subject: Subject) -> Callable[[int, bool, int], ModelProfile]:
+    """Profiles of its layers in bytes, as `Costs` asks for them, each made once."""
+
+    @cache
+    def profile(size: int, split: bool, tp: int) -> ModelProfile:
+        if tp > 1:
+            raise ValueError(f"profiles of whole layers are asked for tp {tp}; plan the model with tp 1")
+        with torch.device("meta"):
+            layers, loss = subject.build()
+        ends = map(Boundary.of, subject.batch(size, "meta"))
+        return ModelProfile(*Profiler(split_backward=split).model(layers, loss, *ends))
+
+    return profile
+
+
+def as_measured(request: Request, costs: Costs) -> Request:
+    """Loopback is what connects the processes of this machine; where several were timed, it was, too."""
+    if costs.link is None or request.link != LINKS["loopback"]:
+        return request
+    return replace(request, link=costs.link)
 
 
 def measured(
@@ -41,72 +183,84 @@ def measured(
         profiles: as `Costs` says
     """
     first = found[0]
-    sizes = {
-        size: _size(size, found, first.activation_bytes[size], first.gradient_bytes[size])
-        for size in first.activation_bytes
-    }
-    coarse = [run for each in found for run in each.runs if not run.fine]
-    rounds = sorted({number // 2 for number in Counter((run.size, run.fine) for run in first.runs).values()})
-    ends = " to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
-    timed = f"measured, {len(found)} processes at once, {ends} rounds"
-    timed += where and f" on {where}"
+    by_way: dict[str, list[ProbeRun]] = defaultdict(list)
+    for run in (run for each in found for run in each.runs):
+        by_way["parts" if run.level else run.way].append(run)
+    fine, coarse, whole, parts = (by_way[way] for way in ("fine", "coarse", "whole", "parts"))
+    numbers = Counter((run.size, run.way) for run in first.runs if run.way != "whole").values()
+    ends = " to ".join(map(str, dict.fromkeys((min(numbers) // 2, max(numbers) // 2))))
+    timed_as = f"measured, {len(found)} processes at once, {ends} rounds"
+    timed_as += where and f" on {where}"
     gap_s = median([gap for run in coarse for gap in run.gaps_s] or [0.0])
     messages = [each for run in coarse for each in run.messages]
-    step_s = median([run.beyond_s for run in first.runs if not run.fine] or [0.0])
-    parts = [run for each in found for run in each.wholes if run.level]
-    update_s: list[list[float]] = [[] for _ in first.update_s]
-    for run in parts:
-        for layer, seconds in run.update_s:
-            update_s[layer].append(seconds)
-    for size, at in sizes.items():
-        sizes[size] = replace(
-            at,
-            shards_s={
-                level: kinds
-                | {
-                    ONCE: max(
-                        0.0, median(r.sum_s for r in parts if (r.size, r.level) == (size, level)) - step_s
-                    )
-                }
-                for level in LEVELS
-                if (kinds := whole_s(parts, size, level))
-            },
+    step_s = median([run.beyond_s for run in first.runs if run.way == "coarse"] or [0.0])
+    sizes = {}
+    for size in first.activation_bytes:
+        at = {way: [run for run in runs if run.size == size] for way, runs in by_way.items()}
+        shards_s = {}
+        for level in LEVELS:
+            if own := [run for run in at.get("parts", ()) if run.level == level]:
+                once_s = max(0.0, median(run.beyond_s for run in own) - step_s)
+                shards_s[level] = {**_by_kind(own), ONCE: once_s}
+        sizes[size] = SizeCosts(
+            **_apart(_by_stage(at.get("fine", ())), _by_stage(at.get("coarse", ()))),
+            whole_s=_by_kind(at.get("whole", ())),
+            shards_s=shards_s,
+            activation_bytes=first.activation_bytes[size],
+            gradient_bytes=first.gradient_bytes[size],
         )
+    update_s, shard_update_s = (
+        _medians((layer, seconds) for run in runs for layer, seconds in run.update_s)
+        for runs in ((*fine, *coarse), parts)
+    )
+    layers = range(len(first.parameter_bytes))
     return Costs(
         sizes=sizes,
-        update_s=tuple(
-            median([sample for each in found for sample in each.update_s[layer]] or [0.0])
-            for layer in range(len(first.update_s))
-        ),
+        update_s=tuple(update_s.get(layer, 0.0) for layer in layers),
         parameter_bytes=first.parameter_bytes,
-        shard_update_s=tuple(median(samples or [0.0]) for samples in update_s) if parts else (),
+        shard_update_s=tuple(shard_update_s.get(layer, 0.0) for layer in layers) if parts else (),
         timed_shards=len(found) if parts else 0,
         gap_s=gap_s,
         step_s=step_s,
         link=_link(messages, gap_s) if messages else None,
-        sum_link=_sum_link(found, step_s),
+        sum_link=_sum_link(whole, len(found), sum(map(sum, first.parameter_bytes)), step_s),
         jitter=_jitter(found),
-        provenance={"layers": timed, "links": timed if messages else "none: one process", "update": timed},
+        provenance={
+            "layers": timed_as, "links": timed_as if messages else "none: one process", "update": timed_as,
+        },
         profiles=profiles,
-    )
+    )  # fmt: skip
 
 
-def as_measured(request: Request, costs: Costs) -> Request:
-    """Loopback is what connects the processes of this machine; where several were timed, it was, too."""
-    if costs.link is None or request.link != LINKS["loopback"]:
-        return request
-    return replace(request, link=costs.link)
+def _medians(samples: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """Of the samples of each key."""
+    found: dict[Any, list[float]] = defaultdict(list)
+    for key, sample in samples:
+        found[key].append(sample)
+    return {key: median(values) for key, values in found.items()}
 
 
-def _size(
-    size: int, found: Sequence[Probed], activation_bytes: Sequence[float], gradient_bytes: Sequence[float]
-) -> SizeCosts:
-    fine = _medians([run for each in found for run in each.runs if run.size == size and run.fine])
-    coarse = _medians([run for each in found for run in each.runs if run.size == size and not run.fine])
-    layers_s, action_s = {}, {}
+def _by_kind(runs: Iterable[ProbeRun]) -> dict[str, float]:
+    """Of actions on all layers, seconds of each kind."""
+    return _medians((action.kind, action.seconds) for run in runs for action in run.actions)
+
+
+def _by_stage(runs: Iterable[ProbeRun]) -> dict[str, tuple[float, ...]]:
+    """Of each kind, seconds of every stage."""
+    medians = _medians(((a.kind, a.stage), a.seconds) for run in runs for a in run.actions)
+    stages = sorted({stage for _, stage in medians})
+    kinds = dict.fromkeys(kind for kind, _ in medians)
+    return {kind: tuple(medians[kind, stage] for stage in stages) for kind in kinds}
+
+
+def _apart(
+    fine: Mapping[str, Sequence[float]], coarse: Mapping[str, Sequence[float]]
+) -> dict[str, Mapping[str, Any]]:
+    """Seconds of layers and of an action, from those of layers and of real stages."""
+    layers_s: dict[str, Sequence[float]] = {}
+    action_s: dict[str, float] = {}
     for kind in sorted(fine, key=lambda kind: kind.endswith(FIRST)):
-        seconds = fine[kind]
-        plain = kind.removesuffix(FIRST)
+        seconds, plain = fine[kind], kind.removesuffix(FIRST)
         if kind not in coarse:
             layers_s[kind] = seconds
             continue
@@ -114,13 +268,7 @@ def _size(
         if kind == plain:
             action_s[kind] = max(0.0, (sum(seconds) - together) / (len(seconds) - len(coarse[kind])))
         layers_s[kind] = _adding_up(seconds, together, len(coarse[kind]), action_s[plain])
-    return SizeCosts(
-        layers_s=layers_s,
-        action_s=action_s,
-        whole_s=whole_s([run for each in found for run in each.wholes], size),
-        activation_bytes=activation_bytes,
-        gradient_bytes=gradient_bytes,
-    )
+    return {"layers_s": layers_s, "action_s": action_s}
 
 
 def _adding_up(seconds: Sequence[float], together: float, stages: int, action: float) -> tuple[float, ...]:
@@ -131,63 +279,11 @@ def _adding_up(seconds: Sequence[float], together: float, stages: int, action: f
     return tuple(each * scale for each in own)
 
 
-def _medians(runs: Sequence[ProbeRun]) -> dict[str, tuple[float, ...]]:
-    """Of each kind, seconds of every stage."""
-    samples: dict[tuple[str, int], list[float]] = {}
-    for run in runs:
-        for action in run.actions:
-            samples.setdefault((action.kind, action.stage), []).append(action.seconds)
-    kinds = dict.fromkeys(kind for kind, _ in samples)
-    stages = range(1 + max((stage for _, stage in samples), default=-1))
-    return {kind: tuple(median(samples[kind, stage]) for stage in stages) for kind in kinds}
-
-
-def _sum_link(found: Sequence[Probed], step_s: float) -> Link | None:
-    """The link on which the ring of all processes sums this model's gradients in the time that was measured;
-    None where they were no replicas.
-    """
-    processes = len(found)
-    sums = [max(run.sum_s - step_s, 1e-9) for each in found for run in each.wholes if not run.level]
-    num_bytes = sum(map(sum, found[0].parameter_bytes))
-    if not sums or not num_bytes:
-        return None
-    return Link(
-        "sums over processes", 0.0, 2 * (processes - 1) / processes * num_bytes / median(sums),
-        source="measured: the last backward of replicas, over the one before",
-    )  # fmt: skip
-
-
-def _jitter(found: Sequence[Probed]) -> tuple[Run, ...]:
-    """Of every step with two stages, what its actions took over their medians, by process."""
-    medians: list[dict[tuple[int, str, int], float]] = []
-    for each in found:
-        samples: dict[tuple[int, str, int], list[float]] = {}
-        for run in each.runs:
-            for action in run.actions if not run.fine else ():
-                samples.setdefault((run.size, action.kind, action.stage), []).append(action.seconds)
-        medians.append({key: median(values) for key, values in samples.items()})
-    number = {run.run for run in found[0].runs if not run.fine}
-    by_run = [{run.run: run for run in each.runs} for each in found]
-    return tuple(
-        tuple(
-            tuple(
-                action.seconds / medians[process][of[run].size, action.kind, action.stage]
-                for action in of[run].actions
-            )
-            for process, of in enumerate(by_run)
-        )
-        for run in sorted(number)
-    )
-
-
-def _link(messages: Sequence[tuple[float, float]], gap_s: float) -> Link:
+def _link(messages: Iterable[tuple[float, float]], gap_s: float) -> Link:
     """What a message takes: a latency, and a bandwidth where larger ones took longer. What its sender spends
     on it is part of the gap between two actions already.
     """
-    by_size: dict[float, list[float]] = {}
-    for size, seconds in messages:
-        by_size.setdefault(size, []).append(seconds)
-    points = sorted((size, median(seconds)) for size, seconds in by_size.items())
+    points = sorted(_medians(messages).items())
     (small, short_s), (large, long_s) = points[0], points[-1]
     bandwidth = (large - small) / (long_s - short_s) if large > small and long_s > short_s else inf
     latency_s = short_s if bandwidth == inf else short_s - small / bandwidth
@@ -195,3 +291,32 @@ def _link(messages: Sequence[tuple[float, float]], gap_s: float) -> Link:
         "between processes", max(0.0, latency_s - gap_s), bandwidth,
         source="measured: from the end of an action to the start of one that waited for it",
     )  # fmt: skip
+
+
+def _sum_link(replicas: Sequence[ProbeRun], processes: int, num_bytes: float, step_s: float) -> Link | None:
+    """The link on which the ring of all processes sums this model's gradients in the time that was measured;
+    None where they were no replicas.
+    """
+    if not replicas or not num_bytes:
+        return None
+    seconds = median(max(run.beyond_s - step_s, 1e-9) for run in replicas)
+    return Link(
+        "sums over processes", 0.0, 2 * (processes - 1) / processes * num_bytes / seconds,
+        source="measured: the last backward of replicas, over the one before",
+    )  # fmt: skip
+
+
+def _jitter(found: Sequence[Probed]) -> tuple[Run, ...]:
+    """Of every step with two stages, what its actions took over their medians, by process."""
+    coarse = [{run.run: run for run in each.runs if run.way == "coarse"} for each in found]
+    medians = [
+        _medians(((run.size, a.kind, a.stage), a.seconds) for run in runs.values() for a in run.actions)
+        for runs in coarse
+    ]
+    return tuple(
+        tuple(
+            tuple(a.seconds / usual[runs[number].size, a.kind, a.stage] for a in runs[number].actions)
+            for runs, usual in zip(coarse, medians, strict=True)
+        )
+        for number in sorted(coarse[0])
+    )

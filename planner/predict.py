@@ -14,7 +14,7 @@ Of costs without jitter it is the replay itself. The bytes are those of the memo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -33,12 +33,11 @@ from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs, kinds_of
-from gpipe_bench.planner.grids import divided
-from gpipe_bench.planner.links import Topology
-from gpipe_bench.planner.prediction import Prediction
 from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.steps import divided
+from gpipe_bench.planner.topology import Topology
 
 DRAWS = 64
 """Steps of which the median is taken, where there is jitter."""
@@ -67,13 +66,12 @@ class Layout:
             raise ValueError(f"the cut holds {candidate.cut[-1].stop} layers, the costs {costs.num_layers}")
         self.schedule = schedule_of(candidate)
         self.size = candidate.microbatch_size(request.batch_size)
-        if candidate.tp > 1:
-            costs = divided(costs, self.size, candidate.tp)
+        costs = divided(costs, self.size, candidate.tp)
         self.candidate, self.costs = candidate, costs
         self.at = costs.at(self.size)
         self.kinds = kinds_of(self.schedule)
         self._ahead = request.accelerated  # a CPU gathers and computes in turn
-        self.topology = topology_of(candidate, request, costs)
+        self.topology = Topology(request, candidate.grid, costs.sums_beside(request.link))
         self._shards = costs.shards(self.size, candidate.fsdp, candidate.fsdp_level, request.link)
         known = {
             key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s
@@ -147,17 +145,19 @@ class Layout:
             found["gradient_bytes"] = [self.at.gradient_bytes[end] for end in ends]
         if candidate.replicas > 1:
             sums = [self._buckets(span) for span in candidate.cut]
-            found["reductions"] = [_behind(each) for each in sums] if self.topology.sums else sums
+            if self.topology.sums:
+                # They take the cores that compute: what leaves inside the last backward makes it longer by as
+                # much as it would take behind it.
+                sums = [tuple(replace(each, ready=1.0) for each in some) for some in sums]
+            found["reductions"] = sums
         if self._shards is not None:
             return found  # gathers are in the passes and the sums that were timed
         if candidate.fsdp_level == 2:
+            link = self.topology.ring("fsdp")
             found["gathers"] = [
-                fetched(
-                    self._sizes(span), candidate.fsdp, self.topology.ring("fsdp"),
-                    forward_s=self._of("G", span),
-                )
+                fetched(self._sizes(span), candidate.fsdp, link, forward_s=self._of("G", span))
                 for span in candidate.cut
-            ]  # fmt: skip
+            ]
         waits_s = [self._every_pass()] if candidate.fsdp_level == 3 else []
         if candidate.tp > 1:
             waits_s.append(self._sums_inside())
@@ -245,13 +245,6 @@ def predict(
     )
 
 
-def _behind(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    """Sums that take the cores which compute: what leaves inside the last backward makes it longer by as much
-    as it would take behind it.
-    """
-    return tuple(replace(each, ready=1.0) for each in buckets)
-
-
 def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Bytes of each worker at its fullest, and when, which is not said of what several processes hold."""
     candidate = layout.candidate
@@ -264,32 +257,14 @@ def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str
 
     split = any(action.kind is Kind.W for action in layout.schedule)
     profile = layout.costs.profiles(layout.size, split, candidate.tp)
-    transport = Transport(request.accelerated)
+    layers, loss, transport = profile.layers, profile.loss, Transport(request.accelerated)
+    rule = request.optimizer
     if candidate.replicas > 1:
         sharing = Sharing(candidate.dp, candidate.fsdp, candidate.fsdp_level or 2)
         held = [
-            held_stage(
-                profile.layers[span.start : span.stop],
-                profile.loss if span is candidate.cut[-1] else None,
-                sharing,
-            )
+            held_stage(layers[span.start : span.stop], loss if span is candidate.cut[-1] else None, sharing)
             for span in candidate.cut
         ]
-        return grid_peak_bytes(held, layout.schedule, request.optimizer, receive_ahead=transport), unsaid
-    found = pipeline_memory(
-        profile.layers,
-        profile.loss,
-        candidate.cut,
-        layout.schedule,
-        request.optimizer,
-        receive_ahead=transport,
-    )
+        return grid_peak_bytes(held, layout.schedule, rule, receive_ahead=transport), unsaid
+    found = pipeline_memory(layers, loss, candidate.cut, layout.schedule, rule, receive_ahead=transport)
     return tuple(each.peak for each in found), tuple(each.when for each in found)
-
-
-def topology_of(candidate: Candidate, request: Request, costs: Costs) -> Topology:
-    """What lies between the ranks of a candidate."""
-    return Topology(
-        request, candidate.num_workers, candidate.dp, candidate.fsdp, candidate.tp,
-        costs.sums_beside(request.link),
-    )  # fmt: skip

@@ -1,8 +1,7 @@
-"""What processes do so that a model's costs are known.
+"""What processes do so that a model's costs are known: layers, messages, sums and shards, timed here.
 
 All processes work at the same time, since layers are slower beside a busy neighbour. Round by round they take
-steps of three micro-batches of every size, in two ways that together have every kind of action: GPipe with
-re-materialization, and zero bubble.
+steps of three micro-batches of every size, in ways that together have every kind of action:
 
     fine      in each process, every layer a stage     F, R, B; G, I, W of each layer
     coarse    over all processes, one stage in each    what an action costs beyond its layers, what lies
@@ -13,34 +12,84 @@ Nothing is fitted to steps: seconds of a step are used for nothing but its ends.
 be trusted: on a shared machine it may run at half its speed a minute later. So before and after each of these
 steps the same reference step is taken, and what lies between two of them counts in units of it, at the
 reference's median speed.
+
+A stage of all layers takes longer than its layers add up to, and longer than stages of some of them say: the
+more there is between two uses of a weight or a gradient, the less of it is still near. And replicas sum over
+another way than messages take, with the cores that compute, parameter by parameter:
+
+    F0 B0 F1 B1 F2 B2=====       B0 makes gradients, B1 adds to them,
+                     sums        B2 adds and has the sums inside and behind it: what is longer than B1
+
+Those that hold parts of the parameters (fsdp) take the same steps at both levels, on layers of their own.
+torch's hooks around every layer make each pass longer, gathers and scatters of single layers stand in it
+(ZeRO-3) or in the first and the last one (ZeRO-2), and the optimizer's step of parts has a cost for each
+operation that says nothing of their size. All of that is timed as it is:
+
+    F0 B0 F1 B1 F2 B2=====       F1, B1: a pass with its hooks, and of ZeRO-3 with its gathers and scatters
+    ==                sums       once in a step: F0 over F1, B2 over B1, and what lies around all of them
+
+Where there is a budget of seconds, everything is timed once, the smallest micro-batches first and no larger
+ones than there is time for; after that, as long as it lasts, only what the best of the likely ways depend on,
+predicted with what is known by then.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby, pairwise
 from math import inf
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, transfers
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Event
-from gpipe_bench.planner.bench import ALONE, NUM_MICROBATCHES, Bench
-from gpipe_bench.planner.boundaries import boundaries, messages, receives
-from gpipe_bench.planner.costs import kinds_of
-from gpipe_bench.planner.spending import About, affordable
+from gpipe_bench.pipeline.stage.microbatch import flatten, split
+from gpipe_bench.planner.costs import LEVELS, About, kinds_of
+from gpipe_bench.planner.model import Subject
 from gpipe_bench.planner.timing import settle, time_step
-from gpipe_bench.planner.wholes import Whole, WholeRaw, WholeRun, run_of, take, wholes
 
+NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them
+ALONE = 2  # coarse stages where there is one process
+LEARNING_RATE = 1e-6
+STEPS_OF_A_SIZE = 9.0
+"""What one round takes of a size, in passes forward and back over all examples of a probe."""
+PROBES_OF_A_SIZE = 8
 WAYS = (("gpipe", "always"), ("zb-h1", "never"))
-"""Schedule and re-materialization of the probes."""
+"""Schedule and re-materialization of fine and coarse probes."""
+WHOLE_WAYS = (("1f1b", "always"), ("1f1b", "never"))
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=LEARNING_RATE, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=LEARNING_RATE),
+}
+
+
+class ProbeJob(NamedTuple):
+    """What is to be found out."""
+
+    subject: Subject
+    sizes: tuple[int, ...]  # of micro-batches
+    rounds: int
+    optimizer: str = "sgd"
+    seed: int = 1811
+    device: str = "cpu"
+    sharded: bool = True  # whether parameters may be divided, too (fsdp)
+    budget_s: float = inf
+    shown: bool = False  # whether somebody is told how far it is
+    matters: Callable[[Sequence[Any]], set[About]] | None = None  # what is timed again; of all `Probed`
 
 
 class Taken(NamedTuple):
@@ -48,242 +97,419 @@ class Taken(NamedTuple):
 
     stage: int
     kind: str
-    microbatch: int
     seconds: float
 
 
 class ProbeRun(NamedTuple):
     """One step of a probe; `run` is common to all processes. All seconds are at the reference's median speed.
 
-    `gaps_s` lie between two actions of which the second waited for nobody; `messages` are (bytes, seconds)
-    from the end of an action to the start of one that waited for it; `beyond_s` is the step beyond its
-    actions.
+    Args:
+        run: its number
+        size: of the micro-batch
+        way: "fine", "coarse" or "whole"
+        actions: of this process; of a whole without the last backward, which has the sums, and of parts
+            without the first forward, which waits for gathers
+        level: of parts, as `Candidate.fsdp_level`; 0 for all layers
+        gaps_s: between two actions of which the second waited for nobody
+        messages: bytes and seconds from the end of an action to the start of one that waited for it
+        beyond_s: the step beyond its actions; of a whole also what the actions left out take more than others
+        update_s: layer and seconds of the optimizer's step
     """
 
     run: int
     size: int
-    fine: bool
+    way: str
     actions: tuple[Taken, ...]
+    level: int = 0
     gaps_s: tuple[float, ...] = ()
     messages: tuple[tuple[float, float], ...] = ()
     beyond_s: float = 0.0
+    update_s: tuple[tuple[int, float], ...] = ()
 
 
 class Probed(NamedTuple):
     """What one process found."""
 
     runs: tuple[ProbeRun, ...]
-    update_s: tuple[tuple[float, ...], ...]  # samples of each layer
     parameter_bytes: tuple[tuple[int, ...], ...]
     activation_bytes: dict[int, tuple[float, ...]]
     gradient_bytes: dict[int, tuple[float, ...]]
-    reference_s: float  # median over the probes
-    wholes: tuple[WholeRun, ...] = ()
+
+
+class Trained:
+    """Layers, and an optimizer for each that has parameters."""
+
+    def __init__(self, layers: Sequence[nn.Module], optimizer: str) -> None:
+        self.layers, make = layers, OPTIMIZERS[optimizer]
+        self._optimizers = [
+            make(trained) if (trained := [p for p in layer.parameters() if p.requires_grad]) else None
+            for layer in layers
+        ]
+
+    def update(self, layers: Sequence[int], device: torch.device) -> dict[int, float]:
+        """The optimizer's step of these layers, which have gradients; seconds of each."""
+        found = {}
+        for index in layers:
+            optimizer = self._optimizers[index]
+            if optimizer is not None:
+                devices.synchronize(device)
+                start_s = perf_counter()
+                optimizer.step()
+                devices.synchronize(device)
+                found[index] = perf_counter() - start_s
+        return found
+
+
+class Bench:
+    """The layers in this process, what trains them, and the reference step that tells how fast it is."""
+
+    def __init__(self, job: ProbeJob) -> None:
+        self.job = job
+        self.device = devices.current(job.device)
+        self.layers = self.fresh_layers()
+        self.trained = Trained(self.layers, job.optimizer)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.processes = dist.get_world_size() if dist.is_initialized() else 1
+        self.size = sorted(job.sizes)[(len(job.sizes) - 1) // 2]
+        stages = min(ALONE, len(self.layers))
+        even = partition([1.0] * len(self.layers), stages)
+        self._reference = self.pipeline(named("gpipe", stages, 2), self.size, even)[1]
+        self.references: list[float] = []
+        self.reference_s = 0.0  # median over the probes, once there are any
+
+    def fresh_layers(self) -> list[nn.Module]:
+        """Layers with the same weights in every process."""
+        torch.manual_seed(self.job.seed)
+        layers, self.loss = self.job.subject.build()
+        return [layer.to(self.device) for layer in layers]
+
+    def pipeline(
+        self,
+        schedule: Schedule,
+        size: int,
+        cut: Partition,
+        *,
+        over: Mapping[str, Any] | None = None,
+        layers: Sequence[nn.Module] | None = None,
+    ) -> tuple[Pipeline, Callable[[], object]]:
+        """A pipeline of the layers, or of these, and its step, `over` a group or a mesh of processes, as
+        `Pipeline` has them; in this one alone if not given. Each replica has a mini-batch of its own.
+        """
+        number = schedule.num_microbatches
+        pipeline = Pipeline(
+            layers or self.layers,
+            num_stages=schedule.num_stages,
+            num_microbatches=number,
+            schedule=schedule,
+            cost=[1 / len(span) for span in cut for _ in span],
+            **(over or {}),
+        )
+        if pipeline.partition != tuple(cut):
+            raise RuntimeError(f"the pipeline was cut into {pipeline.partition} and not into {tuple(cut)}")
+        return pipeline, self.step(pipeline, size, number)
+
+    def step(self, pipeline: Pipeline, size: int, number: int) -> Callable[[], object]:
+        """A step of it, with so many micro-batches of that size."""
+        batch, target = self.job.subject.batch(size * number, str(self.device))
+        return partial(pipeline.step, batch, target, self.loss)
+
+    def reference(self) -> int:
+        """Takes the reference step, in all processes at once; its number."""
+        self.references.append(time_step(self._reference, self.layers, device=self.device))
+        return len(self.references) - 1
+
+    def speed(self, before: int, reference_s: float) -> float:
+        """How many times as long the reference took around what followed number `before`."""
+        return (self.references[before] + self.references[before + 1]) / 2 / reference_s
+
+    def everyone(self, mine: Any) -> list[Any]:
+        """What all processes bring, in their order."""
+        if self.processes == 1:
+            return [mine]
+        found: list[Any] = [None] * self.processes
+        dist.all_gather_object(found, mine)
+        return found
 
 
 class _Probe(NamedTuple):
+    """A pipeline whose steps are timed; fields as `ProbeRun` has them."""
+
     size: int
-    fine: bool
+    way: str
     schedule: Schedule
     pipeline: Pipeline
     step: Callable[[], object]
-    boundary_bytes: tuple[float, ...]
+    trained: Trained
+    level: int = 0
+    boundary_bytes: tuple[float, ...] = ()
+
+    @property
+    def about(self) -> About:
+        return About(self.size, self.level if self.way == "whole" else "layers")
 
 
-class _Raw(NamedTuple):
-    """A step by the clock, and the reference before it."""
+class Step(NamedTuple):
+    """A step by the clock: the number of the reference before it, events of this process, and of all where
+    they share it.
+    """
 
     before: int
-    probe: _Probe
     wall_s: float
     mine: tuple[Event, ...]
-    whole: tuple[Event, ...]  # of all processes, of a coarse one
-    update_s: dict[int, float]
+    everyone: tuple[Event, ...] = ()
+    update_s: Mapping[int, float] = {}
 
 
 def probe(bench: Bench) -> Probed:
     """Takes all probes of a job. All processes must call."""
     job, layers, start_s = bench.job, bench.layers, perf_counter()
-    limited = job.budget.seconds < inf
+    limited = job.budget_s < inf
+
+    def lasts(round_s: float) -> bool:
+        """Whether there is time for that, as the first process has it."""
+        return bool(bench.everyone(perf_counter() - start_s + round_s <= job.budget_s)[0])
 
     def tell(what: str) -> None:
-        if bench.rank == 0:
-            job.budget.tell(what, perf_counter() - start_s)
+        if bench.rank == 0 and job.shown:
+            print_progress(what, perf_counter() - start_s, job.budget_s)
 
     tell("warming up")
     chosen = list(job.sizes)
     if limited:
         reference_s = min(bench.references[bench.reference()] for _ in range(4))  # the first ones warm up
-        example_s = reference_s / (2 * bench.size)
-        mine = affordable(chosen, example_s, reference_s, NUM_MICROBATCHES, job.budget.seconds)
-        chosen = bench.everyone(mine)[0]  # the first process decides for all
-    warm = 1 if limited else 2
-    sizes = {size: boundaries(bench, size) for size in chosen}
-    fine_cut = partition([1.0] * len(layers), len(layers))
-    probes = [
-        _probe(bench, size, way, fine_cut, sizes[size][0], fine=True) for size in chosen for way in WAYS
-    ]
-    opened: list[_Probe | Whole] = list(probes)
+        chosen = bench.everyone(
+            affordable(chosen, reference_s / (2 * bench.size), reference_s, job.budget_s)
+        )[0]
+    boundary_bytes = {size: _boundary_bytes(bench, size) for size in chosen}
+    probes = list[_Probe]()
     cost = [0.0] * len(layers)
-    for number in range(warm * len(probes)):  # the first ones warm up
-        each = probes[number % len(probes)]
-        time_step(each.step, layers, device=bench.device)
-        bench.trained.update(range(len(layers)), bench.device)
-        for event in each.pipeline.timeline.events if number >= (warm - 1) * len(probes) else ():
-            cost[event.action.stage] += event.duration_s
-    cost = [sum(column) for column in zip(*bench.everyone(cost), strict=True)]
-    stages = max(ALONE, bench.processes)
-    if len(layers) > stages:
-        cut = partition(cost, stages)
-        coarse = [
-            _probe(bench, size, way, cut, sizes[size][0], fine=False) for size in chosen for way in WAYS
-        ]
-        for each in coarse * warm:
-            time_step(each.step, layers, device=bench.device)
-        probes += coarse
-        opened += coarse
-    whole = wholes(bench, chosen)
-    opened += whole
-    for replica in whole * warm:
-        time_step(replica.step, replica.trained.layers, device=bench.device)
-        replica.trained.update(range(len(layers)), bench.device)  # the first one makes its state
+    for opened in (_fine, _coarse, _whole):
+        new = list(opened(bench, {size: sizes[0] for size, sizes in boundary_bytes.items()}, cost))
+        for _ in range(1 if limited else 2):
+            steps = [_take(bench, each) for each in new]  # the first ones warm up
+        if opened is _fine:
+            for event in (event for step in steps for event in step.mine):
+                cost[event.action.stage] += event.duration_s
+            cost = [sum(column) for column in zip(*bench.everyone(cost), strict=True)]
+        probes += new
     settle()
-    first = bench.reference()
-    raw: list[_Raw] = []
-    raw_wholes: list[WholeRaw] = []
-    everything: list[_Probe | Whole] = [*probes, *whole]
-    turns = everything
-    generator = random.Random(job.seed)
+    first, taken = bench.reference(), list[tuple[_Probe, Step]]()
 
     def found() -> Probed:
         bench.reference_s = median(bench.references[first:])
         return Probed(
-            tuple(_run(bench, number, each) for number, each in enumerate(raw)),
             tuple(
-                tuple(
-                    each.update_s[layer] / bench.speed(each.before, bench.reference_s)
-                    for each in raw
-                    if layer in each.update_s
-                )
-                for layer in range(len(layers))
+                run_of(number, each, step, bench.speed(step.before, bench.reference_s))
+                for number, (each, step) in enumerate(taken)
             ),
             tuple(tuple(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers),
-            {size: sizes[size][0] for size in chosen},
-            {size: sizes[size][1] for size in chosen},
-            bench.reference_s,
-            tuple(run_of(bench, each) for each in raw_wholes),
+            {size: boundary_bytes[size][0] for size in chosen},
+            {size: boundary_bytes[size][1] for size in chosen},
         )
 
+    turns = known = probes
+    generator = random.Random(job.seed)
     for number in range(job.rounds):
-        before_s = perf_counter()
-        tell(f"round {number + 1}, {len(turns)} of {len(everything)} probes")
+        began_s = perf_counter()
+        tell(f"round {number + 1}, {len(turns)} of {len(known)} probes")
         order = generator.sample(turns, len(turns))
         if limited and number == 0:  # the smallest first: a size that there is no time for is left out
             order.sort(key=lambda each: each.size)
-        for place, turn in enumerate(order):
-            if limited and number == 0 and place and turn.size != order[place - 1].size:
-                now_s = perf_counter()
-                next_s = (now_s - before_s) / sum(each.size for each in order[:place])
-                next_s *= sum(each.size for each in order if each.size == turn.size)
-                if not bench.everyone(job.budget.lasts(now_s - start_s, next_s))[0]:
-                    chosen = [size for size in chosen if size < turn.size]
-                    everything = turns = [each for each in everything if each.size in chosen]
+        examples = 0
+        for size, group in groupby(order, key=lambda each: each.size):
+            some = list(group)
+            if limited and number == 0 and examples:
+                example_s = (perf_counter() - began_s) / examples
+                if not lasts(example_s * size * len(some)):
+                    chosen = [each for each in chosen if each < size]
                     break
-            if isinstance(turn, _Probe):
-                raw.append(_take(bench, turn))
-            else:
-                raw_wholes.append(take(bench, turn))
-            bench.reference()
+            for each in some:
+                taken.append((each, _take(bench, each)))
+                bench.reference()
+            examples += size * len(some)
         if limited and number + 1 < job.rounds:
-            turns = _again(bench, found(), everything, number, start_s, before_s)
-            if not turns:
+            known = [each for each in probes if each.size in chosen]
+            round_s, everyone = perf_counter() - began_s, bench.everyone(found())
+            matters = job.matters(everyone) if job.matters is not None and bench.rank == 0 else None
+            places = [n for n, each in enumerate(known) if matters is None or each.about in matters]
+            places = bench.everyone(places)[0]
+            if not places or not lasts(round_s * len(places) / (len(known) if number == 0 else len(turns))):
                 break
+            turns = [known[place] for place in places]
     tell("done")
-    for each_opened in opened:
-        each_opened.pipeline.close()
+    for each in probes:
+        each.pipeline.close()
     return found()
 
 
-def _again(
-    bench: Bench,
-    found: Probed,
-    everything: Sequence[_Probe | Whole],
-    number: int,
-    start_s: float,
-    before_s: float,
-) -> list[_Probe | Whole]:
-    """What is timed in the next round: what the best ways depend on, if there is time for it. The first
-    process decides for all.
-    """
-    job, everyone = bench.job, bench.everyone(found)
-    places: list[int] = []
-    if bench.rank == 0:
-        now_s = perf_counter()
-        matters = job.matters(everyone) if job.matters is not None else None
-        places = [
-            place for place, each in enumerate(everything) if matters is None or _about(each) in matters
-        ]
-        taken = len(everything) if number == 0 else len(places)
-        round_s = (now_s - before_s) * len(places) / max(1, taken)
-        if not job.budget.lasts(perf_counter() - start_s, round_s):
-            places = []
-    return [everything[place] for place in bench.everyone(places)[0]]
-
-
-def _about(each: _Probe | Whole) -> About:
-    return About(each.size, "layers" if isinstance(each, _Probe) else each.level)
-
-
-def _probe(
-    bench: Bench, size: int, way: tuple[str, str], cut: Partition, num_bytes: Sequence[float], *, fine: bool
-) -> _Probe:
-    name, remat = way
-    schedule = named(name, len(cut), NUM_MICROBATCHES, remat=remat)
-    together = not fine and bench.processes > 1
+def _fine(
+    bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[float], coarse: int = 0
+) -> Iterator[_Probe]:
+    """Every layer a stage; or so many stages with even costs, over all processes where there are several."""
+    together = coarse and bench.processes > 1
     over = {"group": dist.group.WORLD} if together else None
-    pipeline, step = bench.pipeline(schedule, size, cut, over=over)
-    return _Probe(size, fine, schedule, pipeline, step, tuple(num_bytes[span.stop - 1] for span in cut[:-1]))
+    cut = partition(cost, coarse) if coarse else partition([1.0] * len(cost), len(cost))
+    for size, behind in sizes.items():
+        for name, remat in WAYS:
+            schedule = named(name, len(cut), NUM_MICROBATCHES, remat=remat)
+            pipeline, step = bench.pipeline(schedule, size, cut, over=over)
+            between = tuple(behind[span.stop - 1] for span in cut[:-1])
+            way = "coarse" if coarse else "fine"
+            yield _Probe(size, way, schedule, pipeline, step, bench.trained, boundary_bytes=between)
 
 
-def _take(bench: Bench, each: _Probe) -> _Raw:
+def _coarse(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[float]) -> Iterator[_Probe]:
+    stages = max(ALONE, bench.processes)
+    return _fine(bench, sizes, cost, stages) if len(cost) > stages else iter(())
+
+
+def _whole(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[float]) -> Iterator[_Probe]:
+    """All layers in every process, or parts of all of them, where several processors are replicas of each
+    other.
+    """
+    if bench.processes == 1 or bench.device.type != "cpu":
+        return
+    cut = (range(len(cost)),)
+    mesh = init_device_mesh("cpu", (bench.processes, 1), mesh_dim_names=("dp", "pp"))
+    for size in sizes:
+        for name, remat in WHOLE_WAYS:
+            schedule = named(name, 1, NUM_MICROBATCHES, remat=remat)
+            pipeline, step = bench.pipeline(schedule, size, cut, over={"mesh": mesh})
+            yield _Probe(size, "whole", schedule, pipeline, step, bench.trained)
+    for level in LEVELS if bench.job.sharded else ():
+        over = sharded_over(bench.processes, level)
+        layers = bench.fresh_layers()  # torch divides parameters in place, and for good
+        schedule = named("1f1b", 1, NUM_MICROBATCHES)
+        pipeline, _ = bench.pipeline(schedule, bench.size, cut, over=over, layers=layers)
+        trained = Trained(layers, bench.job.optimizer)
+        for size in sizes:
+            step = bench.step(pipeline, size, NUM_MICROBATCHES)
+            yield _Probe(size, "whole", schedule, pipeline, step, trained, level)
+
+
+def sharded_over(processes: int, level: int, device_type: str = "cpu") -> dict[str, Any]:
+    """What a `Pipeline` is given where each process holds a part of everything; all must call."""
+    mesh = init_device_mesh(device_type, (processes, 1), mesh_dim_names=("fsdp", "pp"))
+    return {"mesh": mesh, "zero": level}
+
+
+def _take(bench: Bench, each: _Probe) -> Step:
+    """One step, behind a reference."""
     before = len(bench.references) - 1
-    wall_s = time_step(each.step, bench.layers, device=bench.device)
-    mine = each.pipeline.timeline
-    shared = not each.fine and bench.processes > 1
-    held = {layer for event in mine.events for layer in each.pipeline.partition[event.action.stage]}
-    return _Raw(
-        before,
-        each,
-        wall_s,
-        mine.events,
-        each.pipeline.gather_timeline().events if shared else (),
-        bench.trained.update(sorted(held), bench.device),
-    )
+    wall_s = time_step(each.step, each.trained.layers, device=bench.device)
+    mine = each.pipeline.timeline.events
+    shared = each.way == "coarse" and bench.processes > 1
+    everyone = each.pipeline.gather_timeline().events if shared else ()
+    held = {layer for event in mine for layer in each.pipeline.partition[event.action.stage]}
+    return Step(before, wall_s, mine, everyone, each.trained.update(sorted(held), bench.device))
 
 
-def _run(bench: Bench, number: int, raw: _Raw) -> ProbeRun:
-    """At the reference's median speed."""
-    speed, each = bench.speed(raw.before, bench.reference_s), raw.probe
-    kinds = kinds_of(each.schedule)
-    actions = tuple(
-        Taken(e.action.stage, kinds[e.action], e.action.microbatch, e.duration_s / speed) for e in raw.mine
-    )
-    if not raw.whole:
-        return ProbeRun(number, each.size, each.fine, actions)
-    last = each.schedule.num_stages - 1
+def run_of(number: int, each: Any, step: Step, speed: float) -> ProbeRun:
+    """What a step has found, where all took `speed` times as long as usual."""
+    schedule: Schedule = each.schedule
+    kinds, events = kinds_of(schedule), list(step.mine)
+    beyond_s = step.wall_s - (events[-1].end_s - events[0].start_s)
+    gaps, messages = list[float](), list[tuple[float, float]]()
+    if each.way == "whole":
+        *events, last = events
+        backward_s = [event.duration_s for event in events if event.action.kind is Kind.B][-1]
+        beyond_s += last.duration_s - backward_s
+        if each.level:
+            first, *events = events
+            forward_s = median(event.duration_s for event in events if event.action.kind is Kind.F)
+            beyond_s += first.duration_s - forward_s
+    elif step.everyone:
+        gaps = [
+            after.start_s - event.end_s
+            for event, after in pairwise(events)
+            if not _receives(after.action, schedule.num_stages - 1)
+        ]
+        messages = _messages(schedule, step.everyone, each.boundary_bytes)
+    else:
+        beyond_s = 0.0
     return ProbeRun(
         number,
         each.size,
-        each.fine,
-        actions,
-        tuple(
-            (after.start_s - event.end_s) / speed
-            for event, after in pairwise(raw.mine)
-            if not receives(after.action, last)
-        ),
-        tuple(
-            (num_bytes, seconds / speed)
-            for num_bytes, seconds in messages(each.schedule, raw.whole, each.boundary_bytes)
-        ),
-        max(0.0, raw.wall_s - (raw.mine[-1].end_s - raw.mine[0].start_s)) / speed,
+        each.way,
+        tuple(Taken(e.action.stage, kinds[e.action], e.duration_s / speed) for e in events),
+        each.level,
+        tuple(gap_s / speed for gap_s in gaps),
+        tuple((num_bytes, seconds / speed) for num_bytes, seconds in messages),
+        max(0.0, beyond_s) / speed,
+        tuple((layer, seconds / speed) for layer, seconds in step.update_s.items()),
     )
+
+
+def _receives(action: Action, last: int) -> bool:
+    """Whether an action waits for another stage."""
+    if action.kind is Kind.F:
+        return action.stage > 0
+    return action.kind in (Kind.B, Kind.I) and action.stage < last
+
+
+def _messages(
+    schedule: Schedule, events: Sequence[Event], boundary_bytes: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Bytes and seconds of the messages whose receivers were waiting when they were sent."""
+    times = {event.action: event for event in events}
+    free_s = {
+        after: times[before].end_s for row in schedule.actions for before, after in pairwise(row)
+    }  # when the worker could have begun
+    return [
+        (
+            boundary_bytes[min(message.source.stage, message.target.stage)],
+            times[message.target].start_s - times[message.source].end_s,
+        )
+        for message in transfers(schedule)
+        if free_s.get(message.target, -inf) < times[message.source].end_s
+    ]
+
+
+def _boundary_bytes(bench: Bench, size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Bytes of one micro-batch behind each layer but the last: distinct tensors; those with a gradient."""
+    value = split(bench.job.subject.batch(size, str(bench.device))[0], 1)[0]
+    ahead, back = list[float](), list[float]()
+    was_training = [layer.training for layer in bench.layers]
+    try:
+        for layer in bench.layers:
+            layer.eval()  # must not move batch normalization's averages
+        with torch.no_grad():
+            for layer in bench.layers[:-1]:
+                value = layer(value)
+                tensors = flatten(value)[0]
+                ahead.append(float(sum(t.nbytes for t in tensors)))
+                back.append(float(sum(t.nbytes for t in tensors if t.is_floating_point())))
+    finally:
+        for layer, training in zip(bench.layers, was_training, strict=True):
+            layer.train(training)
+    return tuple(ahead), tuple(back)
+
+
+def affordable(sizes: Sequence[int], example_s: float, reference_s: float, budget_s: float) -> list[int]:
+    """The sizes whose warm-up and first round there is time for; at least the smallest.
+
+    Args:
+        sizes: of micro-batches
+        example_s: of one example, forward and back
+        reference_s: of the step that stands before every probe
+        budget_s: all that there is
+    """
+    kept: list[int] = []
+    left_s = budget_s
+    for size in sorted(sizes):
+        left_s -= 2 * STEPS_OF_A_SIZE * NUM_MICROBATCHES * size * example_s + PROBES_OF_A_SIZE * reference_s
+        if kept and left_s < 0:
+            break
+        kept.append(size)
+    return kept
+
+
+def print_progress(what: str, spent_s: float, budget_s: float) -> None:
+    """How far the probes are: on a terminal one line that is written over; elsewhere a line each."""
+    words = f"timing layers: {what}, {spent_s:.0f} s"
+    if budget_s < inf:
+        words += f", at most {max(0.0, budget_s - spent_s):.0f} s to go"
+    if sys.stderr.isatty():
+        print(f"\r{words:<70}", end="", file=sys.stderr, flush=True)
+    else:
+        print(words, file=sys.stderr, flush=True)

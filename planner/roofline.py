@@ -15,13 +15,17 @@ What is compiled, for a TPU or by `torch.compile`, makes one kernel of the opera
 it reads what others made and writes what others read.
 
 I is what a backward takes for the gradients of the inputs alone, W the rest of it.
+
+Predictions for the paper's accelerators scale the same operations to other sizes of the micro-batch, so each
+also keeps the shapes of its tensors and of its matrix products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import groupby
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +36,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gpipe_bench.pipeline.memory.attention import attention_of
-from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.boundary import Boundary, resized
+from gpipe_bench.pipeline.memory.passing import passed_on
 from gpipe_bench.pipeline.memory.profile import PRECISIONS, LossLayer, fake_copy
 from gpipe_bench.pipeline.signature import signature
 from gpipe_bench.planner.accelerators import UPDATE_BYTES, Accelerator, accelerator
 from gpipe_bench.planner.costs import Costs, SizeCosts
-from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.request import Request
 
 MIDDLE = 0.8
@@ -47,17 +52,30 @@ BANDWIDTH = 0.92
 KERNEL_S = 3.2e-6
 """From one kernel to the next where each has little to do."""
 
+_aten: Any = torch.ops.aten
 _UNMOVED = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh")
 """Operations beside views, by how their names begin, that move no bytes."""
 
 
 class Operation(NamedTuple):
-    """What one operation does: multiplications and additions, and storages with the bytes of them."""
+    """What one operation does.
+
+    Args:
+        flops: multiplications and additions
+        is_half: whether it makes a tensor of 16 bits
+        reads, writes: storages with the bytes of them
+        products: its matrix products, where known: how many, rows, inner dimension, columns
+        tensors: shape, bytes of an element, whether of floating point, of each that it reads or makes
+        is_elementwise: whether it works element by element
+    """
 
     flops: float
     is_half: bool
     reads: dict[int, float]
     writes: dict[int, float]
+    products: tuple[tuple[int, int, int, int], ...] = ()
+    tensors: tuple[tuple[tuple[int, ...], int, bool], ...] = ()
+    is_elementwise: bool = False
 
     @property
     def moved(self) -> float:
@@ -65,11 +83,15 @@ class Operation(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """The operations of a layer; `inputs` are those of a backward that goes for its inputs alone."""
+    """The operations of a layer, and what it passes on.
+
+    `inputs` are those of a backward that goes for its inputs alone.
+    """
 
     forward: list[Operation]
     backward: list[Operation]
     inputs: list[Operation]
+    outputs: Boundary
 
 
 def by_roofline(
@@ -85,7 +107,18 @@ def by_roofline(
     for size in sizes:
         profile = model.profile_of(size, request.precision, compiled=request.compiled)
         found[size] = SizeCosts(
-            layers_s=_kinds(_layers(model, request, size), device, fuses=request.compiled or device.fuses),
+            layers_s=_kinds(
+                layers_noted(
+                    model.layers,
+                    model.loss_fn,
+                    resized(model.inputs, size),
+                    resized(model.target, size),
+                    request.precision,
+                    model.attention,
+                ),
+                device,
+                fuses=request.compiled or device.fuses,
+            ),
             activation_bytes=[layer.outputs.num_bytes for layer in profile.layers[:-1]],
             gradient_bytes=[layer.output_gradient_bytes for layer in profile.layers[:-1]],
         )
@@ -113,77 +146,125 @@ def by_roofline(
     )
 
 
-def _layers(model: Model, request: Request, size: int) -> list[Noted]:
-    """Operations of each layer, the loss with the last."""
-    profile = model.profile_of(size, request.precision, compiled=request.compiled)
+def layers_noted(
+    layers: Iterable[nn.Module],
+    loss_fn: Callable[..., Tensor],
+    inputs: Boundary,
+    target: Boundary,
+    precision: str = "float32",
+    attention: str = "cpu",
+    *,
+    later: bool = False,
+) -> list[Noted]:
+    """Operations of each layer of a model, those of the loss with the last; layers that are alike once.
+
+    Args:
+        layers, loss_fn: on any device; nothing of their size is allocated
+        inputs, target: of one micro-batch
+        precision: of the activations
+        attention: of the device, as `pipeline.memory.attention` has it
+        later: as `noted` says
+    """
     known: dict[object, Noted] = {}
     found = []
-    loss = LossLayer.of(model.loss_fn, profile.layers[-1].outputs, model.target)
-    ends = [layer.inputs for layer in profile.layers] + [profile.loss.inputs]
-    for layer, inputs in zip((*model.layers, loss), ends, strict=True):
+    for layer in (*passed_on(list(layers)), None):
+        if layer is None:
+            layer, inputs = LossLayer.of(loss_fn, inputs, target), inputs.join(target)
         key = (signature(layer), inputs)
         if key not in known:
-            known[key] = noted(layer, inputs, request.precision, model.attention)
+            known[key] = noted(layer, inputs, precision, attention, later=later)
         found.append(known[key])
-    *layers, last = found
-    layers[-1] = Noted(*(a + b for a, b in zip(layers[-1], last, strict=True)))
-    return layers
+        inputs = known[key].outputs
+    *rest, last, loss = found
+    both = last._replace(
+        forward=last.forward + loss.forward,
+        backward=last.backward + loss.backward,
+        inputs=last.inputs + loss.inputs,
+    )
+    return [*rest, both]
 
 
-def noted(layer: nn.Module, inputs: Boundary, precision: str, attention: str = "cpu") -> Noted:
-    """The operations of a layer on such inputs, in the precision of its activations."""
+def noted(
+    layer: nn.Module, inputs: Boundary, precision: str, attention: str = "cpu", *, later: bool = False
+) -> Noted:
+    """The operations of a layer on such inputs, in the precision of its activations.
+
+    `later` is a micro-batch whose gradients are added to those of an earlier one, as the paper's predictions
+    have them: what the layer hands on untouched has no gradient of its own, the backward for the inputs alone
+    is left out, and `_unsafe_view` is a copy.
+    """
     autocast = PRECISIONS[precision]
     with FakeTensorMode(), attention_of(attention):
         copy = fake_copy(layer)
+        for parameter in copy.parameters() if later else ():
+            parameter.grad = torch.zeros_like(parameter)
         made = [spec.empty() for spec in inputs.tensors]
         given = [
             made[first].requires_grad_(spec.requires_grad)
             for first, spec in zip(inputs.same_as, inputs.tensors, strict=True)
         ]
         context = nullcontext() if autocast is None else torch.autocast("cpu", autocast, cache_enabled=False)
-        with _Notes() as forward, context:
+        unmoved = _UNMOVED[:2] if later else _UNMOVED
+        with _Notes(unmoved) as forward, context:
             output = copy(inputs.build(given))
         roots = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        roots = [t for t in roots if not later or t.grad_fn is not None]
         seeds = [torch.empty_like(t) for t in roots]
         leaves = [t for t in made if t.requires_grad]
-        with _Notes() as for_inputs:
-            if roots and leaves:
+        with _Notes(unmoved) as for_inputs:
+            if roots and leaves and not later:
                 torch.autograd.grad(roots, leaves, seeds, retain_graph=True, allow_unused=True)
-        with _Notes() as backward:
+        with _Notes(unmoved) as backward:
             if roots:
                 torch.autograd.backward(roots, seeds)
-        return Noted(forward.found, backward.found, for_inputs.found)
+        return Noted(forward.found, backward.found, for_inputs.found, Boundary.of(output))
 
 
 class _Notes(TorchDispatchMode):
-    """Notes every operation that runs under it."""
+    """Notes every operation that runs under it, but those whose names begin like `unmoved`."""
 
-    def __init__(self) -> None:
+    def __init__(self, unmoved: tuple[str, ...]) -> None:
         super().__init__()
         self.found = list[Operation]()
+        self._unmoved = unmoved
         self._alive: list[torch.UntypedStorage] = []  # so that no two of them have the same number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if func.namespace == "prim" or func.is_view or func.__name__.startswith(_UNMOVED):
+        if func.namespace == "prim" or func.is_view or func.__name__.startswith(self._unmoved):
             return output
-        made = self._bytes(output)
-        half = [t.itemsize == 2 for t in tree_leaves(output) if isinstance(t, Tensor)]
-        flops = _flops(func, args, kwargs, output)
-        self.found.append(Operation(flops, half[:1] == [True], self._bytes((args, kwargs)), made))
+        given, made = _tensors((args, kwargs)), _tensors(output)
+        self.found.append(
+            Operation(
+                _flops(func, args, kwargs, output),
+                any(tensor.itemsize == 2 for tensor in made[:1]),
+                self._bytes(given),
+                self._bytes(made),
+                _products(func, args, output),
+                tuple(
+                    (tuple(t.shape), t.itemsize, t.is_floating_point())
+                    for t in {id(t): t for t in (*given, *made)}.values()
+                ),
+                torch.Tag.pointwise in func.tags,
+            )
+        )
         return output
 
-    def _bytes(self, value: Any) -> dict[int, float]:
-        """Of each storage among the arguments, its parts once."""
-        tensors = {id(each): each for each in tree_leaves(value) if isinstance(each, Tensor)}
+    def _bytes(self, tensors: Iterable[Tensor]) -> dict[int, float]:
+        """Of each storage, its parts once."""
         found: dict[int, float] = {}
-        for tensor in tensors.values():
+        for tensor in tensors:
             storage = tensor.untyped_storage()
             self._alive.append(storage)
             known = found.get(id(storage), 0.0)
             found[id(storage)] = float(min(known + tensor.numel() * tensor.itemsize, storage.nbytes()))
         return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Those among arguments or results, each once."""
+    return list({id(each): each for each in tree_leaves(value) if isinstance(each, Tensor)}.values())
 
 
 def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> float:
@@ -203,12 +284,37 @@ def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> float:
     return float(flop_registry[packet](*args, **kwargs, out_val=output))
 
 
+def _products(func: Any, args: Any, output: Any) -> tuple[tuple[int, int, int, int], ...]:
+    """The matrix products of an operation, where they are known."""
+    match func._overloadpacket:
+        case _aten.mm | _aten.addmm:
+            ours, theirs = args[-2:]
+            return ((1, *ours.shape, theirs.shape[1]),)
+        case _aten.bmm | _aten.baddbmm:
+            ours, theirs = args[-2:]
+            return ((*ours.shape, theirs.shape[2]),)
+        case _aten.convolution:
+            groups = args[8]
+            return ((groups, *_as_product(output.shape, args[1].shape, groups)),)
+        case _aten.convolution_backward:
+            groups, (for_inputs, for_weights, _) = args[9:]
+            rows, inner, columns = _as_product(args[0].shape, args[2].shape, groups)
+            of_inputs, of_weights = (groups, rows, columns, inner), (groups, inner, rows, columns)
+            return (*[of_inputs] * for_inputs, *[of_weights] * for_weights)
+    return ()
+
+
+def _as_product(result: Sequence[int], weight: Sequence[int], groups: int) -> tuple[int, int, int]:
+    """A convolution as a product: examples and positions x channels and places of the window x filters."""
+    return result[0] * prod(result[2:]), weight[1] * prod(weight[2:]), weight[0] // groups
+
+
 def _kinds(layers: Sequence[Noted], device: Accelerator, *, fuses: bool) -> dict[str, list[float]]:
     """Seconds of each layer by kind."""
     known: dict[int, tuple[float, float, float]] = {}
     for each in layers:
         if id(each) not in known:
-            forward, backward, inputs = (seconds(part, device, fuses=fuses) for part in each)
+            forward, backward, inputs = (seconds(part, device, fuses=fuses) for part in each[:3])
             known[id(each)] = forward, backward, min(inputs, backward)
     rows = [known[id(each)] for each in layers]
     ahead = [row[0] for row in rows]

@@ -8,12 +8,11 @@ for all others: no other cut has so small a largest sum.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from gpipe_bench.planner.candidate import Candidate
-from gpipe_bench.planner.links import DIMENSIONS
-from gpipe_bench.planner.models import Model
+from gpipe_bench.planner.model import Model, Source
 from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.topology import DIMENSIONS
 
 NAME = "train.py"
 """What the script is called where nobody says."""
@@ -38,74 +37,65 @@ def command(request: Request, name: str = NAME, accelerators: int | None = None)
 
 def script(model: Model, candidate: Candidate, request: Request) -> str:
     """Python that takes steps as planned."""
-    share = request.batch_size // candidate.replicas
     starts = tuple(stage.start for stage in candidate.cut)
-    sizes = [(name, _size(candidate, name)) for name in DIMENSIONS]
-    mesh = [(name, size) for name, size in sizes if size > 1 or name == "pp"]
+    sizes = {name: getattr(candidate.grid, name) for name in DIMENSIONS}
+    mesh = {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
+    remat = candidate.remat if len(set(candidate.remat)) > 1 else candidate.remat[0]
+    source, facts = model.source, candidate.describe()
+    words = json.dumps({key: facts[key] for key in ("schedule", "num_microbatches", "cut")})
+    words = words[1:-1].replace('"', "")
     body = [
         "torch.manual_seed(0)  # the same weights on every rank",
-        *_model(model),
-        f"mesh = init_device_mesh(device.type, {tuple(size for _, size in mesh)}, "
-        f"mesh_dim_names={tuple(name for name, _ in mesh)})",
-        *(_divided(model) if candidate.tp > 1 else []),
+        *_model(source),
+        f"mesh = init_device_mesh(device.type, {tuple(mesh.values())}, mesh_dim_names={tuple(mesh)})",
+        *(_divided(source) if candidate.tp > 1 else []),
         "pipeline = Pipeline(",
         f"    layers, mesh=mesh, schedule={candidate.schedule!r}, "
         f"num_microbatches={candidate.num_microbatches},",
         f"    num_stages={candidate.num_stages}, num_workers={candidate.num_workers}, devices=device,",
-        f"    remat={_remat(candidate)!r},",
+        f"    remat={remat!r},",
         "    cost=[1.0 if layer in STARTS else 0.0 for layer in range(len(layers))],",
         *([f"    zero={candidate.fsdp_level},"] if candidate.fsdp > 1 else []),
         *(["    compile=True,"] if request.compiled else []),
         ")",
         f"optimizer = torch.optim.{_OPTIMIZERS[request.optimizer]}",
         'for step in range(int(os.environ.get("STEPS", "3"))):',
-        *_step(request),
+        *_step(request.precision),
         "    optimizer.step()",
         "    optimizer.zero_grad()",
         "    if dist.get_rank() == 0:",
         '        print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)',
         "pipeline.close()",
     ]
-    zoo_plan = candidate.tp > 1 and model.source.options is not None
-    return "\n".join(
-        [
-            f'"""Trains {model.name} as planned: {_words(candidate)}."""',
-            "",
-            "import os",
-            "",
-            "import torch",
-            "from torch import distributed as dist",
-            "from torch.distributed.device_mesh import init_device_mesh",
-            "from torch.utils._pytree import tree_map",
-            "",
-            "from gpipe_bench.pipeline import Pipeline, layers_of, start_process"
-            if model.source.is_foreign
-            else "from gpipe_bench.pipeline import Pipeline, start_process",
-            model.source.imports,
-            *(["from gpipe_bench.models.parallel import tensor_parallel"] if zoo_plan else []),
-            "",
-            f"SHARE = {share}  # examples of a mini-batch that each of {candidate.replicas} replicas takes",
-            f"STARTS = {starts}  # the first layer of each stage",
-            "",
-            "with start_process() as device:",
-            *(f"    {line}" if line else "" for line in body),
-            "",
-        ]
-    )
+    layers_of = "layers_of, " * source.is_foreign
+    zoo_plan = candidate.tp > 1 and source.options is not None
+    lines = [
+        f'"""Trains {model.name} as planned: {words}."""',
+        "",
+        "import os",
+        "",
+        "import torch",
+        "from torch import distributed as dist",
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "from torch.utils._pytree import tree_map",
+        "",
+        f"from gpipe_bench.pipeline import Pipeline, {layers_of}start_process",
+        source.imports,
+        *(["from gpipe_bench.models.parallel import tensor_parallel"] if zoo_plan else []),
+        "",
+        f"SHARE = {request.batch_size // candidate.replicas}  # examples of a mini-batch that each of "
+        f"{candidate.replicas} replicas takes",
+        f"STARTS = {starts}  # the first layer of each stage",
+        "",
+        "with start_process() as device:",
+        *(f"    {line}" if line else "" for line in body),
+        "",
+    ]
+    return "\n".join(lines)
 
 
-def _size(candidate: Candidate, name: str) -> int:
-    return candidate.num_workers if name == "pp" else int(getattr(candidate, name))
-
-
-def _remat(candidate: Candidate) -> Any:
-    """One word where all stages have the same."""
-    return candidate.remat[0] if len(set(candidate.remat)) == 1 else candidate.remat
-
-
-def _model(model: Model) -> list[str]:
+def _model(source: Source) -> list[str]:
     """What makes the layers, a batch and the loss."""
-    source = model.source
     if source.options is not None:
         options = f", **{source.options!r}" if source.options else ""
         return [
@@ -133,28 +123,16 @@ def _model(model: Model) -> list[str]:
     ]
 
 
-def _divided(model: Model) -> list[str]:
+def _divided(source: Source) -> list[str]:
     """What makes the layers tensor parallel: the zoo's plan, or one's own."""
-    if model.source.options is not None:
+    if source.options is not None:
         return ['tensor_parallel(layers.to(device), mesh["tp"])']
-    return [
-        "layers = torch.nn.Sequential(*layers).to(device)",
-        'divide(layers, mesh["tp"])',
-    ]
+    return ["layers = torch.nn.Sequential(*layers).to(device)", 'divide(layers, mesh["tp"])']
 
 
-def _step(request: Request) -> list[str]:
+def _step(precision: str) -> list[str]:
     step = "loss = pipeline.step(inputs, target, loss_fn)"
-    if request.precision == "float32":
+    if precision == "float32":
         return [f"    {step}"]
-    return [
-        f"    with torch.autocast(device.type, dtype=torch.{request.precision}, cache_enabled=False):",
-        f"        {step}",
-    ]
-
-
-def _words(candidate: Candidate) -> str:
-    facts = candidate.describe()
-    return json.dumps({key: facts[key] for key in ("schedule", "num_microbatches", "cut")})[1:-1].replace(
-        '"', ""
-    )
+    autocast = f"torch.autocast(device.type, dtype=torch.{precision}, cache_enabled=False)"
+    return [f"    with {autocast}:", f"        {step}"]

@@ -5,44 +5,70 @@ Ways are taken in the order of their bounds, and the search ends where a bound i
 that are kept; what is left cannot be among them. Of each group of ways, such as those of one grid and
 schedule, the best is kept.
 
-Steps are those of `pipeline.plan.cutting`; whoever wants ranges, parts and jitter predicts the few that are
-found (`predict`).
+Steps are those of `cuts`; whoever wants ranges, parts and jitter predicts the few that are found (`predict`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from heapq import heapify, heappop, heappush
 from math import comb, inf
+from typing import Any
 
-from gpipe_bench.pipeline.plan.cutting.best import EFFORT, Cut, best_cut
-from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
-from gpipe_bench.pipeline.plan.cutting.times import StageTimes
-from gpipe_bench.planner.bounds import (
-    by_memory_s,
-    by_work_s,
-    even_share,
-)
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.planner.candidate import Candidate, Grid, Way
 from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.found import Found
-from gpipe_bench.planner.grids import Grid
-from gpipe_bench.planner.models import Tie
-from gpipe_bench.planner.parts import Parts, rows_of
+from gpipe_bench.planner.cuts import EFFORT, Cut, best_cut
+from gpipe_bench.planner.infeasible import Smallest
+from gpipe_bench.planner.memory import Footprints, Known, Room
+from gpipe_bench.planner.model import Tie
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.room import Room
-from gpipe_bench.planner.shortfall import Smallest
-from gpipe_bench.planner.space import Space, Way, ways
+from gpipe_bench.planner.rows import Rows
+from gpipe_bench.planner.space import Space, ways
+from gpipe_bench.planner.steps import LayerTimes, QuickSteps, StageTimes, times_on
+from gpipe_bench.planner.topology import Topology
 
 KEPT = 8
 """Ways that are kept; those that are printed are fewer."""
 FEW_CUTS = 100_000
 """Cuts of a way that is not large."""
+ALL_CUTS = 300
+"""Of a way that is so small that its best cut is found at once."""
+EVEN = 0.95
+"""Share of the step with even stages, less what uneven ones gain where a pipeline is filled, below which the
+best cut of a large way is not expected."""
 FIRST_EFFORT = 30_000
-"""Actions to lay out for a cut before it is known whether its way is among the best."""
+"""Actions to lay out for a cut of any other before it is known whether its way is among the best."""
 CUTS_ANEW = 4
 """Cuts of a way until its messages fit, too; each leaves room for those of the one before."""
+_LATELY = 32
+"""Rows of long schedules that are remembered: many ways use them in turn, and all of them are too many."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A way with its best cut, the seconds of a step, and the bytes of each worker."""
+
+    candidate: Candidate
+    step_s: float
+    bound_s: float
+    memory: tuple[StageMemory, ...]
+
+    @property
+    def peak(self) -> int:
+        return max(each.peak for each in self.memory)
+
+    @property
+    def is_best_cut(self) -> bool:
+        """Whether it is known that no other cut of this way is faster."""
+        return self.bound_s >= self.step_s
 
 
 def grid_and_schedule(way: Way) -> Hashable:
@@ -52,7 +78,7 @@ def grid_and_schedule(way: Way) -> Hashable:
 
 @dataclass
 class Search:
-    """One search. Its `parts` are what it knows of single ways.
+    """One search, and what it knows of single ways.
 
     Args:
         costs: of the layers, at every size that a way has
@@ -60,6 +86,7 @@ class Search:
         ties: of the model
         progress: told how many ways are done, of how many
         least: the cut with the smallest peak, which is taken where no other is found
+        tried, skipped: ways that were cut, and those whose bounds were too high
     """
 
     costs: Costs
@@ -69,15 +96,16 @@ class Search:
     progress: Callable[[int, int], None] = lambda done, total: None
     least: Callable[[], Smallest | None] = lambda: None
     tried: int = 0
-    skipped: int = 0  # whose bounds were too high
-    _number: int = 0  # of all ways
-    _even: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
-    _least: dict[Grid, int] = field(default_factory=dict, repr=False)
+    skipped: int = 0
     _best: dict[tuple[Way, int], Found] = field(default_factory=dict, repr=False)
+    _known: dict[Way, Known] = field(default_factory=lambda: defaultdict(dict), repr=False)
 
     def __post_init__(self) -> None:
         self.cap = self.request.usable_bytes
-        self.parts = Parts(self.costs, self.request, self.ties)
+        lately = lru_cache(_LATELY)
+        self._rows, self._quick = lately(self._rows_of), lately(self._quick_of)
+        self._footprints, self._times = cache(self._footprints_of), cache(self._times_of)
+        self._boundaries, self._even = cache(self._links_of), cache(self._even_of)
 
     def run(
         self,
@@ -96,22 +124,29 @@ class Search:
                 search to search
         """
         self.cap = self.request.usable_bytes if cap is None else cap
+        every = [
+            way
+            for way in ways(self.request, self.space, self.costs.num_layers)
+            if way.microbatch_size in self.costs.sizes
+        ]
         best: dict[Hashable, tuple[Found, Way]] = {}
         limit_s, tried = inf, 0
-        for bound_s, way in self._in_order():
+        for bound_s, way in self._in_order(every):
             if bound_s >= limit_s:
                 break
             group = of_each(way)
-            if group in best and bound_s >= best[group][0].step_s:
+            below_s = best[group][0].step_s if group in best else inf
+            if bound_s >= below_s:
                 continue
-            found = self.best_of(way, FIRST_EFFORT, below_s=best[group][0].step_s if group in best else inf)
+            effort = EFFORT if self._num_cuts(way) <= ALL_CUTS else FIRST_EFFORT
+            found = self.best_of(way, effort, below_s=below_s)
             tried += 1
             if found is not None:
                 best[group] = (found, way)
                 if kept is not None and len(best) >= kept:
                     limit_s = sorted(each.step_s for each, _ in best.values())[kept - 1]
         if cap is None:
-            self.tried, self.skipped = tried, self._number - tried
+            self.tried, self.skipped = tried, len(every) - tried
         leading = sorted(best.values(), key=lambda each: each[0].step_s)[:kept]
         again = [
             found if found.is_best_cut else (self.best_of(way, EFFORT) or found) for found, way in leading
@@ -122,37 +157,43 @@ class Search:
         return tuple(sorted(again, key=lambda found: found.step_s))
 
     def _as_found(self, least: Smallest) -> Iterator[Found]:
-        size = self.request.batch_size // least.grid.replicas // least.num_microbatches
-        if size not in self.costs.sizes:
+        way = least.way
+        if way.microbatch_size not in self.costs.sizes:
             return
-        way = Way(least.grid, least.schedule, least.stages_per_worker, least.num_microbatches, size)
-        times, links = self.parts.times(way), self.parts.boundaries(way)
         remat = tuple(each for each in least.choices if isinstance(each, str))  # as plans have it
-        step_s = QuickSteps(self.parts.schedule(way), links).makespan_s(
-            [times.stage(stage.start, stage.stop) for stage in least.cut],
-            remat,
-            [times.message(stage.start) for stage in least.cut[1:]],
-        )
+        step_s = self.step_s(way, Cut(least.cut, remat, 0.0, 0.0))
         yield self.found(way, Cut(least.cut, remat, step_s, 0.0))
 
-    def _in_order(self) -> Iterator[tuple[float, Way]]:
-        """Ways that may fit, each with its bound; what takes longer to know is asked of those alone whose
-        turn it would be without it. Large ways come in the order of their even steps, which are no bounds.
+    def _in_order(self, every: list[Way]) -> Iterator[tuple[float, Way]]:
+        """Ways with their bounds; what takes longer to know is asked of those alone whose turn it would be
+        without it. Large ways come in the order of their even steps, which are no bounds.
         """
-        every = list(self._fitting_sizes(ways(self.request, self.space, self.costs.num_layers)))
-        self._number = len(every)
-        asks = (self.bound_s, self._even_s)
-        waiting = [(self.by_work_s(way), 0, index) for index, way in enumerate(every)]
+        waiting = [(self.bound_s(way), False, index) for index, way in enumerate(every)]
         heapify(waiting)
         while waiting:
             at_s, asked, index = heappop(waiting)
-            if asked == len(asks):
+            if asked:
                 yield at_s, every[index]
                 continue
-            self.progress(self._number - len(waiting), self._number)
-            at_s = max(at_s, asks[asked](every[index]))
-            if at_s < inf:
-                heappush(waiting, (at_s, asked + 1, index))
+            self.progress(len(every) - len(waiting), len(every))
+            heappush(waiting, (max(at_s, self._even_s(every[index])), True, index))
+
+    def bound_s(self, way: Way) -> float:
+        """Seconds of a step at least, whatever the memory.
+
+        A stage begins when a micro-batch has been through all before it, and ends as long before the end, so
+        the k-th stage may take (1 - 1/M)^k of what the first one may: with one stage per worker and whole
+        backwards a step takes at least all the work of one micro-batch / (1 - (1 - 1/M)^K).
+        """
+        times, count, workers = self.times(way), way.num_microbatches, way.grid.pp
+        once_s = times.least_s(0, times.num_layers)
+        even_s = max(once_s * count / workers, times.beyond_s(0))
+        if way.stages_per_worker > 1 or way.splits or count == 1:
+            return even_s
+        return max(even_s, once_s / (1 - (1 - 1 / count) ** workers))
+
+    def _num_cuts(self, way: Way) -> int:
+        return comb(self.costs.num_layers - 1, way.num_stages - 1)
 
     def _even_s(self, way: Way) -> float:
         """What a way that is too large to be cut exactly takes at about least: its step with even stages and
@@ -160,20 +201,17 @@ class Search:
         there is, and a bound; 0 of a way that is not too large.
         """
         stages, layers = way.num_stages, self.costs.num_layers
-        times = self.parts.times(way)
+        times = self.times(way)
         if stages == layers:
-            takes, share = tuple(times.stage(layer, layer + 1) for layer in range(layers)), 1.0
-        elif comb(layers - 1, stages - 1) > FEW_CUTS:
-            ahead, again, back, inputs, weights = (each / stages for each in times.stage(0, layers)[:5])
-            takes = (StageTimes(ahead, again, back, inputs, weights, 0.0),) * stages
-            share = even_share(way.grid.pp, way.num_microbatches)
-        else:
+            return self._even(_rows_key(way), tuple(times.stage(each, each + 1) for each in range(layers)))
+        if self._num_cuts(way) <= FEW_CUTS:
             return 0.0
-        key = (*rows_of(way), takes)
-        if key not in self._even:
-            steps = self.parts.quick(way)
-            self._even[key] = share * steps.makespan_s(takes, ["never"] * stages)
-        return self._even[key]
+        even = StageTimes._make(each / stages for each in (*times.stage(0, layers)[:5], 0.0))
+        even_s = self._even(_rows_key(way), (even,) * stages)
+        # Uneven stages are faster where a pipeline is filled: (M + K - 1) / K with even ones, 1 / (1 - (1 -
+        # 1/M)^K) with the best.
+        count, workers = way.num_microbatches, way.grid.pp
+        return even_s * EVEN * workers / (workers + count - 1) / (1 - (1 - 1 / count) ** workers)
 
     def best_of(
         self, way: Way, effort: int, memory_bytes: int | None = None, below_s: float = inf
@@ -182,69 +220,103 @@ class Search:
         takes less than `below_s`.
 
         The cut is made with one receive ahead. What the transport holds beyond that is known of a whole cut
-        only: where it is too much, the way is cut anew, and every worker has as much less room.
+        only: where it is too much, the way is cut anew. Then a way of few cuts is asked of each whole cut
+        that would be the best; in others every worker has as much less room as the last cut's messages take.
         """
         cap = memory_bytes or self.cap
         known = self._best.get((way, effort))
         if known is not None and known.peak <= cap:
             return known if known.step_s < below_s else None
-        room = self.parts.room(way)
-        if self._least_bytes(way, room) > cap:
+        room, accelerated = self.room(way), self.request.accelerated
+        if room.least_bytes() > cap:
             return None
-        caps, bound_s = [cap] * way.grid.pp, 0.0
-        for _ in range(CUTS_ANEW):
-            cut = self._cut(way, room, caps, effort)
+        caps, bound_s, few = [cap] * way.grid.pp, 0.0, self._num_cuts(way) <= ALL_CUTS
+
+        def fits(worker: int, stages: tuple[range, ...], remat: tuple[str, ...]) -> bool:
+            return room.fits(worker, stages, remat, caps[worker])
+
+        def holds(stages: Partition, remat: tuple[str, ...]) -> bool:
+            return max(each.peak for each in room.counted(stages, remat, accelerated)) <= cap
+
+        for attempt in range(CUTS_ANEW):
+            cut = best_cut(
+                self.schedule(way),
+                self.times(way),
+                links=self.boundaries(way),
+                fits=fits,
+                holds=holds if few and attempt else None,
+                remats=self.space.remats,
+                effort=effort,
+            )
             if cut is None or cut.step_s >= below_s:
                 return None
             bound_s = bound_s or cut.bound_s  # of any cut of the way; with less room there are fewer
-            found = self.found(way, replace(cut, bound_s=bound_s))
+            found = self.found(way, replace(cut, bound_s=max(bound_s, cut.bound_s) if few else bound_s), room)
             if found.peak <= cap:
                 self._best[way, effort] = found
                 return found
-            more = room.messages(cut.stages, cut.remat, self.request.accelerated)
-            caps = [min(before, cap - each) for before, each in zip(caps, more, strict=True)]
+            if not few:
+                alone = room.alone(cut.stages, cut.remat)
+                more = [each.peak - less.peak for each, less in zip(found.memory, alone, strict=True)]
+                caps = [min(before, cap - each) for before, each in zip(caps, more, strict=True)]
         return None
 
-    def _cut(self, way: Way, room: Room, caps: list[int], effort: int) -> Cut | None:
-        return best_cut(
-            self.parts.schedule(way),
-            self.parts.times(way),
-            links=self.parts.boundaries(way),
-            fits=lambda worker, stages, remat: room.fits(worker, stages, remat, caps[worker]),
-            remats=self.space.remats,
-            effort=effort,
-        )
-
-    def found(self, way: Way, cut: Cut) -> Found:
+    def found(self, way: Way, cut: Cut, room: Room | None = None) -> Found:
         """A cut of a way as an answer."""
-        grid = way.grid
-        memory = self.parts.room(way).counted(cut.stages, cut.remat, self.request.accelerated)
-        candidate = Candidate(
-            cut=cut.stages, schedule=way.schedule, num_microbatches=way.num_microbatches, remat=cut.remat,
-            num_workers=grid.pp, stages_per_worker=way.stages_per_worker, dp=grid.dp, fsdp=grid.fsdp,
-            fsdp_level=grid.fsdp_level, tp=grid.tp,
-        )  # fmt: skip
-        return Found(candidate, cut.step_s, cut.bound_s, memory)
+        memory = (room or self.room(way)).counted(cut.stages, cut.remat, self.request.accelerated)
+        return Found(way.candidate(cut.stages, cut.remat), cut.step_s, cut.bound_s, memory)
 
-    def bound_s(self, way: Way) -> float:
-        """Seconds that no cut of the way goes below, infinity where none fits."""
-        least_s = self.by_work_s(way)
-        equals = self.parts.equals(way)
-        if equals is None:
-            return least_s
-        cap, remats = self.cap, self.space.remats
-        return by_memory_s(way, equals, self.parts.graphs(way), cap, remats, least_s)
+    def step_s(self, way: Way, cut: Cut) -> float:
+        """Seconds of a step with that cut."""
+        times, steps = self.times(way), QuickSteps(self.schedule(way), self.boundaries(way))
+        takes = [times.stage(stage.start, stage.stop) for stage in cut.stages]
+        return steps.makespan_s(takes, cut.remat, [times.message(stage.start) for stage in cut.stages[1:]])
 
-    def by_work_s(self, way: Way) -> float:
-        """The same whatever the memory."""
-        return by_work_s(way, self.parts.times(way))
+    def schedule(self, way: Way) -> Schedule:
+        """Its rows without recomputation."""
+        return self._rows(*_rows_key(way)).schedule
 
-    def _least_bytes(self, way: Way, room: Room) -> int:
-        """Of a way's grid, whatever its schedule and micro-batches; where that is too much nothing is cut."""
-        if way.grid not in self._least:
-            self._least[way.grid] = room.least_bytes()
-        return self._least[way.grid]
+    def boundaries(self, way: Way) -> tuple[Link, ...]:
+        """What lies between its stages."""
+        return self._boundaries(way.grid, way.schedule, way.stages_per_worker)
 
-    def _fitting_sizes(self, given: Iterator[Way]) -> Iterator[Way]:
-        """Those whose micro-batches have costs."""
-        return (way for way in given if way.microbatch_size in self.costs.sizes)
+    def times(self, way: Way) -> LayerTimes:
+        """What spans of layers take there."""
+        return self._times(way.grid, way.microbatch_size, way.splits)
+
+    def room(self, way: Way) -> Room:
+        """The memory of its workers."""
+        footprints = self._footprints(way.microbatch_size, way.splits, way.grid.tp)
+        rows, known = self._rows(*_rows_key(way)), self._known[way]
+        return Room(footprints, rows, way.grid, self.request.optimizer, self.ties, known)
+
+    def _rows_of(self, name: str, workers: int, per_worker: int, count: int) -> Rows:
+        return Rows(named(name, workers, count, stages_per_worker=per_worker))
+
+    def _quick_of(self, *rows: Any) -> QuickSteps:
+        return QuickSteps(self._rows(*rows).schedule)  # messages take no time
+
+    def _even_of(self, rows: Any, takes: tuple[StageTimes, ...]) -> float:
+        return self._quick(*rows).makespan_s(takes, ["never"] * len(takes))
+
+    def _topology(self, grid: Grid) -> Topology:
+        return Topology(self.request, grid, self.costs.sums_beside(self.request.link))
+
+    def _links_of(self, grid: Grid, name: str, per_worker: int) -> tuple[Link, ...]:
+        small = named(name, grid.pp, 1, stages_per_worker=per_worker)
+        return self._topology(grid).boundaries([small.worker(stage) for stage in range(small.num_stages)])
+
+    def _times_of(self, grid: Grid, size: int, split: bool) -> LayerTimes:
+        shards = self.costs.shards(size, grid.fsdp, grid.fsdp_level, self.request.link)
+        shards = shards if grid.tp == 1 else None
+        return times_on(grid, self.costs, size, self._topology(grid), split=split, shards=shards)
+
+    def _footprints_of(self, size: int, split: bool, tp: int) -> Footprints:
+        if self.costs.profiles is None:
+            raise ValueError("these costs have no profiles, so nobody knows what fits: time the layers anew")
+        return Footprints(self.costs.profiles(size, split, tp))
+
+
+def _rows_key(way: Way) -> tuple[str, int, int, int]:
+    """What the rows of its schedule depend on."""
+    return way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.pipeline.plan.cutting.times import REMATS
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.planner.grids import Grid
+from gpipe_bench.pipeline.plan.schedules.known import NAMED
+from gpipe_bench.planner.candidate import Grid, Way, splits
 from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.steps import REMATS
 
 MOST_ACTIONS = 200_000
 """Of a schedule; longer ones differ from shorter ones by their ends only."""
@@ -52,26 +51,6 @@ class Space:
             for name in given:
                 if name not in known:
                     raise ValueError(f"unknown {what} {name!r}; known: {', '.join(known)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """All of a candidate but its cut."""
-
-    grid: Grid
-    schedule: str
-    stages_per_worker: int
-    num_microbatches: int
-    microbatch_size: int
-
-    @property
-    def num_stages(self) -> int:
-        return self.grid.pp * self.stages_per_worker
-
-    @property
-    def splits(self) -> bool:
-        """Whether backwards are I and W."""
-        return splits(self.schedule)
 
 
 def divisors(number: int) -> list[int]:
@@ -129,16 +108,6 @@ def _schedules(request: Request, space: Space, grid: Grid) -> Iterator[tuple[str
             continue
         fixed = NAMED[name].stages_per_worker
         yield from ((name, each) for each in ((2,) if fixed is None else (fixed,)))
-
-
-def splits(name: str) -> bool:
-    """Whether a schedule has I and W."""
-    if name not in _SPLITS:
-        _SPLITS[name] = any(action.kind is Kind.W for action in named(name, 2, 4))
-    return _SPLITS[name]
-
-
-_SPLITS: dict[str, bool] = {}
 
 
 def check(request: Request, space: Space, num_layers: int) -> None:

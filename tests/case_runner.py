@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import distributed as dist
 
-from gpipe_bench.harness.records.files import file_lock
+from gpipe_bench.harness.store import file_lock
 from gpipe_bench.pipeline.ranks.launch import launch
 
 if TYPE_CHECKING:  # forked processes have no pytest

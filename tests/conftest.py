@@ -17,7 +17,7 @@ import pytest
 import torch
 from case_runner import Outcomes, once, outcomes_of, selected
 
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.store import Store
 
 torch.set_num_threads(1)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for bits that repeat; read at its first use

@@ -13,10 +13,9 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Quantity, Record
-from gpipe_bench.harness.shown import PaperTable, Plot
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.record import Quantity, Record
+from gpipe_bench.harness.verdict import Entry
 
 TABLE = "table1-amoebanet"
 COLUMNS = {1: "naive-1", 2: "pipeline-1", 3: "pipeline-2", 4: "pipeline-4", 5: "pipeline-8"}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.experiments.plan import exact
 from gpipe_bench.experiments.plan.models import Planned
-from gpipe_bench.experiments.plan.running import peaks
 from gpipe_bench.planner.candidate import Candidate
 
 Built = tuple[Sequence[nn.Module], Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
@@ -69,19 +69,17 @@ MODELS = ("small", "small_kept", "large", "large_kept")
 
 def planned(name: str) -> Planned:
     """One of the models, for two processes."""
-    return Planned(
-        name, f"over_processes_cases:{name}", {}, BATCH_SIZE, (MICROBATCHES,), 1, 1, 1, 1, "tiny"
-    )  # fmt: skip
+    return Planned(name, f"over_processes_cases:{name}", {}, "tiny", batch_size=BATCH_SIZE)
 
 
 def ways() -> list[Candidate]:
     """All ways to train."""
-    return peaks.ways(planned("small"), MICROBATCHES)
+    return exact.ways(planned("small"), MICROBATCHES)
 
 
 def count_all() -> dict[str, list[int]]:
     """What one process does: bytes of each way, by model, and by model over gloo."""
-    found = {name: peaks.count(planned(name), ways()) for name in MODELS}
+    found = {name: exact.count(planned(name), ways()) for name in MODELS}
     for name in ("small", "large"):
-        found[f"{name} over gloo"] = peaks.count(planned(name), ways()[:4], share_memory=False)
+        found[f"{name} over gloo"] = exact.count(planned(name), ways()[:4], share_memory=False)
     return found

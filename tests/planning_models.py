@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from gpipe_bench.planner.costs import Costs, SizeCosts
-from gpipe_bench.planner.models import Model, model_of
+from gpipe_bench.planner.model import Model, model_of
 
 WIDTH = 16
 

@@ -6,7 +6,8 @@ import hashlib
 import json
 from typing import Any
 
-from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record, Scalar
+from gpipe_bench.harness.experiment import Case, Experiment, RunOptions
+from gpipe_bench.harness.record import SCHEMA, Quantity, Record, Scalar
 
 
 def record(step: Scalar = 1, **changes: Any) -> Record:
@@ -26,6 +27,18 @@ def record(step: Scalar = 1, **changes: Any) -> Record:
         "duration_s": 0.5,
     }
     return Record(**{**fields, **changes})
+
+
+def ran(experiment: Experiment, key: dict[str, Scalar], profile: str = "short") -> Record:
+    """A case that is run here, as it would be recorded."""
+    found = experiment.run(Case(key), RunOptions(profile=profile))
+    return record(
+        experiment=experiment.name,
+        profile=profile,
+        case=key,
+        quantities=found.quantities,
+        details=found.details,
+    )
 
 
 def of_first_schema(*names: str, **changes: Any) -> bytes:

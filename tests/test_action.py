@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import their_repository
 import yaml
 
-from gpipe_bench.experiments.commands.parsing.parser import parser
-from gpipe_bench.experiments.guard import scene
-from gpipe_bench.experiments.guard.text import HEADERS
+from gpipe_bench.experiments.commands.cli import parser
+from gpipe_bench.experiments.guard.run import HEADERS
 
 ROOT = Path(__file__).parents[1]
 ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
@@ -121,8 +121,8 @@ def test_the_steps_of_the_example_guard_somebody_elses_repository(tmp_path: Path
     """Carried out by this checkout's command, as the runner does in the folder that was checked out: what
     lies in the job's summary is what was printed, and the tools of trends get what they read.
     """
-    theirs = scene.make(tmp_path / "theirs")
-    scene.slow_down(theirs, 3.0)
+    theirs = their_repository.make(tmp_path / "theirs")
+    their_repository.slow_down(theirs, 3.0)
     given = {"base": "HEAD", "benchmarks": "benchmarks.py", "history": "guard-history", "budget-s": "3"}
     summary = tmp_path / "summary.md"
     summary.write_text("what an earlier step said\n")

@@ -24,7 +24,7 @@ from gpipe_bench.models import MODELS, SHAPES
 from gpipe_bench.models.parallel import tensor_parallel
 from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.profile import fake_copy
-from gpipe_bench.planner.models import built
+from gpipe_bench.planner.model import built
 
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
 MIB = 2**20

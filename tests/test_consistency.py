@@ -25,9 +25,10 @@ from gpipe_bench.experiments.consistency.judging import (
 from gpipe_bench.experiments.consistency.recipes import DAWNBENCH, DIGITS
 from gpipe_bench.experiments.consistency.tables import figures, tables
 from gpipe_bench.experiments.report.figures import draw
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.judging.compare import Comparison, compare
-from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record
+from gpipe_bench.harness.record import SCHEMA, Quantity, Record
+from gpipe_bench.harness.verdict import Comparison
 
 PROTOCOL = load_protocol()
 IMAGES = PROTOCOL.plans["images"]

@@ -52,8 +52,8 @@ from gpipe_bench.experiments.consistency.training import (
     train,
 )
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.store import Store
 from gpipe_bench.models.torchvision_shim import import_torchvision
 
 TEXT = replace(

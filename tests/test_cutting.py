@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.pipeline.plan.cutting.alone import AloneBound
-from gpipe_bench.pipeline.plan.cutting.best import best_cut
-from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
-from gpipe_bench.pipeline.plan.cutting.times import REMATS, LayerTimes
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.planner.cuts import AloneBound, best_cut
+from gpipe_bench.planner.steps import REMATS, LayerTimes, QuickSteps
 
 SLOW = Link("slow", 0.25, 4.0)
 SECONDS = st.integers(0, 8).map(lambda number: number / 4)
@@ -212,3 +210,10 @@ def test_only_what_must_is_recomputed() -> None:
 def test_what_cannot_be_cut_is_refused(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_rows_that_wait_for_each_other_are_refused() -> None:
+    row = (Action(0, Kind.F, 0), Action(0, Kind.B, 0))
+    other = (Action(1, Kind.B, 0), Action(1, Kind.F, 0))
+    with pytest.raises(ValueError, match="1B0 waits for 1F0"):
+        QuickSteps(Schedule("circle", 2, 1, "never", (row, other)))

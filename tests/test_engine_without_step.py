@@ -68,8 +68,8 @@ def test_one_that_has_it_only_here_or_is_built_only_there_is_let_through(engines
 
 def test_where_it_shows_only_in_the_processes_the_case_fails(engines, monkeypatch):
     """No reason to leave the engine out, as what it says of itself would be."""
-    from gpipe_bench.experiments.side_by_side import peers_work
+    from gpipe_bench.experiments import engine_turns as turns
 
-    monkeypatch.setattr(peers_work, "build", lambda engine, setup: (_ for _ in ()).throw(NoStepError("no")))
+    monkeypatch.setattr(turns, "build", lambda engine, setup: (_ for _ in ()).throw(NoStepError("no")))
     with pytest.raises(NoStepError):
-        peers_work.built("mine:Engine", None)
+        turns.built("mine:Engine", None)

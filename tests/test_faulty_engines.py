@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from command_line import call, lines
 
+from gpipe_bench.experiments import peers
 from gpipe_bench.experiments.engines import examination as examination_module
 from gpipe_bench.experiments.engines.examination import Row, faults
 from gpipe_bench.experiments.engines.isolated import IsolatedError, fault_of, place_of, run_isolated
-from gpipe_bench.experiments.side_by_side import peers
-from gpipe_bench.experiments.side_by_side.peers import MODELS
+from gpipe_bench.experiments.peers import MODELS
 
 ROOT = Path(__file__).parents[1]
 SCENE = """
@@ -247,7 +247,13 @@ def test_three_bad_engines_and_a_good_one_are_three_reasons_and_a_result(
     for engine in ("ours", "torch-gpipe", "torch-1f1b", names[3]):
         assert numbers[f"step of {engine}"]["value"] > 0
         assert numbers[f"peak memory of {engine}"]["value"] > 0
-    assert f"torch-gpipe against {names[3]}" in numbers
+    assert len(numbers[f"torch-gpipe against {names[3]}"]["samples"]) == found["details"]["rounds"]
+    right = ["ours", "torch-gpipe", "torch-1f1b", peers.ALWAYS, names[3]]
+    assert [name for name in found["details"]["engines"] if name not in faulty] == right
+    assert found["options"]["engine"].startswith(f"{names[0]}@")
+    for checks in found["details"]["checks"]:
+        assert [checks[name]["forwards"] for name in right] == [7, 8, 8, 8, 7]
+        assert {(checks[name]["backwards"], checks[name]["examples"]) for name in right} == {(4, 2)}
     shown = [line for line in out.splitlines() if not line.startswith("{")]
     for name in names[:3]:
         (row,) = [line for line in shown if line.startswith(f"{name} ")]

@@ -12,7 +12,6 @@ from records import record
 from gpipe_bench.experiments.figure2.computed import (
     VARIANTS,
     Shape,
-    graphs_alive,
     peak,
     peak_activations,
     shape,
@@ -20,9 +19,9 @@ from gpipe_bench.experiments.figure2.computed import (
 )
 from gpipe_bench.experiments.figure2.experiment import EXPERIMENT
 from gpipe_bench.experiments.report.figures import draw
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.record import Record
 from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
 
 
@@ -61,7 +60,7 @@ def test_the_papers_fractions(num_microbatches: int, bubble: Fraction) -> None:
 
 def test_what_the_first_stage_keeps() -> None:
     """Everything, one micro-batch at a time, or as many as there are stages."""
-    kept = {name: graphs_alive(variant, 4, 8) for name, variant in VARIANTS.items()}
+    kept = {name: variant.graphs_alive(4, 8) for name, variant in VARIANTS.items()}
     assert kept == {
         "naive": 8, "gpipe": 8, "gpipe-late": 1, "gpipe-early": 1, "gpipe-kept": 1, "1f1b": 4,
     }  # fmt: skip

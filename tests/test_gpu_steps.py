@@ -20,7 +20,7 @@ from gpipe_bench.experiments.commands.cli import main as cli
 from gpipe_bench.experiments.gpu import DONE, LACKING, NO_GPU, STEP_FAILED, STEPS, Step, main
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.experiment import RunOptions, select
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.store import Store
 from gpipe_bench.models.paper import HALVES
 
 ROOT = Path(__file__).parents[1]

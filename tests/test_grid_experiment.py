@@ -6,29 +6,20 @@ import itertools
 import math
 
 import pytest
-from records import record
+from records import ran
 
-from gpipe_bench.experiments.grid import accelerators, machine, sums, traffic
+from gpipe_bench.experiments.grid import accelerators, machine
 from gpipe_bench.experiments.grid.experiment import EXPERIMENT
-from gpipe_bench.experiments.grid.figures import figures
-from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.unknowns import load_unknowns
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.pipeline.plan.collectives import all_reduce_s
 
 PLACES = {(cell.table, cell.row, cell.column) for cell in load_paper() if cell.source == "others"}
 
 
-def ran(key, profile="short"):
-    found = EXPERIMENT.run(Case(key), RunOptions(profile=profile))
-    return record(
-        experiment="grid", profile=profile, case=key, quantities=found.quantities, details=found.details
-    )
-
-
 def test_a_small_amoebanet_sends_more_as_a_pipeline() -> None:
     """Images of 67 x 67 pixels, ten classes and no second head, on four ranks."""
-    found = ran({"part": traffic.MODELLED, "model": "AmoebaNet-D (3, 32)"})
+    found = ran(EXPERIMENT, {"part": machine.MODELLED, "model": "AmoebaNet-D (3, 32)"})
     assert found.quantity("pipeline over data parallelism").value > 1
     (entry,) = EXPERIMENT.cells([found])
     assert entry.place in PLACES
@@ -37,21 +28,21 @@ def test_a_small_amoebanet_sends_more_as_a_pipeline() -> None:
 
 
 def test_every_column_of_the_sentences_is_answered() -> None:
-    columns = {subject.column for subject in (*traffic.SUBJECTS.values(), *traffic.SMALL.values())}
+    columns = {subject.column for subject in (*machine.SUBJECTS.values(), *machine.SMALL.values())}
     columns |= {f"{model.title}, K=8" for model in accelerators.MODELS.values()}
     assert {place[2] for place in PLACES if place[0] == "grid"} == columns
 
 
 def test_a_link_is_that_of_which_two_sums_took_as_long() -> None:
-    link = sums.link_of((1e-3, 9e-3), "made up")
-    assert [all_reduce_s(size, 2, link) for size in sums.SUM_BYTES] == pytest.approx([1e-3, 9e-3])
+    link = machine.link_of((1e-3, 9e-3), "made up")
+    assert [all_reduce_s(size, 2, link) for size in machine.SUM_BYTES] == pytest.approx([1e-3, 9e-3])
 
 
 def test_the_replay_of_what_ran_has_the_sums_behind_what_they_cannot_hide_in() -> None:
     """Four forwards of 1 s and backwards of 2 s, the last one of 3 s, since a sum is inside of it; the second
     bucket's sum is behind it. The other replica needs half as long.
     """
-    job = machine.Job(2, 1, {}, 8, 1, 0)
+    job = machine.Job(2, 1, "smoke", 0)
     half = machine.BUCKET_BYTES
     backwards_s = (3.0, 2.0, 2.0, 2.0)  # GPipe's last one is of the first micro-batch
     actions_s = {(0, "B", m): each for m, each in enumerate(backwards_s)} | {
@@ -61,17 +52,17 @@ def test_the_replay_of_what_ran_has_the_sums_behind_what_they_cannot_hide_in() -
     slow, quick = (
         machine.Ran([13.0], [each], [[[half], [half]]], 0, (0.0, 0.0)) for each in (actions_s, quick_s)
     )
-    link = sums.link_of((sums.SUM_BYTES[0] * 1e-7, sums.SUM_BYTES[1] * 1e-7), "made up")
+    link = machine.link_of((machine.SUM_BYTES[0] * 1e-7, machine.SUM_BYTES[1] * 1e-7), "made up")
     sum_s = half * 1e-7
     assert sum_s < 1
     assert machine.laid_out_s(job, [quick, slow], link) == pytest.approx(4 * 3 + 1 + sum_s)
 
 
 def test_grids_are_all_powers_of_two_and_only_transformers_are_divided() -> None:
-    found = list(accelerators.places(8, accelerators.MODELS["transformer"], 26))
+    found = accelerators.Grids("transformer", 8, quick=True).places()
     assert len(found) == len(set(found)) == 10
     assert all(place.dp * place.pp * place.tp == 8 for place in found)
-    assert {place.tp for place in accelerators.places(64, accelerators.MODELS["amoebanet"], 24)} == {1}
+    assert {place.tp for place in accelerators.Grids("amoebanet", 64, quick=True).places()} == {1}
 
 
 def test_settings_are_the_geometric_middle_and_every_corner_of_what_is_not_stated() -> None:
@@ -84,7 +75,7 @@ def test_settings_are_the_geometric_middle_and_every_corner_of_what_is_not_state
 
 
 def test_a_tiny_transformer_on_eight_accelerators() -> None:
-    found = ran({"part": accelerators.PART, "model": "transformer", "accelerators": 8}, "smoke")
+    found = ran(EXPERIMENT, {"part": accelerators.PART, "model": "transformer", "accelerators": 8}, "smoke")
 
     def peak(level: str) -> float:
         return found.quantity("peak memory", dp=8, pp=1, tp=1, level=level).value
@@ -96,4 +87,4 @@ def test_a_tiny_transformer_on_eight_accelerators() -> None:
         assert min(span["steps_s"]) <= span["steps_s"][0] <= max(span["steps_s"])
     assert {quantity.provenance for quantity in found.quantities} == {"modelled"}
     assert "fastest of" in EXPERIMENT.tables([found], [])
-    assert [plot.name for plot in figures([found])] == ["grid-accelerators"]
+    assert [plot.name for plot in EXPERIMENT.figures([found])] == ["grid-accelerators"]

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from gpipe_bench.harness.guard.judge import (
+from gpipe_bench.harness.guard import (
+    ARMS,
+    CONFIDENCE,
     LOOKS,
     MAX_RUNS,
     THRESHOLD,
     Change,
     Judgement,
-    Look,
     Round,
     Sample,
     Verdict,
     change,
     confirmed,
-    ends_run,
     judge,
     log_ratios,
     needs_another_run,
+    run_rounds,
     verdict_of,
 )
-from gpipe_bench.harness.guard.rounds import ARMS, run_rounds
 
 
 def sampler(
@@ -48,28 +47,50 @@ def sampler(
 
 def rounds_of(head: float, control: float = 1.0, count: int = 12, noise: float = 0.01) -> list[Round]:
     sample = sampler(7, head=head, control=control, noise=noise)
-    pair = {arm: lambda arm=arm: (sample(arm), sample(arm)) for arm in ARMS}
-    return [Round(**{arm: pair[arm]() for arm in ARMS}) for _ in range(count)]
+    return [{arm: (sample(arm), sample(arm)) for arm in ARMS} for _ in range(count)]
+
+
+def pairs(*seconds: float) -> Round:
+    """Both samples of each arm took as long."""
+    return {arm: (Sample(each, each),) * 2 for arm, each in zip(ARMS, seconds, strict=True)}
 
 
 # Verdicts
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "verdict"),
+    ("low", "high", "floor", "verdict"),
     [
-        (0.031, 0.2, "regression"),
-        (0.029, 0.2, "inconclusive"),
-        (-0.2, -0.031, "improved"),
-        (-0.2, -0.02, "inconclusive"),
-        (-0.029, 0.029, "same"),
-        (0.01, 0.02, "same"),  # real, but too little to count
-        (-0.031, 0.0, "inconclusive"),
-        (-0.2, 0.2, "inconclusive"),
+        (0.031, 0.2, 0.0, "regression"),
+        (0.029, 0.2, 0.0, "inconclusive"),
+        (-0.2, -0.031, 0.0, "improved"),
+        (-0.2, -0.02, 0.0, "inconclusive"),
+        (-0.029, 0.029, 0.0, "same"),
+        (0.01, 0.02, 0.0, "same"),  # real, but too little to count
+        (-0.031, 0.0, 0.0, "inconclusive"),
+        (-0.2, 0.2, 0.0, "inconclusive"),
+        # No improvement within the noise floor; a regression has to be confirmed by fresh processes.
+        (-0.14, -0.08, 0.173, "inconclusive"),
+        (-0.14, -0.08, 0.08, "improved"),
+        (-0.30, -0.20, 0.173, "improved"),
+        (-0.30, -0.14, 0.173, "inconclusive"),
+        (0.08, 0.14, 0.173, "regression"),
+        (-0.01, 0.01, 0.02, "same"),
     ],
 )
-def test_an_interval_counts_only_beyond_the_threshold(low: float, high: float, verdict: str) -> None:
-    assert verdict_of(Change((low + high) / 2, low, high)) == verdict
+def test_an_interval_counts_only_beyond_the_threshold_and_the_noise(
+    low: float, high: float, floor: float, verdict: str
+) -> None:
+    assert verdict_of(Change((low + high) / 2, low, high), floor) == verdict
+
+
+def test_identical_code_on_a_restless_machine_has_not_improved() -> None:
+    """The head happens to be a tenth faster in every round, while the base differs as much from itself."""
+    swings = [0.85, 1.17, 0.9, 1.15, 1.0, 0.86]
+    judged = judge([pairs(1.0, 0.88, swing) for swing in swings * 2], 0.975)
+    assert judged.noise_floor == max(-judged.control.low, judged.control.high) > 0.12
+    assert judged.control.low < 0 < judged.control.high
+    assert judged.verdict == "inconclusive"
 
 
 @pytest.mark.parametrize(
@@ -87,34 +108,25 @@ def test_a_base_that_differs_from_itself_proves_nothing() -> None:
     judged = judge(rounds_of(1.1, control=1.05), 0.975)
     assert judged.verdict == "contaminated"
     assert judged.noise_floor >= 0.05
-    assert not ends_run(judged, 0)
-    assert ends_run(judged, 1)
 
 
 def test_a_ratio_is_that_of_one_round() -> None:
     """The machine becomes three times slower; within a round everything is in proportion."""
-    rounds = [
-        Round(*(tuple(Sample(level * f, level * f) for _ in range(2)) for f in (1.0, 1.2, 1.0)))
-        for level in (1.0, 2.0, 3.0)
-    ]
+    rounds = [pairs(level, 1.2 * level, level) for level in (1.0, 2.0, 3.0)]
     assert log_ratios(rounds, "head") == pytest.approx([math.log(1.2)] * 3)
     assert change(log_ratios(rounds, "head"), 0.95).value == pytest.approx(0.2)
 
 
 def test_processor_time_is_another_column_and_no_verdict() -> None:
-    pair = (Sample(1.0, 1.0), Sample(1.0, 1.0))
-    waiting = (Sample(1.2, 1.0), Sample(1.2, 1.0))
-    judged = judge([Round(pair, waiting, pair)] * 12, 0.975)
+    judged = judge([{**pairs(1.0, 1.0, 1.0), "head": (Sample(1.2, 1.0),) * 2}] * 12, 0.975)
     assert judged.verdict == "regression"
     assert judged.cpu.value == 0
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
 def test_a_sample_that_took_no_time_is_refused(seconds: float) -> None:
-    fine = (Sample(1.0, 1.0),) * 2
-    broken = (Sample(seconds, 1.0), Sample(1.0, 1.0))
     with pytest.raises(ValueError, match="wall_s of head is .*; a sample must take time"):
-        judge([Round(fine, broken, fine)] * 3, 0.975)
+        judge([{**pairs(1.0, 1.0, 1.0), "head": (Sample(seconds, 1.0), Sample(1.0, 1.0))}] * 3, 0.975)
 
 
 def test_one_round_has_no_interval() -> None:
@@ -127,19 +139,15 @@ def test_one_round_has_no_interval() -> None:
 
 def test_a_clear_case_ends_at_the_first_look_and_an_unclear_one_at_the_last() -> None:
     clear, rounds = run_rounds(sampler(1, head=1.3, noise=0.02), "a")
-    assert (clear.verdict, clear.rounds, len(rounds)) == ("regression", LOOKS[0].rounds, LOOKS[0].rounds)
+    assert (clear.verdict, clear.rounds, len(rounds)) == ("regression", LOOKS[0], LOOKS[0])
     unclear, rounds = run_rounds(sampler(1, noise=0.9), "a")
-    assert (unclear.verdict, unclear.rounds, len(rounds)) == (
-        "inconclusive",
-        LOOKS[-1].rounds,
-        LOOKS[-1].rounds,
-    )
-    assert unclear.confidence == LOOKS[-1].confidence
+    assert (unclear.verdict, unclear.rounds, len(rounds)) == ("inconclusive", LOOKS[-1], LOOKS[-1])
+    assert not unclear.out_of_time
 
 
 def test_all_looks_together_err_as_one_at_95_percent() -> None:
-    assert sum(1 - look.confidence for look in LOOKS) <= 0.05
-    assert [look.rounds for look in LOOKS] == sorted({look.rounds for look in LOOKS})
+    assert len(LOOKS) * (1 - CONFIDENCE) <= 0.05
+    assert list(LOOKS) == sorted(set(LOOKS))
 
 
 def test_the_last_look_tells_what_the_second_could_not() -> None:
@@ -151,7 +159,7 @@ def test_the_last_look_tells_what_the_second_could_not() -> None:
 def test_a_contaminated_first_look_goes_on_and_a_second_ends_the_run() -> None:
     """Two processes of the same code that differ by then go on differing."""
     judged, _ = run_rounds(sampler(1, control=1.2, noise=0.01), "a")
-    assert (judged.verdict, judged.rounds) == ("contaminated", LOOKS[1].rounds)
+    assert (judged.verdict, judged.rounds) == ("contaminated", LOOKS[1])
 
 
 def test_a_steady_drift_cancels_within_the_round() -> None:
@@ -183,11 +191,10 @@ def test_where_time_ends_between_two_looks_the_next_one_is_taken_there() -> None
     """Noise of a quarter: 48 rounds can't tell a tenth, of which there are 130 here."""
     judged, rounds = run_for(130, head=1.1, noise=0.25)
     assert (judged.verdict, rounds, judged.rounds, judged.out_of_time) == ("regression", 130, 130, False)
-    assert judged.confidence == LOOKS[2].confidence
     judged, rounds = run_for(130, noise=0.9)
     assert (judged.verdict, rounds, judged.out_of_time) == ("inconclusive", 130, True)
     judged, rounds = run_for(1e6, noise=0.9)
-    assert (judged.verdict, rounds, judged.out_of_time) == ("inconclusive", LOOKS[2].rounds, False)
+    assert (judged.verdict, rounds, judged.out_of_time) == ("inconclusive", LOOKS[2], False)
 
 
 def test_no_time_at_all_still_shows_two_rounds() -> None:
@@ -235,7 +242,7 @@ def test_what_is_unproven_is_measured_again_but_not_for_ever() -> None:
             assert confirmed(verdicts) or given_up or verdicts[-1] in ("improved", "same", "inconclusive")
 
 
-def simulated(trials: int, looks: tuple[Look, ...] = LOOKS, **options: float) -> list[str]:
+def simulated(trials: int, looks: Sequence[int] = LOOKS, **options: float) -> list[str]:
     return [run_rounds(sampler(seed, **options), str(seed), looks=looks)[0].verdict for seed in range(trials)]
 
 
@@ -248,15 +255,9 @@ def test_identical_code_rarely_looks_slower_and_a_tenth_is_seen() -> None:
 
 
 def test_the_smallest_detectable_slow_down_is_detected_four_times_in_five() -> None:
-    looks = (Look(48, 0.975),)
+    looks = (48,)
     quiet = [run_rounds(sampler(seed, noise=0.06), str(seed), looks=looks)[0] for seed in range(20)]
     effect = sorted(judged.smallest_detectable for judged in quiet)[10]
     found = simulated(60, looks, noise=0.06, head=1 + effect)
     proven = [verdict for verdict in found if verdict != "contaminated"]
     assert 0.65 <= proven.count("regression") / len(proven) <= 0.95
-
-
-def test_the_noise_floor_is_the_far_end_of_the_control() -> None:
-    judged = judge(rounds_of(1.0), 0.975)
-    judged = dataclasses.replace(judged, control=Change(0.0, -0.04, 0.02))
-    assert judged.noise_floor == 0.04

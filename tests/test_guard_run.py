@@ -6,59 +6,74 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import guard_trials
 import psutil
 import pytest
+import trials
 import yaml
 
 from gpipe_bench.experiments.commands import cli, exits
-from gpipe_bench.experiments.commands import guard as verb_guard
-from gpipe_bench.experiments.commands.parsing.parser import parser
-from gpipe_bench.experiments.guard import subject as guard_subject
-from gpipe_bench.experiments.guard import trials as guard_trials
-from gpipe_bench.experiments.guard.arms import Arm, arms_of
+from gpipe_bench.experiments.commands import guard as verb
+from gpipe_bench.experiments.commands.cli import parser
+from gpipe_bench.experiments.guard import arms as guard_arms
+from gpipe_bench.experiments.guard.arms import Arm, WorkerError, arms_of, this_project
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
-from gpipe_bench.experiments.guard.run import Finding, guard, measure
-from gpipe_bench.experiments.guard.text import conclusion, table
-from gpipe_bench.harness.guard.counters import encode
-from gpipe_bench.harness.guard.judge import Change, Judgement, Look
-from gpipe_bench.harness.guard.process import WorkerError
-from gpipe_bench.harness.guard.tree import Base
-from gpipe_bench.harness.running import trials as harness_trials
+from gpipe_bench.experiments.guard.counters import encode
+from gpipe_bench.experiments.guard.run import Finding, guard, measure, table
+from gpipe_bench.experiments.guard.trees import Base
+from gpipe_bench.harness.guard import Change, Judgement
 
 ROOT = Path(__file__).parents[1]
 NONE = Change(0.0, -0.01, 0.01)
 SAME = Judgement("same", 12, 0.975, NONE, NONE, NONE, 0.01, 0.01)
 SLOWER = replace(SAME, verdict="regression", head=Change(0.1, 0.08, 0.12))
-ONE = {"tiny-layers": BENCHMARKS["tiny-layers"]}
+IMPROVED = replace(SAME, verdict="improved", head=Change(-0.1, -0.12, -0.08))
+UNSURE = replace(SAME, verdict="inconclusive", head=Change(0.0, -0.2, 0.2))
+VOID = replace(SAME, verdict="contaminated", control=Change(0.1, 0.08, 0.12))
+
+
+def finding(name: str, *runs: Judgement) -> Finding:
+    return Finding(name, list(runs), samples_s=[0.01, 0.02])
 
 
 # Processes
 
 
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """Another revision: the packages under test and nothing else, no guard among them."""
+    for package in ("gpipe_bench", "pipeline", "models"):
+        shutil.copytree(
+            ROOT / package, tmp_path / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    return tmp_path
+
+
 @pytest.mark.alone  # steps are timed
-def test_a_slow_engine_is_measured_as_slow_and_the_processes_end() -> None:
+def test_a_slow_engine_is_measured_as_slow_and_the_processes_end(copied: Path) -> None:
+    guard_trials.slow_down(copied, 4.0)
     before = set(psutil.Process().children())
-    with arms_of(ROOT, ROOT, ONE, slow_down=4.0) as arms:
-        finding = Finding("tiny-layers")
-        looks = (Look(2, 0.975),)
-        judged = measure(arms, finding, "seed", looks=looks, sample_s=0.01)
+    with arms_of(replace(this_project(), root=copied), ROOT, ["tiny-layers"]) as arms:
+        found = Finding("tiny-layers")
+        judged = measure(arms, found, "seed", looks=(2,), sample_s=0.01)
         children = set(psutil.Process().children()) - before
         assert len(children) == 3
+    assert judged is not None
     assert 1.5 < judged.head.value < 8  # five times the engine's share of a step
     assert judged.cpu.value > 1.5  # it computes, rather than waits
-    assert len(finding.samples_s) == 4
-    assert finding.notes == []
+    assert len(found.samples_s) == 4
+    assert found.notes == []
     assert not any(child.is_running() for child in children)
 
 
 def arm(tree: Path, stack: ExitStack, folder: Path, num_processes: int = 1) -> Arm:
-    found = Arm("base", tree, num_processes, folder / "store", 0.0, stack)
+    found = Arm("base", tree, this_project(), num_processes, folder / "store", stack)
     found.wait_until_started()
     return found
 
@@ -74,40 +89,34 @@ def test_two_processes_take_a_step_together(tmp_path: Path) -> None:
     assert sample.cpu_s > 0
 
 
-@pytest.fixture
-def copied(tmp_path: Path) -> Path:
-    """Another revision: the packages under test and nothing else, no guard among them."""
-    for package in ("gpipe_bench", "pipeline", "models"):
-        shutil.copytree(
-            ROOT / package, tmp_path / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    return tmp_path
-
-
-def edit(path: Path, before: str, after: str) -> None:
-    text = path.read_text()
-    assert text.count(before) == 1
-    path.write_text(text.replace(before, after))
-
-
 def test_a_revision_that_forgot_to_recompute_is_not_timed(copied: Path) -> None:
-    edit(
-        copied / "pipeline" / "layout.py",
-        "sizes = (num_stages, num_microbatches, remat, ",
-        'sizes = (num_stages, num_microbatches, "never", ',
-    )
+    path, before = copied / "pipeline" / "layout.py", "sizes = (num_stages, num_microbatches, remat, "
+    assert path.read_text().count(before) == 1
+    path.write_text(path.read_text().replace(before, before.replace("remat", '"never"')))
     with ExitStack() as stack:
         other = arm(copied, stack, copied)
-        with pytest.raises(
-            WorkerError, match=r"runs its layers \[8\] times forward, not 15 times: M = 8 and"
-        ):
+        message = r"runs its layers \[8\] times forward, not 15 times: M = 8 and"
+        with pytest.raises(WorkerError, match=message):
             other.build("tiny-layers")
 
 
-def test_a_revision_that_does_not_load_says_why(copied: Path) -> None:
+@pytest.mark.parametrize("packages", [("gpipe_bench", "pipeline", "models"), ("pipeline", "models")])
+def test_a_revision_is_loaded_whichever_layout_it_has(copied: Path, packages: tuple[str, ...]) -> None:
+    """And none else in its place: one that does not load says why, though another one is installed."""
     (copied / "pipeline" / "__init__.py").write_text("raise RuntimeError('half an edit')")
-    with ExitStack() as stack, pytest.raises(WorkerError, match="RuntimeError: half an edit"):
-        arm(copied, stack, copied)
+    if "gpipe_bench" not in packages:
+        shutil.rmtree(copied / "gpipe_bench")
+    with ExitStack() as stack:
+        other = arm(copied, stack, copied)
+        with pytest.raises(WorkerError, match="RuntimeError: half an edit"):
+            other.build("tiny-layers")
+
+
+def test_a_revision_without_the_packages_is_not_replaced_by_an_installed_one(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        other = arm(tmp_path, stack, tmp_path)
+        with pytest.raises(WorkerError, match="nothing to compare|No module named"):
+            other.build("tiny-layers")
 
 
 # One run and what it amounts to
@@ -118,7 +127,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Mapping[str, str]) -> li
     order: list[str] = []
 
     @contextmanager
-    def no_arms(base: Path, head: Path, benchmarks: Mapping[str, Any], **options: Any) -> Iterator[None]:
+    def no_arms(*arguments: Any) -> Iterator[None]:
         order.append("start")
         yield None
 
@@ -132,9 +141,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Mapping[str, str]) -> li
     return order
 
 
+def guarded(*names: str, **options: Any) -> list[Finding]:
+    return guard(this_project(), ROOT, names, 1, **options)
+
+
 def test_a_regression_is_measured_again_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     order = scripted(monkeypatch, {"transformer": "regression regression", "tiny-layers": "same"})
-    findings = guard(ROOT, ROOT, ["transformer", "tiny-layers"], 1)
+    findings = guarded("transformer", "tiny-layers")
     assert order == ["start", "transformer", "tiny-layers", "start", "transformer"]
     assert [finding.confirmed for finding in findings] == [True, False]
 
@@ -151,8 +164,7 @@ def test_first_runs_leave_time_for_second_ones(monkeypatch: pytest.MonkeyPatch) 
         return replace(SAME, verdict=verdict)  # type: ignore[arg-type]
 
     monkeypatch.setattr("gpipe_bench.experiments.guard.run.measure", measured)
-    names = ["transformer", "tiny-layers"]
-    findings = guard(ROOT, ROOT, names, 1, budget_s=100.0, clock_s=lambda: now[0])
+    findings = guarded("transformer", "tiny-layers", budget_s=100.0, clock_s=lambda: now[0])
     assert ends == [30.0, 60.0, 100.0]
     assert [finding.confirmed for finding in findings] == [True, False]
 
@@ -160,22 +172,35 @@ def test_first_runs_leave_time_for_second_ones(monkeypatch: pytest.MonkeyPatch) 
 def test_what_can_not_be_confirmed_in_time_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {"transformer": "regression regression"})
     now = iter([0.0, 0.0, 95.0])
-    (finding,) = guard(ROOT, ROOT, ["transformer"], 1, budget_s=100.0, clock_s=lambda: next(now))
-    assert not finding.confirmed
-    assert conclusion(finding) == (
+    (found,) = guarded("transformer", budget_s=100.0, clock_s=lambda: next(now))
+    assert not found.confirmed
+    assert found.conclusion() == (
         "transformer: slower by +0.0% [-1.0, +1.0], not confirmed; no time left to measure again"
     )
 
 
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ((SLOWER, SLOWER), "slower by +10.0% [+8.0, +12.0], in two runs one after the other"),
+        ((SLOWER, SAME), "a regression was not confirmed; then same, +0.0% [-1.0, +1.0]"),
+        ((VOID,), "nothing proven: the base differs from itself by +10.0% [+8.0, +12.0]"),
+        ((UNSURE,), "can't tell, +0.0% [-20.0, +20.0]; this machine now shows 36% or more"),
+        (
+            (replace(UNSURE, head=Change(-0.112, -0.14, -0.08), control=Change(0.02, -0.1, 0.173)),),
+            "can't tell, -11.2% [-14.0, -8.0] is within the noise floor of 17.3%",
+        ),
+    ],
+)
+def test_what_runs_amount_to_in_a_sentence(runs: Sequence[Judgement], said: str) -> None:
+    assert finding("x", *runs).conclusion() == f"x: {said}"
+
+
 def test_the_table_says_how_noisy_it_was() -> None:
-    text = table([Finding("tiny-layers", [SLOWER, SAME])])
+    text = table([finding("tiny-layers", SLOWER, SAME)]).text()
     assert "+10.0% [+8.0, +12.0]" in text
     assert "noise floor" in text
     assert f"{SAME.smallest_detectable:.1%}" in text
-    assert "slower by +10.0%" in conclusion(Finding("x", [SLOWER, SLOWER]))
-    assert "not confirmed; then same" in conclusion(Finding("x", [SLOWER, SAME]))
-    assert "nothing proven" in conclusion(Finding("x", [replace(SAME, verdict="contaminated")]))
-    assert "can't tell" in conclusion(Finding("x", [replace(SAME, verdict="inconclusive")]))
 
 
 # The command
@@ -185,10 +210,10 @@ def test_the_table_says_how_noisy_it_was() -> None:
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A project folder of its own with quick counters; the path of their file."""
     path = tmp_path / "results" / "guard" / "counters.json"
-    monkeypatch.setattr(verb_guard, "ROOT", tmp_path)
-    monkeypatch.setattr(guard_subject, "ROOT", tmp_path)
+    monkeypatch.setattr(verb, "ROOT", tmp_path)
+    monkeypatch.setattr(guard_arms, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(verb_guard, "COUNTERS", path)
+    monkeypatch.setattr(verb, "COUNTERS", path)
     content = {"benchmarks": sorted(BENCHMARKS), "counters": {"case": {"flops": 8}}}
     monkeypatch.setattr("gpipe_bench.experiments.guard.counters.content", lambda: content)
     path.parent.mkdir(parents=True)
@@ -214,12 +239,6 @@ def test_a_win_fails_until_it_is_committed(fake: Path, capsys: pytest.CaptureFix
     assert fake.read_text() == wanted
 
 
-def test_without_a_file_it_says_how_to_get_one(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fake.unlink()
-    assert cli.main(["guard"]) == exits.BAD_USAGE
-    assert "does not exist; write it with --update" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -227,51 +246,74 @@ def test_without_a_file_it_says_how_to_get_one(fake: Path, capsys: pytest.Captur
         (["--history", "x"], "--history keeps what was timed; give a revision to compare with, --base REF"),
         (["--base", "HEAD", "--budget-s", "0"], "--budget-s is 0; give seconds, such as 150"),
         (["--base", "HEAD"], "is no git repository"),
+        ([], "does not exist; write it with --update"),
     ],
 )
 def test_bad_usage_is_one_line(
     fake: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
+    if not arguments:
+        fake.unlink()
     assert cli.main(["guard", *arguments]) == exits.BAD_USAGE
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
 
-def with_base(monkeypatch: pytest.MonkeyPatch, tree: Path, result: list[Finding] | WorkerError) -> None:
+@pytest.fixture
+def found(fake: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Finding | WorkerError]:
+    """What timing finds, against a made-up base; an error is raised."""
+    result: list[Finding | WorkerError] = []
+
     @contextmanager
     def base(root: Path, ref: str) -> Iterator[Base]:
-        yield Base(ref, "b" * 40, tree)
+        yield Base(ref, "b" * 40, tmp_path / "base")
 
-    def run(*arguments: Any, **options: Any) -> list[Finding]:
-        if isinstance(result, WorkerError):
-            raise result
+    def run(*arguments: Any, **options: Any) -> list[Any]:
+        for each in result:
+            if isinstance(each, WorkerError):
+                raise each
         return result
 
-    monkeypatch.setattr(verb_guard, "base_tree", base)
-    monkeypatch.setattr(verb_guard, "guard", run)
+    monkeypatch.setattr(verb, "base_tree", base)
+    monkeypatch.setattr(verb, "guard", run)
+    return result
 
 
-def finding(name: str, *runs: Judgement) -> Finding:
-    return Finding(name, list(runs), samples_s=[0.01, 0.02])
-
-
-def test_a_confirmed_regression_fails_and_is_annotated(
-    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_confirmed_regression_fails_and_is_annotated_summed_up_and_kept(
+    found: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    with_base(monkeypatch, tmp_path / "base", [finding("tiny-layers", SLOWER, SLOWER)])
-    assert cli.main(["guard", "--base", "main", "--history", str(tmp_path / "h")]) == exits.VERDICT_FAILED
+    found += [finding("tiny-layers", SLOWER, SLOWER), Finding("transformer", refused="not my kind")]
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n")
+    keeping = ["guard", "--base", "main", "--markdown", str(summary), "--history"]
+    assert cli.main([*keeping, str(tmp_path / "h")]) == exits.VERDICT_FAILED
     out, err = capsys.readouterr()
     assert "::error title=guard::tiny-layers: slower by +10.0%25" in err
     assert out.endswith("guard: FAILED\n")
-    assert json.loads((tmp_path / "h" / "github.json").read_text())[0]["name"] == "tiny-layers"
+    lines = summary.read_text().splitlines()
+    assert lines[:2] == ["before", "### guard: FAILED"]
+    assert "- tiny-layers: slower by +10.0% [+8.0, +12.0], in two runs one after the other" in lines
+    assert any(line.startswith("| tiny-layers") and "| regression" in line for line in lines)
+    # Each entry for the trend tool needs name, unit and a number, bigger being better.
+    rate, against = json.loads((tmp_path / "h" / "github.json").read_text())
+    assert (rate["name"], against["name"]) == ("tiny-layers", "tiny-layers against its base")
+    assert (rate["unit"], rate["value"]) == (
+        "steps/s",
+        pytest.approx((1 / 0.01 + 1 / 0.02) / 2),
+    )  # the median
+    assert against["value"] == pytest.approx(1 / 1.1)
+    assert against["range"] == "0.8929 to 0.9259"  # 1 / 1.12 and 1 / 1.08
+    (tmp_path / "file").touch()
+    assert cli.main([*keeping, str(tmp_path / "file")]) == exits.BAD_USAGE
+    assert "the history can't be written to" in capsys.readouterr().err
 
 
 def test_one_regression_alone_annotates(
-    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    found: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    with_base(monkeypatch, tmp_path / "base", [finding("tiny-layers", SLOWER, SAME)])
+    found.append(finding("tiny-layers", SLOWER, SAME))
     assert cli.main(["guard", "--base", "main", "--json"]) == exits.DONE
     out, err = capsys.readouterr()
     data = json.loads(out)
@@ -280,21 +322,65 @@ def test_one_regression_alone_annotates(
     assert "::error" not in err
 
 
-def test_a_benchmark_that_fails_is_an_error(
-    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ([[SAME], [IMPROVED]], "guard: passed"),
+        ([[SAME], [UNSURE]], "guard: passed, but nothing can be told of transformer"),
+        ([[SLOWER, SAME], [VOID, VOID]], "guard: passed, but nothing can be told of transformer"),
+        ([[UNSURE], [UNSURE]], "guard: inconclusive: nothing was measured well enough to tell"),
+        ([[UNSURE], [VOID, VOID]], "guard: inconclusive: nothing was measured well enough to tell"),
+        ([[SLOWER], [UNSURE]], "guard: inconclusive: nothing was measured well enough to tell"),
+        ([[SLOWER, SLOWER], [UNSURE]], "guard: FAILED"),
+    ],
+)
+def test_what_could_not_be_told_has_not_passed(
+    found: list, capsys: pytest.CaptureFixture[str], runs: list, said: str
 ) -> None:
-    with_base(monkeypatch, tmp_path / "base", WorkerError("base: no such layer"))
+    found += [finding("tiny-layers", *runs[0]), finding("transformer", *runs[1])]
+    status = cli.main(["guard", "--base", "main"])
+    assert status == (exits.VERDICT_FAILED if "FAILED" in said else exits.DONE)
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    status = cli.main(["guard", "--base", "main", "--require-conclusive"])
+    assert status == (exits.DONE if said == "guard: passed" else exits.VERDICT_FAILED)
+
+
+def test_counters_that_differ_fail_whatever_was_timed(
+    fake: Path, found: list, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.write_text(fake.read_text().replace("8", "10"))
+    found.append(finding("tiny-layers", UNSURE))
+    assert cli.main(["guard", "--base", "main"]) == exits.VERDICT_FAILED
+    assert capsys.readouterr().out.splitlines()[-1] == "guard: FAILED"
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([WorkerError("base: no such layer")], "error: base: no such layer"),
+        (
+            [Finding("transformer", refused="not my kind"), Finding("tiny-layers", refused="nor this")],
+            "nothing was timed: transformer: not my kind; tiny-layers: nor this",
+        ),
+    ],
+)
+def test_where_nothing_can_be_timed_nothing_has_passed(
+    found: list, capsys: pytest.CaptureFixture[str], result: list, message: str
+) -> None:
+    found += result
     assert cli.main(["guard", "--base", "main"]) == exits.CASE_FAILED
-    assert "error: base: no such layer" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert message in err
+    assert "passed" not in out
 
 
 def test_a_benchmark_that_vanished_is_an_error(
-    fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    found: list, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     before = tmp_path / "base" / "results" / "guard" / "counters.json"
     before.parent.mkdir(parents=True)
     before.write_text(encode({"benchmarks": ["tiny-layers", "gone"], "counters": {}}))
-    with_base(monkeypatch, tmp_path / "base", [finding("tiny-layers", SAME)])
+    found.append(finding("tiny-layers", SAME))
     assert cli.main(["guard", "--base", "main"]) == exits.BAD_USAGE
     assert (
         "benchmarks that are gone: gone; if that is intended, say --removed gone" in capsys.readouterr().err
@@ -305,24 +391,18 @@ def test_a_benchmark_that_vanished_is_an_error(
 # The workflow and the trials
 
 
-def test_the_workflow_is_valid_and_its_commands_too() -> None:
+def test_commands_of_the_workflow_and_of_the_documentation_are_accepted() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "guard.yml").read_text())
     steps = workflow["jobs"]["guard"]["steps"]
     assert steps[0]["with"]["fetch-depth"] == 0
-    commands = [step["run"] for step in steps if "guard" in step.get("run", "")]
+    commands = [step["run"].partition("nox -s guard")[2] for step in steps if "guard" in step.get("run", "")]
     assert len(commands) == 2
-    for command in commands:
-        _, _, arguments = command.partition("nox -s guard")
-        given = parser().parse_args(["guard", *shlex.split(arguments.replace(" -- ", " "))])
-        assert given.verb == "guard"
-
-
-def test_commands_of_the_documentation_are_accepted() -> None:
     text = (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")
-    commands = re.findall(r"(?:nox -s guard|python -m experiments guard)\b(?! ?`)([^\n`#|]*)", text)
-    assert len(commands) >= 5
+    commands += re.findall(r"(?:nox -s guard|python -m experiments guard)\b(?! ?`)([^\n`#|]*)", text)
+    assert len(commands) >= 7
     for command in commands:
-        parser().parse_args(["guard", *shlex.split(command.replace(" -- ", " "))])
+        given = parser().parse_args(["guard", *shlex.split(command.replace(" -- ", " "))])
+        assert given.verb == "guard"
 
 
 def test_the_trials_are_mixed_and_all_there() -> None:
@@ -333,22 +413,9 @@ def test_the_trials_are_mixed_and_all_there() -> None:
     assert {name for _, _, name in planned} == set(BENCHMARKS)
 
 
-def test_a_trial_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
-    path = tmp_path / "trials.jsonl"
-    harness_trials.append(path, {"number": 0})
-    with path.open("a") as file:
-        file.write('{"number": 1, "ki')
-    assert harness_trials.load(path) == [{"number": 0}]
-    harness_trials.append(path, {"number": 1})
-    assert harness_trials.load(path) == [{"number": 0}, {"number": 1}]
-    path.write_text('{"number": 0}\nnonsense\n{"number": 1}\n')
-    with pytest.raises(ValueError, match=r"trials.jsonl:2: no JSON"):
-        harness_trials.load(path)
-
-
 def test_the_committed_trials_hold_what_is_promised() -> None:
     """At most one false alarm, none confirmed; four fifths of the slow-downs found; 3 minutes at most."""
-    records = harness_trials.load(guard_trials.SERIES.records)
+    records = trials.load(guard_trials.SERIES.records)
     same = [record for record in records if record["kind"] == "same"]
     slower = [record for record in records if record["kind"] == "slower"]
     assert sum(any(run["verdict"] == "regression" for run in record["runs"]) for record in same) <= 1
@@ -357,20 +424,25 @@ def test_the_committed_trials_hold_what_is_promised() -> None:
     for kind, found in (("other repository, same", False), ("other repository, slower", True)):
         assert {record["confirmed"] for record in records if record["kind"] == kind} == {found}
     assert max(record["duration_s"] for record in records) < 180
-    text = guard_trials.summary(records)
-    assert f"same: {len(same)} of 40 trials" in text
-    assert f"slower: {len(slower)} of 20 trials" in text
-
-
-def test_the_page_says_what_the_trials_say() -> None:
     text = guard_trials.SERIES.docs.read_text(encoding="utf-8")
-    assert guard_trials.SERIES.rewritten(text, harness_trials.load(guard_trials.SERIES.records)) == text, (
-        "stale: --write-docs"
-    )
+    assert guard_trials.SERIES.rewritten(text, records) == text, "stale: --write-docs"
     with pytest.raises(ValueError, match="has lost its markers"):
-        guard_trials.SERIES.rewritten(text.replace(harness_trials.END, ""), [])
+        guard_trials.SERIES.rewritten(text.replace(trials.END, ""), [])
+
+
+def test_a_trial_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "trials.jsonl"
+    trials.append(path, {"number": 0})
+    with path.open("a") as file:
+        file.write('{"number": 1, "ki')
+    assert trials.load(path) == [{"number": 0}]
+    trials.append(path, {"number": 1})
+    assert trials.load(path) == [{"number": 0}, {"number": 1}]
+    path.write_text('{"number": 0}\nnonsense\n{"number": 1}\n')
+    with pytest.raises(ValueError, match=r"trials.jsonl:2: no JSON"):
+        trials.load(path)
 
 
 def test_intervals_of_rates_are_exact() -> None:
-    assert harness_trials.rate(0, 40) == "0 of 40 (0.0%, 95 % interval 0.0% to 8.8%)"
-    assert harness_trials.rate(20, 20) == "20 of 20 (100.0%, 95 % interval 83.2% to 100.0%)"
+    assert trials.rate(0, 40) == "0 of 40 (0.0%, 95 % interval 0.0% to 8.8%)"
+    assert trials.rate(20, 20) == "20 of 20 (100.0%, 95 % interval 83.2% to 100.0%)"

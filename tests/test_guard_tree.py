@@ -1,13 +1,16 @@
-"""A checkout of the base, in repositories made for the purpose."""
+"""A checkout of the base in repositories made for the purpose, and where the guard refuses to measure any."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from gpipe_bench.harness.guard.tree import base_tree, merge_base
+from gpipe_bench.experiments.commands import guard as verb
+from gpipe_bench.experiments.commands.cli import main
+from gpipe_bench.experiments.guard.trees import base_tree, check_place, merge_base
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -126,3 +129,104 @@ def test_another_history_has_no_base(repository: Path) -> None:
         ValueError, match="no common commit here; compare with a revision of the same history"
     ):
         merge_base(repository, "main")
+
+
+# Where it is started
+
+MODULE = "package/__init__.py"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with the guarded package."""
+    root = tmp_path / "checkout"
+    (root / "package").mkdir(parents=True)
+    (root / MODULE).touch()
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "first")
+    return root
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A repository of somebody else."""
+    root = tmp_path / "other"
+    root.mkdir()
+    git(root, "init", "-q")
+    return root
+
+
+@pytest.mark.parametrize("arguments", [[], ["--base", "HEAD"], ["--update"]])
+def test_in_another_repository_nothing_is_measured(
+    other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    measured: list[str] = []
+    for tier in ("check_counters", "check_time"):
+        monkeypatch.setattr(verb, tier, lambda *_: measured.append("something"))
+    monkeypatch.chdir(other)
+    assert main(["guard", *arguments]) == 2
+    assert measured == []
+    captured = capsys.readouterr()
+    assert "passed" not in captured.out
+    assert f"cd {verb.ROOT}" in captured.err
+
+
+def test_its_own_folders_are_the_right_place(checkout: Path, tmp_path: Path) -> None:
+    check_place(checkout, MODULE, checkout)
+    check_place(checkout, MODULE, checkout / "package")
+    link = tmp_path / "link"
+    link.symlink_to(checkout)
+    check_place(checkout, MODULE, link / "package")
+    check_place(link, MODULE, checkout)
+
+
+def test_a_project_below_the_top_of_a_repository(other: Path) -> None:
+    (other / "project" / "package").mkdir(parents=True)
+    (other / "project" / MODULE).touch()
+    git(other, "add", "-A")
+    check_place(other / "project", MODULE, other)
+
+
+def test_another_worktree_is_another_checkout(checkout: Path, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    git(checkout, "worktree", "add", "-q", "--detach", os.fspath(tree))
+    with pytest.raises(ValueError, match=f"to guard {tree}, start from its folder: cd {tree}$"):
+        check_place(checkout, MODULE, tree / "package")
+    check_place(tree, MODULE, tree)
+
+
+def test_another_repository_is_not_guarded(checkout: Path, other: Path) -> None:
+    with pytest.raises(
+        ValueError, match=f"{other} is another repository, .* --repo {other} .* cd {checkout}$"
+    ):
+        check_place(checkout, MODULE, other)
+
+
+def test_outside_any_repository(checkout: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{tmp_path} is in no git repository .*; .* cd {checkout}$"):
+        check_place(checkout, MODULE, tmp_path)
+
+
+def test_an_installed_package_is_no_checkout(other: Path) -> None:
+    """Not even where the environment lies in the very repository."""
+    site = other / ".venv" / "site-packages"
+    (site / "package").mkdir(parents=True)
+    (site / MODULE).touch()
+    (other / ".gitignore").write_text(".venv\n")
+    with pytest.raises(ValueError, match="is not a checkout .* start the guard in a clone"):
+        check_place(site, MODULE, other)
+
+
+def test_an_unpacked_archive_can_be_guarded_from_within(tmp_path: Path) -> None:
+    """Counters need no history."""
+    (tmp_path / "package").mkdir()
+    check_place(tmp_path, MODULE, tmp_path / "package")
+
+
+def test_what_a_hook_tells_git_is_not_meant_for_the_guard(
+    checkout: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_DIR", os.fspath(checkout / ".git"))
+    with pytest.raises(ValueError, match="another repository"):
+        check_place(checkout, MODULE, other)

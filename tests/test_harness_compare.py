@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import Quantity
 from gpipe_bench.harness.report.table import markdown_table, tables_of, text_table
+from gpipe_bench.harness.verdict import Entry
 
 TABLE = "table1-transformer"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gpipe_bench.harness.records import environment as module
-from gpipe_bench.harness.records.environment import code_state, differences, environment
+from gpipe_bench.harness import environment as module
+from gpipe_bench.harness.environment import code_state, differences, environment
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,7 +47,7 @@ def test_it_is_plain_data_that_survives_a_record():
 
 def test_it_does_not_load_torch_and_asks_it_where_it_is_loaded():
     code = (
-        "import sys; from gpipe_bench.harness.records.environment import environment as e; a = e();"
+        "import sys; from gpipe_bench.harness.environment import environment as e; a = e();"
         "assert 'torch' not in sys.modules;"
         "assert a['torch_threads'] is None; b = e(load_torch=True); assert b['torch_threads'] >= 1;"
         "assert isinstance(b['gpus'], list)"

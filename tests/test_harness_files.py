@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_bench.harness.records.files import write_whole
+from gpipe_bench.harness.store import write_whole
 
 ROOT = Path(__file__).parents[1]
 FULL = """
 import resource, sys
 from pathlib import Path
-from gpipe_bench.harness.records.files import write_whole
+from gpipe_bench.harness.store import write_whole
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 write_whole(Path(sys.argv[1]), "new " * 10_000)
 """

@@ -11,7 +11,7 @@ import pytest
 from records import record
 
 from gpipe_bench.harness.experiment import Case
-from gpipe_bench.harness.running.progress import BarReporter, PlainReporter, Remaining, reporter, words
+from gpipe_bench.harness.progress import BarReporter, Remaining, Reporter, reporter, words
 
 CASES = [Case({"step": step}, estimate_s=10) for step in (1, 2, 3)]
 
@@ -48,7 +48,7 @@ class Terminal:
 
 def test_lines_say_what_happened_and_how_long_it_takes():
     stream = io.StringIO()
-    tell(PlainReporter(stream))
+    tell(Reporter(stream))
     assert stream.getvalue().splitlines() == [
         "3 cases, about 30 s",
         "[2/3] step=2: done in 20.0 s, 17 s left",
@@ -86,10 +86,6 @@ def test_a_terminal_without_colours_gets_lines_without_control_characters(variab
         text = terminal.read()
     assert "\x1b" not in text
     assert "[3/3]" in text
-
-
-def test_what_is_no_terminal_gets_lines():
-    assert isinstance(reporter(io.StringIO(), {}), PlainReporter)
 
 
 def test_the_time_left_learns_from_what_was_run_and_not_from_what_was_on_record():

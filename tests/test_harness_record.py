@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import of_first_schema, quantity, record
 
-from gpipe_bench.harness.records.codec import decode, encode
-from gpipe_bench.harness.records.record import SCHEMA
+from gpipe_bench.harness.record import SCHEMA, decode, encode
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)

@@ -6,24 +6,23 @@ import dataclasses
 import io
 import sys
 import types
-from datetime import UTC, datetime
 
 import fake_experiment
 import pytest
 from fake_experiment import steps
 
-import gpipe_bench.harness.running.execution
+import gpipe_bench.harness.workers
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions, select
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.running.progress import PlainReporter
-from gpipe_bench.harness.running.runner import run_experiment
+from gpipe_bench.harness.progress import Reporter
+from gpipe_bench.harness.runner import run_experiment
+from gpipe_bench.harness.store import Store
 
 
 def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):
     seen = []
     options = arguments.pop("options", RunOptions(device="cpu"))
     result = run_experiment(
-        experiment, options, store, reporter=PlainReporter(io.StringIO()),
+        experiment, options, store, reporter=Reporter(io.StringIO()),
         on_record=lambda record, saved: seen.append((record, saved)), **arguments,
     )  # fmt: skip
     return result, seen
@@ -139,18 +138,18 @@ def test_running_out_of_memory_is_a_result(store, error, reason):
     assert go(store, raising(error), options=RunOptions(device="cpu", only={"step": ("1",)}))[0].reused == 1
 
 
+def test_an_error_that_only_mentions_memory_is_a_failure(store):
+    result, _ = go(store, raising(RuntimeError("out of memory, says the message")))
+    assert len(result.failed) == 5
+
+
 def test_memory_of_the_device_is_given_back_after_running_out(store, monkeypatch):
     calls = []
     torch = types.SimpleNamespace(cuda=types.SimpleNamespace(empty_cache=lambda: calls.append(1)))
-    monkeypatch.setattr(gpipe_bench.harness.running.execution, "environment", lambda: {"load": None})
+    monkeypatch.setattr(gpipe_bench.harness.workers, "environment", lambda: {"load": None})
     monkeypatch.setitem(sys.modules, "torch", torch)
     go(store, raising(MemoryError("no room")), options=RunOptions(device="cpu", only={"step": ("1",)}))
     assert calls == [1]
-
-
-def test_the_error_is_told_from_one_that_only_mentions_memory(store):
-    result, _ = go(store, raising(RuntimeError("out of memory, says the message")))
-    assert len(result.failed) == 5
 
 
 def test_an_interrupt_ends_the_run_and_keeps_what_is_finished(store, log, monkeypatch):
@@ -169,45 +168,13 @@ def test_results_that_can_not_be_written_are_handed_over_and_the_run_goes_on(tmp
     stream = io.StringIO()
     seen = []
     result = run_experiment(
-        fake_experiment.EXPERIMENT, RunOptions(device="cpu"), store, reporter=PlainReporter(stream),
+        fake_experiment.EXPERIMENT, RunOptions(device="cpu"), store, reporter=Reporter(stream),
         on_record=lambda record, saved: seen.append((record.case["step"], saved)),
     )  # fmt: skip
     assert seen == [(step, False) for step in range(1, 6)]
     assert len(result.unsaved) == len(result.records) == 5
     assert stream.getvalue().count("No space left on device") == 5
     assert "not a regular file" in stream.getvalue()
-
-
-def test_damaged_lines_are_reported_and_only_their_cases_run_again(store, log):
-    go(store)
-    lines = store.path("fake").read_bytes().splitlines()
-    lines[1] = lines[1].replace(b"318277617", b"318277618")
-    lines[3] = lines[3][:100]
-    store.path("fake").write_bytes(b"\n".join(lines))
-    stream = io.StringIO()
-    run_experiment(
-        fake_experiment.EXPERIMENT, RunOptions(device="cpu"), store, reporter=PlainReporter(stream)
-    )
-    assert steps(log) == [1, 2, 3, 4, 5, 2, 4]
-    assert f"{store.path('fake')}:2: its digest does not fit" in stream.getvalue()
-    assert f"{store.path('fake')}:4: not a complete line" in stream.getvalue()
-
-
-def test_a_clock_that_goes_backwards_changes_nothing(store, monkeypatch):
-    class Backwards(datetime):
-        year_now = 2030
-
-        @classmethod
-        def now(cls, tz=None):
-            cls.year_now -= 1
-            return datetime(cls.year_now, 1, 1, tzinfo=UTC)
-
-    monkeypatch.setattr(gpipe_bench.harness.running.execution, "datetime", Backwards)
-    first, _ = go(store)
-    second, _ = go(store, fresh=True)
-    assert first.records[0].started_at > first.records[4].started_at > second.records[0].started_at
-    assert all(record.duration_s >= 0 for record in second.records)
-    assert go(store)[0].records == second.records
 
 
 def test_a_record_says_where_it_comes_from(store):

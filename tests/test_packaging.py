@@ -11,8 +11,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import their_repository
 
-from gpipe_bench.experiments.guard import scene
 from gpipe_bench.harness.places import own_results
 
 ROOT = Path(__file__).parents[1]
@@ -106,12 +106,12 @@ def test_a_user_with_packages_of_the_same_names_runs_and_compares(
 def test_it_examines_and_guards_an_engine_that_has_a_folder_models_of_its_own(
     program: Path, tmp_path: Path
 ) -> None:
-    theirs = scene.make(tmp_path / "theirs")
-    asked = run(program, theirs, "check-engine", scene.ENGINE)
+    theirs = their_repository.make(tmp_path / "theirs")
+    asked = run(program, theirs, "check-engine", their_repository.ENGINE)
     assert (asked.returncode, asked.stderr) == (0, ""), asked.stdout
-    assert asked.stdout.startswith(f"{scene.ENGINE}: 16 checks passed, 2 that it can't")
+    assert asked.stdout.startswith(f"{their_repository.ENGINE}: 16 checks passed, 2 that it can't")
     guarded = run(
-        program, theirs, "guard", "--repo", ".", "--base", "HEAD", "--engine", scene.ENGINE,
+        program, theirs, "guard", "--repo", ".", "--base", "HEAD", "--engine", their_repository.ENGINE,
         "--only", "tiny-layers", "--budget-s", "1",
     )  # fmt: skip
     assert guarded.returncode == 0, guarded.stderr

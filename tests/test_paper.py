@@ -9,8 +9,7 @@ import csv
 
 import pytest
 
-from gpipe_bench.harness.judging.paper import COLUMNS, PATH, load_paper
-from gpipe_bench.harness.judging.units import UNITS
+from gpipe_bench.harness.paper import COLUMNS, PATH, load_paper
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +168,7 @@ def test_the_interchanged_pair_corrects_itself(find):
     memory = find("table1-transformer", "parameter memory", "naive-1")
     activation = find("table1-transformer", "peak activation memory", "naive-1")
     assert (memory.corrected_value, activation.corrected_value) == (activation.value, memory.value)
-    assert (memory.corrected_rounding, activation.corrected_rounding) == (0.005, 0.05)
+    assert (memory.target_rounding, activation.target_rounding) == (0.005, 0.05)
     assert memory.erratum == activation.erratum
     assert abs(282_178_816 * 12 / 2**30 - memory.target) <= memory.target_rounding
 
@@ -210,11 +209,7 @@ def test_formulas_are_evaluated_right(cells):
 def test_the_file_is_whole():
     with PATH.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == COLUMNS
-    keys = [(row["source"], row["table"], row["row"], row["column"]) for row in rows]
-    assert len(keys) == len(set(keys))
     for row in rows:
-        assert row["unit"] in UNITS
         assert row["location"]
         assert all(value == value.strip() and value.isascii() for value in row.values())
 
@@ -252,31 +247,34 @@ AGAIN = line(row="again", same_as="t|r|c")
         ("table,row\n", "the columns must be"),
         (f"{HEADER}\n{line(value='83000000')}\n", r":2: value 83000000 is not what is printed, '82M'"),
         (f"{HEADER}\n{GOOD}\n{GOOD}\n", ":3: .* stands on line 2 already"),
-        (f"{HEADER}\n{line(source='hearsay')}\n", ":2: source is 'hearsay', allowed: 'paper'"),
+        (f"{HEADER}\n{line(source='hearsay')}\n", ":2: kind 'result' with source 'hearsay': external are"),
         (f"{HEADER}\n{line(unit='weights')}\n", ":2: unit is 'weights', allowed"),
         (f"{HEADER}\n{line(printed='many')}\n", ":2: printed form 'many'"),
-        (f"{HEADER}\n{line(bound='around')}\n", ":2: bound is 'around', allowed"),
+        (f"{HEADER}\n{line(bound='around')}\n", ":2: .*'around' - at `.*bound`"),
         (f"{HEADER}\n{GOOD},extra\n", ":2: a row has"),
         (f"{HEADER}\nt,r\n", ":2: a row has"),
+        (f"{HEADER}\n{line(exact='sure')}\n", ":2: Expected `bool`, got `str` - at `.*exact`"),
         (f"{HEADER}\n{line(comparable='no')}\n", ":2: .* not comparable needs the erratum"),
-        (f"{HEADER}\n{line(corrected_value='80M')}\n", ":2: a corrected value needs the erratum"),
+        (f"{HEADER}\n{line(corrected_value='80M')}\n", ":2: a number that is corrected .* needs the erratum"),
         (
             f"{HEADER}\n{line(kind='formula')}\n",
-            ":2: kind is 'formula', allowed: 'result', 'claim', 'identity'",
+            ":2: .*'formula' - at `.*kind`",
         ),
         (f"{HEADER}\n{line(kind='external')}\n", ":2: kind 'external' with source 'paper'"),
-        (f"{HEADER}\n{line(source='others')}\n", ":2: kind 'result' with source 'others': external are"),
-        (f"{HEADER}\n{line(form='guessed')}\n", ":2: form is 'guessed', allowed"),
+        (f"{HEADER}\n{line(form='guessed')}\n", ":2: .*'guessed' - at `.*form`"),
         (f"{HEADER}\n{line(form='evaluated')}\n", ":2: .* evaluated is an identity, not a result"),
         (f"{HEADER}\n{line(form='read off')}\n", ":2: a number that is read off needs its error"),
         (f"{HEADER}\n{line(form='derived')}\n", ":2: a number that is derived needs its error"),
-        (f"{HEADER}\n{line(form='read off', error='0')}\n", ":2: error is '0', not a positive number"),
-        (f"{HEADER}\n{line(form='read off', error='little')}\n", ":2: error is 'little', not a positive"),
+        (f"{HEADER}\n{line(form='read off', error='0')}\n", ":2: error is 0.0, not a positive number"),
+        (f"{HEADER}\n{line(form='read off', error='little')}\n", ":2: Expected `float.* at `.*error`"),
         (f"{HEADER}\n{line(error='1e6')}\n", ":2: an error is for numbers read off"),
-        (f"{HEADER}\n{line(form='words', value='one')}\n", ":2: a number in words needs the words"),
+        (f"{HEADER}\n{line(form='words', value='nan')}\n", ":2: a number in words needs the words"),
         (f"{HEADER}\n{AGAIN}\n", r":2: same_as .*'t', 'r', 'c'.* is no other number of the paper"),
         (f"{HEADER}\n{line(same_as='t|r|c')}\n", ":2: same_as .* is no other number"),
-        (f"{HEADER}\n{GOOD}\n{line(row='again', same_as='t/r/c')}\n", ":3: same_as is 't/r/c', not table"),
+        (
+            f"{HEADER}\n{GOOD}\n{line(row='again', same_as='t/r/c')}\n",
+            ":3: Expected `array` of length 3, got 1 - at `.*same_as`",
+        ),
         (
             f"{HEADER}\n{GOOD}\n{AGAIN}\n{line(row='third', same_as='t|again|c')}\n",
             ":4: same_as .* is itself the same as .*; name that one",
@@ -349,11 +347,9 @@ def test_what_follows_by_arithmetic_is_an_identity(cells):
                 assert c.kind == "identity", c.key
 
 
-def test_others_numbers_are_external(cells):
+def test_the_previous_best_are_the_papers(cells):
     previous = {c.row: c.value for c in cells if (c.table, c.column) == ("transfer", "previous best")}
     assert previous == PREVIOUS
-    for c in cells:
-        assert (c.kind == "external") == (c.source not in ("paper", "theory"))
 
 
 def test_whoever_is_not_run_learns_what_it_would_take(cells):

@@ -25,7 +25,7 @@ from check_paper import (
 )
 from paper_texts import read
 
-from gpipe_bench.harness.judging.paper import COLUMNS
+from gpipe_bench.harness.paper import COLUMNS
 
 V5 = r"""
 # 1 Introduction

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from work_done import lines_run
 
-from gpipe_bench.pipeline.plan.cutting.by_cost import can_partition_by, leanest, partition_by
+from gpipe_bench.pipeline.plan.by_cost import can_partition_by, leanest, partition_by
 from gpipe_bench.pipeline.plan.partition import Partition, cumulative_shares, partition
 
 costs_lists = st.one_of(

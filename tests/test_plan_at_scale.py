@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import pytest
 from planning_models import costs_of, planned
+from records import ran
 
-from gpipe_bench.experiments.plan.at_scale import case as at_scale
-from gpipe_bench.experiments.plan.at_scale import steps
+from gpipe_bench.experiments.plan import on_paper
 from gpipe_bench.experiments.plan.experiment import EXPERIMENT
 from gpipe_bench.experiments.plan.figures import figures
-from gpipe_bench.experiments.plan.text import tables
-from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.pipeline.plan.cutting.best import EFFORT
+from gpipe_bench.experiments.plan.tables import tables
+from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.planner.cuts import EFFORT
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.search import Search
 from gpipe_bench.planner.space import Space, ways
 
-TINY = at_scale.Scale(
+TINY = on_paper.Scale(
     title="a small one", accelerators=4, memory_bytes=16 * 2**30, device_type="h100", link="nvlink",
     between="infiniband", batch_size=4, tp=(1, 2), optimizer="rmsprop", precision="float32", seconds=1.0,
-    done=(at_scale.Done("somebody", "somewhere", 2, 2, 1, "1f1b", 2, 3.0),),
+    done=(on_paper.Done("somebody", "somewhere", 2, 2, 1, "1f1b", 2, 3.0),),
 )  # fmt: skip
 
 
@@ -36,40 +35,34 @@ def test_of_each_grid_it_is_the_best_of_all_its_ways() -> None:
         if found is not None:
             grid = (way.grid.pp, way.grid.tp)
             every[grid] = min(every.get(grid, float("inf")), found.step_s)
-    best = at_scale.best_of_each_grid(search)
+    best = on_paper.best_of_each_grid(search)
     assert {grid: each.step_s for grid, each in best.items()} == every
     assert set(every) == {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)}
     assert search.skipped > 0
 
 
 def test_a_case_is_recorded_shown_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(at_scale.SCALES, "transformer-4", TINY)
-    case = Case({"part": at_scale.PART, "model": "transformer-4"}, 1.0)
-    outcome = at_scale.run(case.key)
-    assert {each.provenance for each in outcome.quantities} == {"modelled"}
-    assert all(each.low < each.value < each.high for each in outcome.quantities)  # type: ignore[operator]
-    steps = [each for each in outcome.quantities if each.name == at_scale.STEP]
+    monkeypatch.setitem(on_paper.SCALES, "transformer-4", TINY)
+    found = ran(EXPERIMENT, {"part": on_paper.AT_SCALE, "model": "transformer-4"})
+    assert {each.provenance for each in found.quantities} == {"modelled"}
+    assert all(each.low < each.value < each.high for each in found.quantities)  # type: ignore[operator]
+    steps = [each for each in found.quantities if each.name == on_paper.STEP]
     assert all(each.key["dp"] * each.key["tp"] * each.key["K"] == 4 for each in steps)  # type: ignore[operator]
-    (theirs,) = (each for each in outcome.quantities if each.name == at_scale.THEIRS)
+    (theirs,) = (each for each in found.quantities if each.name == on_paper.THEIRS)
     (same,) = (each for each in steps if each.key["tp"] == 1 and each.key["K"] == 2)
     assert theirs.key == {"name": "somebody", "dp": 2, "tp": 1, "K": 2}
     assert same.value <= theirs.value  # type: ignore[operator]
-    record = Record(
-        schema=2, experiment="plan", profile="short", case=case.key, status="done", reason="",
-        quantities=outcome.quantities, details=outcome.details, environment={}, command="", started_at="",
-        duration_s=1.0,
-    )  # fmt: skip
-    line = next(line for line in tables([record], []).splitlines() if line.startswith("somebody "))
+    line = next(line for line in tables([found], []).splitlines() if line.startswith("somebody "))
     assert " ".join(line.split()).startswith("somebody 2 2, 2 of them ZeRO-2 1 1f1b 2 2/2 ")
     assert line.split()[-2] == "3.0"
-    (plot,) = figures([record])
+    (plot,) = figures([found])
     assert plot.name == "plan-at-scale"
     (axes,) = plot.draw().axes
     assert axes.get_legend_handles_labels()[1] == ["tp 1", "tp 2", "others, predicted", "others, measured"]
 
 
 def test_every_published_step_says_what_it_was() -> None:
-    found = steps.steps()
+    found = on_paper.steps()
     assert len({step.name for step in found}) == len(found) >= 8
     for step in found:
         assert step.source
@@ -84,37 +77,36 @@ def test_every_published_step_says_what_it_was() -> None:
     [
         ("Llama 3 8B, 8 H100, FSDP", 2.843, 2.66),
         ("Llama 2 13B, 64 A100, FSDP", 3.789, 3.92),
-        ("GPT-3 22B, 8 A100, TP", 1.42, 1.54),
+        ("GPT-3 22B, 8 A100, TP", 1.42, 1.47),
     ],
 )
 def test_a_published_step_is_predicted(name: str, measured_s: float, step_s: float) -> None:
-    (step,) = (each for each in steps.steps() if each.name == name)
-    middle_s, low_s, high_s = steps.predicted(step)
+    (step,) = (each for each in on_paper.steps() if each.name == name)
+    middle_s, low_s, high_s = step.predicted()
     assert step.measured_s == pytest.approx(measured_s, rel=1e-3)
     assert middle_s == pytest.approx(step_s, rel=0.02)
     assert low_s < step.measured_s < high_s < 1.6 * low_s
 
 
 def test_published_steps_are_recorded_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = steps.steps()[:2]
-    monkeypatch.setattr(steps, "steps", lambda: few)
+    few = on_paper.steps()[:2]
+    monkeypatch.setattr(on_paper, "steps", lambda: few)
     ranges = iter([(few[0].measured_s, 2.0, 3.0), (9.0, 8.0, 12.0)])
-    monkeypatch.setattr(steps, "predicted", lambda step: next(ranges))
-    outcome = EXPERIMENT.run(Case({"part": steps.PART}, 1.0), RunOptions())
-    assert [each.value for each in outcome.quantities] == [few[0].measured_s, 9.0]
-    record = Record(
-        schema=2, experiment="plan", profile="short", case={"part": steps.PART}, status="done", reason="",
-        quantities=outcome.quantities, details=outcome.details, environment={}, command="", started_at="",
-        duration_s=1.0,
-    )  # fmt: skip
-    text = tables([record], [])
+    monkeypatch.setattr(on_paper.Step, "predicted", lambda step: next(ranges))
+    found = ran(EXPERIMENT, {"part": on_paper.PUBLISHED_STEPS})
+    assert [each.value for each in found.quantities] == [few[0].measured_s, 9.0]
+    text = tables([found], [])
     assert "1 of 2 inside, the widest range a factor of 1.50; asked: 75% of them, and at most 1.6: NO" in text
-    assert figures([record]) == []
+    assert figures([found]) == []
 
 
 @pytest.mark.parametrize(("profile", "number"), [("smoke", 0), ("short", 3)])
 def test_smoke_leaves_it_out(profile: str, number: int) -> None:
     options = RunOptions(profile=profile)
     assert (
-        sum(case.key["part"] in (at_scale.PART, steps.PART) for case in EXPERIMENT.cases(options)) == number
+        sum(
+            case.key["part"] in (on_paper.AT_SCALE, on_paper.PUBLISHED_STEPS)
+            for case in EXPERIMENT.cases(options)
+        )
+        == number
     )

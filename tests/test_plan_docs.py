@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.experiments.commands.parsing.parser import parser
+from gpipe_bench.experiments.commands.cli import main, parser
 
 PAGE = (Path(__file__).parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
 
@@ -33,7 +32,7 @@ def test_ones_own_model_is_sized_from_its_folder(
 
 
 def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = (each for each in CODE if "import plan" in each)
+    (code,) = (each for each in CODE if "import Request" in each)
     exec(compile(code, "docs/plan.md", "exec"), {"__name__": "example"})
     schedule, step, command = capsys.readouterr().out.splitlines()
     assert schedule.split()[0] in ("gpipe", "1f1b")

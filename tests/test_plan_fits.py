@@ -21,10 +21,10 @@ from gpipe_bench.models.parallel import tensor_parallel
 from gpipe_bench.pipeline.memory.tracker import on_this_rank
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.planner.answer import plan
-from gpipe_bench.planner.models import built
+from gpipe_bench.planner.infeasible import smallest
+from gpipe_bench.planner.model import built
 from gpipe_bench.planner.request import MEASURED, Request
 from gpipe_bench.planner.search import Search
-from gpipe_bench.planner.shortfall import smallest
 from gpipe_bench.planner.space import Space, ways
 
 NEAR = Link("near", 1e-4, 1e6)

@@ -17,15 +17,14 @@ from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Event
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.candidate import Candidate, Grid
 from gpipe_bench.planner.costs import FORMAT, Costs, SizeCosts, kinds_of
-from gpipe_bench.planner.grids import Grid, times_on
-from gpipe_bench.planner.links import Topology
 from gpipe_bench.planner.measured import measured
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.probes import Probed, ProbeRun, Taken
+from gpipe_bench.planner.probes import Probed, ProbeRun, Step, Taken, run_of
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.wholes import WholeRaw, WholeRun, run_of
+from gpipe_bench.planner.steps import times_on
+from gpipe_bench.planner.topology import Topology
 
 
 def some() -> Costs:
@@ -63,7 +62,7 @@ def test_a_stage_takes_its_layers_and_an_action_once() -> None:
 def test_a_file_gives_the_same_costs_back(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     some().save(path)
-    assert Costs.load(path) == some()
+    assert json.dumps(Costs.load(path).to_data()) == json.dumps(some().to_data())
     assert [each.name for each in tmp_path.iterdir()] == ["costs.json"]
 
 
@@ -100,20 +99,20 @@ def test_kinds_tell_graphs_and_first_gradients_apart() -> None:
     assert halves[Action.parse("0I0")] == "I"
 
 
-def probed(process: int, *, action_s: float = 0.5, slower: float = 1.0) -> Probed:
+def probed(process: int, *more: ProbeRun, action_s: float = 0.5) -> Probed:
     """Four layers of 1, 2, 3, 4 s forward, and an action of `action_s`; two stages of (1, 2) and (3, 4)."""
 
-    def run(number: int, stages: list[list[float]], mine: list[int], *, fine: bool) -> ProbeRun:
-        taken = tuple(
-            Taken(stage, "G", m, slower * (sum(stages[stage]) + action_s)) for m in range(2) for stage in mine
-        )
-        return ProbeRun(number, 2, fine, taken, (0.125,) * (not fine), ((8.0, 0.375),) * (not fine), 0.75)
+    def run(number: int, way: str, stages: list[list[float]], mine: list[int], **more: Any) -> ProbeRun:
+        taken = tuple(Taken(stage, "G", sum(stages[stage]) + action_s) for _ in range(2) for stage in mine)
+        update_s = [(layer, seconds) for layer, seconds in ((0, 0.1), (1, 0.2), (3, 0.4)) if way == "fine"]
+        return ProbeRun(number, 2, way, taken, update_s=(*update_s, (0, 0.2 + 0.1 * process)), **more)
 
-    fine = run(0, [[1.0], [2.0], [3.0], [4.0]], [0, 1, 2, 3], fine=True)
-    coarse = run(1, [[1.0, 2.0], [3.0, 4.0]], [process], fine=False)
-    return Probed(
-        (fine, coarse), ((0.1, 0.3), (0.2,), (), (0.4,)), ((4,),) * 4, {2: (8.0,) * 3}, {2: (8.0,) * 3}, 1
-    )
+    fine = run(0, "fine", [[1.0], [2.0], [3.0], [4.0]], [0, 1, 2, 3])
+    coarse = run(
+        1, "coarse", [[1.0, 2.0], [3.0, 4.0]], [process], gaps_s=(0.125,), messages=((8.0, 0.375),),
+        beyond_s=0.75,
+    )  # fmt: skip
+    return Probed((fine, coarse, *more), ((4,),) * 4, {2: (8.0,) * 3}, {2: (8.0,) * 3})
 
 
 def test_layers_and_what_an_action_costs_once_are_told_apart() -> None:
@@ -130,9 +129,15 @@ def test_layers_and_what_an_action_costs_once_are_told_apart() -> None:
     assert "2 processes at once" in costs.provenance["layers"]
 
 
+def whole(beyond_s: float, *actions: tuple[str, float], **more: Any) -> ProbeRun:
+    """All layers in one process."""
+    taken = tuple(Taken(0, kind, seconds) for kind, seconds in actions)
+    return ProbeRun(2, 2, "whole", taken, beyond_s=beyond_s, **more)
+
+
 def test_a_replica_of_the_whole_model_takes_what_one_took() -> None:
-    runs = (WholeRun(2, (("G", 9.0), ("B", 20.0)), 2.75), WholeRun(2, (("G", 11.0), ("B", 22.0)), 2.75))
-    costs = measured([probed(process)._replace(wholes=runs) for process in range(2)])
+    runs = whole(2.75, ("G", 9.0), ("B", 20.0)), whole(2.75, ("G", 11.0), ("B", 22.0))
+    costs = measured([probed(process, *runs) for process in range(2)])
     assert costs.at(2).seconds("G", range(4)) == pytest.approx(10.0)
     assert costs.at(2).seconds("G", range(3)) == pytest.approx(6.5)  # a part is what its layers add up to
     assert costs.sum_link is not None
@@ -141,46 +146,50 @@ def test_a_replica_of_the_whole_model_takes_what_one_took() -> None:
     assert measured([probed(0), probed(1)]).sum_link is None
 
 
-def test_a_sum_is_what_the_last_backward_takes_more_than_the_one_before() -> None:
-    """F0 B0 F1 B1 F2 B2 of 1, 4, 1, 3, 1, 5 s, and a step of 16 s."""
+@pytest.mark.parametrize(
+    ("level", "first_s", "wall_s", "beyond_s", "actions"),
+    [
+        (0, 1.0, 16.0, 5.0 - 3.0 + 1.0, [("G", 1.0), ("B first", 4.0), ("G", 1.0), ("B", 3.0), ("G", 1.0)]),
+        # F0 waits 2 s for the gathers
+        (2, 3.0, 18.0, 2.0 + 2.0 + 1.0, [("B first", 4.0), ("G", 1.0), ("B", 3.0), ("G", 1.0)]),
+    ],
+)
+def test_a_sum_is_what_the_last_backward_takes_more_than_the_one_before(
+    level: int, first_s: float, wall_s: float, beyond_s: float, actions: list[tuple[str, float]]
+) -> None:
+    """F0 B0 F1 B1 F2 B2 of 1, 4, 1, 3, 1, 5 s, and a second around them, at half the usual speed."""
     schedule = named("1f1b", 1, 3)
-    ends = list(accumulate((1.0, 4.0, 1.0, 3.0, 1.0, 5.0)))
-    events = tuple(
-        Event(action, start, end)
-        for action, start, end in zip(schedule.actions[0], [0.0, *ends], ends, strict=False)
-    )
-    bench: Any = SimpleNamespace(reference_s=1.0, speed=lambda before, reference_s: 2.0)
-    probe: Any = SimpleNamespace(size=2, schedule=schedule, level=0)
-    found = run_of(bench, WholeRaw(0, probe, 16.0, events, {}))
-    assert found.sum_s == (5.0 - 3.0 + 1.0) / 2  # at the speed of the reference
-    assert dict(found.actions) == {"G": 0.5, "B first": 2.0, "B": 1.5}
+    ends = list(accumulate((first_s, 4.0, 1.0, 3.0, 1.0, 5.0)))
+    events = tuple(map(Event, schedule.actions[0], [0.0, *ends], ends))
+    probe = SimpleNamespace(size=2, way="whole", schedule=schedule, level=level)
+    found = run_of(7, probe, Step(0, wall_s, events, update_s={1: 0.5}), speed=2.0)
+    assert found.beyond_s == beyond_s / 2
+    assert [(each.kind, each.seconds) for each in found.actions] == [(kind, s / 2) for kind, s in actions]
+    assert (found.run, found.level, found.update_s) == (7, level, ((1, 0.25),))
 
 
-def test_a_step_of_parts_leaves_its_first_forward_and_its_last_backward_out() -> None:
-    """F0 B0 F1 B1 F2 B2 of 3, 4, 1, 3, 1, 5 s, and a step of 18 s: F0 waits 2 s for the gathers."""
-    schedule = named("1f1b", 1, 3)
-    ends = list(accumulate((3.0, 4.0, 1.0, 3.0, 1.0, 5.0)))
-    events = tuple(
-        Event(action, start, end)
-        for action, start, end in zip(schedule.actions[0], [0.0, *ends], ends, strict=False)
-    )
-    bench: Any = SimpleNamespace(reference_s=1.0, speed=lambda before, reference_s: 2.0)
-    probe: Any = SimpleNamespace(size=2, schedule=schedule, level=2)
-    found = run_of(bench, WholeRaw(0, probe, 18.0, events, {1: 0.5}))
-    assert found.sum_s == (2.0 + 2.0 + 1.0) / 2
-    assert found.actions == (("B first", 2.0), ("G", 0.5), ("B", 1.5), ("G", 0.5))
-    assert (found.level, found.update_s) == (2, ((1, 0.25),))
+def test_of_a_step_over_processes_gaps_and_messages_are_of_whoever_waits() -> None:
+    """0F0 of 2 s, then 1F0 0.5 s later, 1B0 right behind it, 0B0 a second later."""
+    schedule = gpipe(2, 1, "never")
+    times = {"0F0": (0.0, 2.0), "1F0": (2.5, 3.5), "1B0": (3.75, 5.0), "0B0": (6.0, 7.0)}
+    events = tuple(Event(Action.parse(name), *ends) for name, ends in times.items())
+    probe = SimpleNamespace(size=2, way="coarse", schedule=schedule, level=0, boundary_bytes=(8.0,))
+    found = run_of(0, probe, Step(0, 4.0, events[1:3], events), speed=0.5)
+    assert found.gaps_s == (0.5,)
+    assert sorted(found.messages) == [(8.0, 1.0), (8.0, 2.0)]
+    assert found.beyond_s == (4.0 - 2.5) * 2
+    alone = run_of(0, probe, Step(0, 4.0, events), speed=1.0)
+    assert (alone.gaps_s, alone.messages, alone.beyond_s) == ((), (), 0.0)
 
 
 def sharing() -> Costs:
     """Replicas of four layers, and parts of them at level 2."""
-    replicas = (("G", 9.0), ("B first", 18.0), ("B", 20.0))
-    parts = (("G", 11.0), ("B first", 22.0), ("B", 26.0))
     runs = (
-        WholeRun(2, replicas, 2.75),
-        WholeRun(2, parts, 7.75, level=2, update_s=tuple((layer, 0.5 * layer) for layer in range(4))),
-    )
-    return measured([probed(process)._replace(wholes=runs) for process in range(2)])
+        whole(2.75, ("G", 9.0), ("B first", 18.0), ("B", 20.0)),
+        whole(7.75, ("G", 11.0), ("B first", 22.0), ("B", 26.0), level=2,
+              update_s=tuple((layer, 0.5 * layer) for layer in range(4))),
+    )  # fmt: skip
+    return measured([probed(process, *runs) for process in range(2)])
 
 
 def test_parts_take_what_they_took() -> None:
@@ -203,7 +212,9 @@ def test_parts_take_what_they_took() -> None:
     # The search adds layers up, which here are those of `probed` and not of the whole stage.
     shards = beside.shards(2, 2, 2, request.link)
     assert shards is not None
-    times = times_on(Grid(1, 1, 2, 2), beside, 2, Topology(request, fsdp=2), split=False, shards=shards)
+    times = times_on(
+        Grid(1, 1, 2, 2), beside, 2, Topology(request, Grid(1, 1, 2, 2)), split=False, shards=shards
+    )
     assert sum(times.forward_s) == pytest.approx(10.0 + 2.0)
     assert sum(times.update_s) == pytest.approx(3.0)
     assert sum(times.reduce_s) == pytest.approx(7.0)
@@ -218,7 +229,9 @@ def test_parts_take_what_they_took() -> None:
 
 
 def test_a_file_keeps_parts() -> None:
-    assert Costs.from_data(json.loads(json.dumps(sharing().to_data()))) == sharing()
+    text = json.dumps(sharing().to_data())
+    assert json.dumps(Costs.from_data(json.loads(text)).to_data()) == text
+    assert json.loads(text)["sizes"]["2"]["shards_s"]["2"]["G"] == 11.0
 
 
 def test_stages_that_are_slower_than_their_layers_make_the_layers_longer() -> None:

@@ -7,9 +7,8 @@ from dataclasses import replace
 import planning_models
 import pytest
 
-from gpipe_bench.experiments.plan.elsewhere import published as elsewhere
-from gpipe_bench.experiments.plan.running import waiting
-from gpipe_bench.experiments.plan.running.choosing import WAYS, planned, searched, title, with_replicas
+from gpipe_bench.experiments.plan import elsewhere, exact
+from gpipe_bench.experiments.plan.steps import WAYS, ranked, searched, title, with_replicas
 from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition
@@ -175,8 +174,8 @@ def test_what_costs_do_not_know_is_refused() -> None:
 
 def test_stages_that_wait_are_predicted_exactly() -> None:
     steps = {
-        (each.schedule, each.num_microbatches, each.remat[0]): waiting.predicted(each, 0.5).step_s
-        for each in waiting.ways()
+        (each.schedule, each.num_microbatches, each.remat[0]): exact.waiting_step(each, 0.5).step_s
+        for each in exact.waiting_ways()
     }
     assert steps["gpipe", 4, "never"] == pytest.approx(0.5 * 3 * (4 + 1))
     assert steps["gpipe", 4, "always"] == pytest.approx(0.5 * (4 + 1 + 4 * 3 + 2))
@@ -188,7 +187,7 @@ def test_a_plan_has_each_way_once_and_the_fastest_first() -> None:
     model = planning_models.planned("tied", 8)
     known = planning_models.costs_of(model, (2, 4, 8))
     asked = request(batch_size=8)
-    found = planned(known, asked, (1, 2, 4))
+    found = ranked(known, asked, (1, 2, 4))
     assert [each.step_s for each in found] == sorted(each.step_s for each in found)
     names = [title(each.candidate) for each in found]
     assert len(names) == len(set(names))
@@ -207,8 +206,8 @@ def test_what_is_ranked_is_what_the_search_of_the_verb_finds() -> None:
     names = tuple(name for name, _, remat in WAYS if remat == "never")
     space = Space(schedules=names, microbatches=(2, 4), pp=(2,), remats=("never",), sharded=False)
     (best,) = Search(known, asked, space).run(kept=1)
-    ranked = searched(known, asked, (2, 4))
-    never = [each for each in ranked if each.remat[0] == "never" and each.dp == 1]
+    found = searched(known, asked, (2, 4))
+    never = [each for each in found if each.remat[0] == "never" and each.dp == 1]
     assert best.candidate == never[0]
 
 
@@ -225,7 +224,7 @@ def test_published_orders_are_found_again() -> None:
 
 def test_two_replicas_are_planned_and_the_best_of_them_runs() -> None:
     known = planning_models.costs_of(planning_models.planned("tied", 8), (2, 4))
-    ranking = planned(known, request(batch_size=8), (2, 4))
+    ranking = ranked(known, request(batch_size=8), (2, 4))
     replicas = [each for each in ranking if each.candidate.dp == 2]
     assert {title(each.candidate) for each in replicas} == {
         f"dp = 2, 1f1b, M = {number}{again}" for number in (1, 2) for again in ("", ", remat always")

@@ -16,7 +16,7 @@ from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.planner import roofline
 from gpipe_bench.planner.accelerators import ACCELERATORS
 from gpipe_bench.planner.costs import SizeCosts
-from gpipe_bench.planner.models import Model, model_of
+from gpipe_bench.planner.model import Model, model_of
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.roofline import Noted, Operation, by_roofline, noted
 

@@ -12,18 +12,18 @@ from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, h
 from gpipe_bench.pipeline.memory.stages.rows.messages import Transport
 from gpipe_bench.pipeline.memory.stages.ties import shared_weights
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
-from gpipe_bench.pipeline.plan.cutting.best import Cut
-from gpipe_bench.pipeline.plan.cutting.quick import QuickSteps
-from gpipe_bench.pipeline.plan.cutting.times import REMATS
 from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.planner import search as search_module
 from gpipe_bench.planner.answer import plan
-from gpipe_bench.planner.grids import Grid
-from gpipe_bench.planner.links import Topology, link_named, link_within
+from gpipe_bench.planner.candidate import Grid, Way
+from gpipe_bench.planner.cuts import Cut
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.search import Search
-from gpipe_bench.planner.space import Space, Way, check, ways
+from gpipe_bench.planner.space import Space, check, ways
+from gpipe_bench.planner.steps import REMATS, QuickSteps
+from gpipe_bench.planner.topology import Topology, link_named, link_within
 
 NEAR, FAR = Link("near", 1e-4, 1e6), Link("far", 1e-3, 1e5)
 TWO = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=NEAR)
@@ -40,9 +40,9 @@ def by_brute_force(search: Search) -> float:
     best_s = float("inf")
     layers = search.costs.num_layers
     for way in ways(search.request, search.space, layers):
-        links, schedule = search.parts.boundaries(way), search.parts.schedule(way)
-        times, steps = search.parts.times(way), QuickSteps(schedule, links)
-        room = search.parts.room(way)
+        links, schedule = search.boundaries(way), search.schedule(way)
+        times, steps = search.times(way), QuickSteps(schedule, links)
+        room = search.room(way)
         homes = [schedule.stages_of(worker) for worker in range(schedule.num_workers)]
         for inner in combinations(range(1, layers), schedule.num_stages - 1):
             cut = tuple(range(a, b) for a, b in pairwise((0, *inner, layers)))
@@ -61,9 +61,14 @@ def by_brute_force(search: Search) -> float:
     return best_s
 
 
+@pytest.mark.parametrize("names", [("gpipe", "1f1b", "zb-h1"), ("interleaved", "zb-v")])
 @pytest.mark.parametrize("cap", [2**40, 30_000, 21_000])
-def test_nothing_that_fits_is_faster(cap: int) -> None:
-    space = Space(schedules=("gpipe", "1f1b", "zb-h1"), remats=("never", "always"))
+def test_nothing_that_fits_is_faster(
+    cap: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little effort a first cut is worth: ways of few cuts are searched whole."""
+    monkeypatch.setattr(search_module, "FIRST_EFFORT", 1)
+    space = Space(schedules=names, remats=("never", "always"))
     request = replace(REQUEST, memory_bytes=cap, optimizer="sgd", batch_size=8)
     search = search_of(request, space)
     found = search.run()
@@ -106,7 +111,7 @@ def test_messages_that_do_not_fit_cut_a_way_anew() -> None:
     way = next(w for w in ways(search.request, search.space, 6) if w.grid.pp == 2 and w.num_microbatches == 8)
     free = search.best_of(way, 1000)
     assert free is not None
-    for cap in range(free.peak, search.parts.room(way).least_bytes(), -256):
+    for cap in range(free.peak, search.room(way).least_bytes(), -256):
         found = search.best_of(way, 1000, cap)
         if found is None:
             break
@@ -124,13 +129,13 @@ def test_a_tied_weight_is_one_where_one_worker_has_both_its_layers() -> None:
     assert tie.layers == (0, 7)
     way = Way(Grid(1, 4), "1f1b", 1, 4, 1)
     alone = search.found(way, Cut((range(8),), ("never",), 1.0, 1.0)).memory[0]
-    search.parts.ties = ()
+    search.ties = ()
     twice = search.found(way, Cut((range(8),), ("never",), 1.0, 1.0)).memory[0]
     size = 40 * 16 * 4
     assert tie.num_bytes == size
     assert twice.parameters - alone.parameters == size
     assert twice.optimizer_state - alone.optimizer_state == 2 * size + 4, "and the count of its steps"
-    search.parts.ties = (tie,)
+    search.ties = (tie,)
     two = Way(Grid(2, 2), "1f1b", 1, 4, 2)
     halves = search.found(two, Cut((range(4), range(4, 8)), ("never",) * 2, 1.0, 1.0))
     assert sum(each.parameters for each in halves.memory) == alone.parameters + size
@@ -166,7 +171,7 @@ def test_a_tied_weight_takes_what_the_memory_model_says(
 @pytest.mark.parametrize("grid", [Grid(2, 2), Grid(2, 1, 2, 2), Grid(2, 1, 2, 3)])
 def test_on_a_grid_what_fits_fits_and_little_is_given_away(grid: Grid) -> None:
     search = search_of(name="tied")
-    search.parts.ties = ()
+    search.ties = ()
     way, cut = Way(grid, "1f1b", 1, 4, 2), (range(4), range(4, 8))
     found = search.found(way, Cut(cut, ("never", "always"), 1.0, 1.0))
     profile = planned("tied").profile_of(2, "float32", split_backward=False)
@@ -191,7 +196,7 @@ def test_on_a_grid_what_fits_fits_and_little_is_given_away(grid: Grid) -> None:
 def test_no_cut_holds_less_than_the_least_of_its_grid(name: str, grid: Grid) -> None:
     search = search_of(name=name)
     way = Way(grid, "1f1b", 1, 4, 2)
-    least, layers = search.parts.room(way).least_bytes(), search.costs.num_layers
+    least, layers = search.room(way).least_bytes(), search.costs.num_layers
     ends = range(1, layers) if grid.pp == 2 else (layers,)
     cuts = [tuple(s for s in (range(end), range(end, layers)) if len(s)) for end in ends]
     peaks = [search.found(way, Cut(cut, ("always",) * grid.pp, 1.0, 1.0)).peak for cut in cuts]
@@ -209,6 +214,26 @@ def test_ways_are_left_out_only_where_their_bound_is_above_what_is_kept() -> Non
     assert search.skipped > 0
     assert search.tried + search.skipped == len(every)
     assert all(search.bound_s(way) <= each.step_s for way in every if (each := search.best_of(way, 1)))
+
+
+def test_what_fits_is_what_the_memory_says() -> None:
+    """Whatever is known beforehand of weights and graphs."""
+    search = search_of(replace(TWO, memory_bytes=1, batch_size=8), name="tied")
+    answers = set()
+    for name, grid in product(("interleaved", "zb-v", "1f1b"), (Grid(2), Grid(2, 2), Grid(2, 1, 2, 2))):
+        per_worker = NAMED[name].stages_per_worker or 2
+        way = Way(grid, name, per_worker, 4, 2)
+        room, stages = search.room(way), 2 * per_worker
+        cut = tuple(range(a, b) for a, b in pairwise((0, *range(3, 2 + stages), 8)))
+        for worker in range(2):
+            mine = [cut[stage] for stage in search.schedule(way).stages_of(worker)]
+            for remat in product(REMATS, repeat=per_worker):
+                peak = room.memory(worker, tuple(mine), remat).peak
+                for cap in (peak - 1, peak, peak // 2, 2 * peak):
+                    fits = room.fits(worker, tuple(mine), remat, cap)
+                    assert fits == (peak <= cap)
+                    answers.add(fits)
+    assert answers == {False, True}
 
 
 def test_links_by_what_people_call_them() -> None:
@@ -229,27 +254,27 @@ def test_links_by_what_people_call_them() -> None:
 
 def test_what_sends_most_is_nearest() -> None:
     request = Request(accelerators=8, memory_bytes=1, batch_size=8, link=NEAR, between=FAR, hosts=2)
-    grid = Topology(request, pp=2, dp=2, tp=2)
+    grid = Topology(request, Grid(2, 2, tp=2))
     assert (grid.boundaries((0, 1)), grid.ring("dp"), grid.ring("tp")) == ((FAR,), NEAR, NEAR)
-    grid = Topology(request, pp=4, dp=2)
+    grid = Topology(request, Grid(4, 2))
     assert grid.boundaries((0, 1, 2, 3)) == (NEAR, FAR, NEAR)
     assert grid.describe() == "pp 0-1 2-3 near, pp 1-2 far, dp near"
-    assert Topology(request, dp=8).ring("dp") == FAR
-    inside = Topology(request, dp=2, fsdp=4)
+    assert Topology(request, Grid(1, 8)).ring("dp") == FAR
+    inside = Topology(request, Grid(1, 2, 4))
     assert (inside.ring("dp"), inside.ring("fsdp")) == (FAR, NEAR)
-    assert Topology(request, fsdp=4).ring("fsdp") == NEAR  # of the first host alone
-    one = Topology(replace(request, hosts=1), pp=2, dp=4)
+    assert Topology(request, Grid(1, 1, 4)).ring("fsdp") == NEAR  # of the first host alone
+    one = Topology(replace(request, hosts=1), Grid(2, 4))
     assert one.boundaries((0, 1, 1, 0)) == (NEAR, NEAR, NEAR)
 
 
 def test_replicas_that_straddle_hosts_are_far() -> None:
     """Three workers of four replicas on two hosts of six: the second worker's are on both."""
     request = Request(accelerators=12, memory_bytes=1, batch_size=8, link=NEAR, between=FAR, hosts=2)
-    grid = Topology(request, pp=3, dp=4)
+    grid = Topology(request, Grid(3, 4))
     assert (grid.ring("dp"), grid.boundaries((0, 1, 2))) == (FAR, (FAR, FAR))
     fast = replace(FAR, bandwidth_bytes_per_s=1e9)  # hops inside a host are the slow ones then
-    assert Topology(replace(request, between=fast), pp=3, dp=4).ring("dp") == NEAR
-    assert Topology(replace(request, between=fast), pp=1, dp=2, tp=6).ring("dp") == fast
+    assert Topology(replace(request, between=fast), Grid(3, 4)).ring("dp") == NEAR
+    assert Topology(replace(request, between=fast), Grid(1, 2, tp=6)).ring("dp") == fast
 
 
 @pytest.mark.parametrize(
@@ -307,11 +332,11 @@ def test_every_point_of_the_frontier_is_what_is_found_with_as_much_memory(
     request = replace(REQUEST, batch_size=batch_size, optimizer=optimizer)
     whole = plan(model, request, space=space, costs=costs_of(model))
     assert len(whole.frontier) > 2
-    assert whole.frontier[-1].prediction == whole.best
-    peaks, steps = zip(*((each.peak_bytes, each.step_s) for each in whole.frontier), strict=True)
+    assert whole.frontier[-1] == whole.best
+    peaks, steps = zip(*((each.peak, each.step_s) for each in whole.frontier), strict=True)
     assert list(peaks) == sorted(set(peaks))
     assert list(steps) == sorted(set(steps), reverse=True)
     for point in whole.frontier:
-        asked = replace(request, memory_bytes=point.peak_bytes)
+        asked = replace(request, memory_bytes=point.peak)
         again = plan(model, asked, space=space, costs=costs_of(model))
         assert again.best.step_s == pytest.approx(point.step_s, rel=1e-9)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ from planning_models import costs_of, planned
 
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.planner import kept
-from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.likely import worth
-from gpipe_bench.planner.links import link_named
+from gpipe_bench.planner.answer import worth
+from gpipe_bench.planner.costs import About, Costs
+from gpipe_bench.planner.measured import Timing, measured, sizes_worth
+from gpipe_bench.planner.model import OneOfYours
+from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, affordable, print_progress, probe
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.spending import About, Budget, affordable, sizes_worth
-from gpipe_bench.planner.timed import Timing
+from gpipe_bench.planner.topology import link_named
 
 LOOPBACK = link_named("loopback")
 REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBACK)
@@ -26,9 +29,9 @@ REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBA
 
 def test_sizes_that_there_is_no_time_for_are_left_out() -> None:
     # A size of s takes 2 x 9 x 3 x s x 0.01 s and 8 references: 0.54 s x s + 0.8 s.
-    assert affordable([8, 1, 4, 2], 0.01, 0.1, 3, 60.0) == [1, 2, 4, 8]
-    assert affordable([8, 1, 4, 2], 0.01, 0.1, 3, 6.6) == [1, 2, 4]
-    assert affordable([8, 4], 0.01, 0.1, 3, 0.1) == [4]  # one in any case
+    assert affordable([8, 1, 4, 2], 0.01, 0.1, 60.0) == [1, 2, 4, 8]
+    assert affordable([8, 1, 4, 2], 0.01, 0.1, 6.6) == [1, 2, 4]
+    assert affordable([8, 4], 0.01, 0.1, 0.1) == [4]  # one in any case
     assert sizes_worth([1, 2, 4, 8, 16], REQUEST) == [1, 2, 4, 8]
     assert sizes_worth([16], REQUEST) == [16]
     assert sizes_worth([1, 16], replace(REQUEST, accelerators=1)) == [1, 16]
@@ -53,18 +56,42 @@ def test_what_the_fastest_ways_depend_on_is_timed_again() -> None:
     assert About(16, "layers") not in sums  # one worker after the other
 
 
-def test_a_budget_ends_before_a_round_that_it_has_no_time_for_and_says_how_far_it_is() -> None:
+def probed(*sizes: int, **more: Any) -> Probed:
+    """Of six layers in this process."""
+    job = ProbeJob(OneOfYours("planning_models:plain"), sizes, **more)
+    try:
+        return probe(Bench(job))
+    finally:
+        gc.unfreeze()
+
+
+def test_each_size_is_timed_in_every_way_as_often_as_there_are_rounds() -> None:
+    found = probed(2, 1, rounds=2)
+    counts = Counter((run.size, run.way) for run in found.runs)
+    assert counts == {(size, way): 4 for size in (1, 2) for way in ("fine", "coarse")}
+    assert found.activation_bytes == found.gradient_bytes == {size: (64.0 * size,) * 5 for size in (1, 2)}
+    assert found.parameter_bytes == ((4 * 16 * 16, 4 * 16),) * 6
+    fine = next(run for run in found.runs if run.way == "fine")
+    assert {action.stage for action in fine.actions} == {layer for layer, _ in fine.update_s} == set(range(6))
+    assert measured([found]).at(2).seconds("G", range(6)) > 0
+
+
+def test_with_a_budget_all_is_timed_once_and_then_what_matters() -> None:
+    late = probed(1, 2, rounds=3, budget_s=1e9, matters=lambda found: {About(2, "layers")})
+    assert Counter(run.size for run in late.runs) == {1: 4, 2: 3 * 4}
+    spent = probed(1, 2, rounds=3, budget_s=1e-3)
+    assert Counter(run.size for run in spent.runs) == {1: 4}, "the smallest, once"
+    assert list(spent.activation_bytes) == [1]
+
+
+def test_how_far_it_is_is_said_in_lines_or_over_one_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    budget = Budget(60.0, shown=True, out=out)
-    assert budget.lasts(40.0, 20.0)
-    assert not budget.lasts(40.0, 21.0)
-    budget.tell("round 2", 24.0)
+    monkeypatch.setattr("sys.stderr", out)
+    print_progress("round 2", 24.0, 60.0)
     assert out.getvalue() == "timing layers: round 2, 24 s, at most 36 s to go\n"
     out.isatty = lambda: True  # type: ignore[method-assign]
-    budget.tell("round 3", 61.0)
+    print_progress("round 3", 61.0, 60.0)
     assert out.getvalue().endswith(f"\r{'timing layers: round 3, 61 s, at most 0 s to go':<70}")
-    Budget(60.0, out=out).tell("nobody asked", 1.0)
-    assert "nobody" not in out.getvalue()
     with pytest.raises(ValueError, match="--probe-s 0: give seconds above 0, such as 60"):
         Timing(seconds=0)
 

@@ -9,10 +9,10 @@ import pytest
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.readings import shown_of
 from gpipe_bench.experiments.report.records import select_records
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.verdict import DIFFERS, JUDGED, judge
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import DIFFERS, JUDGED, judge
 
 PUBLISHED = {(cell.source, *cell.key): cell for cell in load_paper()}
 
@@ -25,12 +25,18 @@ def shown(name):
 
 def moved(cell, entry, to):
     """The same as if the paper had printed another number, words that name a limit moved along."""
-    by = to - cell.target
-    allowed = None if entry.allowed is None else entry.allowed.shifted(by)
-    shifted = replace(cell, value=cell.value + by) if cell.corrected_value is None else replace(
-        cell, corrected_value=cell.corrected_value + by
+    by, off = to - cell.target, cell.target_rounding
+    words = entry.allowed
+    if words is not None:
+        words = replace(
+            words, low=words.low + by, high=words.high + by,
+            possible_low=words.possible_low + by, possible_high=words.possible_high + by,
+        )  # fmt: skip
+    shifted = replace(
+        cell, value=to, printed=f"{to!r}", corrected_printed="", exact=not off, error=off or None,
+        form="read off" if off else "",
     )  # fmt: skip
-    return judge(shifted, replace(entry, allowed=allowed)).verdict
+    return judge(shifted, replace(entry, allowed=words)).verdict
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from work_done import lines_run
 
-from gpipe_bench.harness.judging.paper import load_paper
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay

@@ -26,22 +26,21 @@ from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.report import build as report_build
 from gpipe_bench.experiments.report import records as report_records
-from gpipe_bench.experiments.report.build import build
+from gpipe_bench.experiments.report import timelines as report_timelines
+from gpipe_bench.experiments.report.build import build, table_infos
 from gpipe_bench.experiments.report.figures import draw, drawn
 from gpipe_bench.experiments.report.readings import answers, readings
-from gpipe_bench.experiments.report.records import Source, folders, sources
-from gpipe_bench.experiments.report.tables import table_infos
-from gpipe_bench.experiments.report.timelines import charts_of, kept_timelines, timelines
-from gpipe_bench.harness.judging.compare import compare, compare_entry
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.verdict import VERDICTS
+from gpipe_bench.experiments.report.records import Source, folders, select_records, sources
+from gpipe_bench.experiments.report.timelines import charts_of, kept_timelines, ticks, timelines
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.report.chart import Box, Chart, within
-from gpipe_bench.harness.report.page import Answer, TableInfo, table_views
-from gpipe_bench.harness.report.render import html, markdown
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.report.html import html, markdown
+from gpipe_bench.harness.report.page import TableInfo, page_of
+from gpipe_bench.harness.report.table import Row
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import VERDICTS, Entry, judge
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -120,50 +119,48 @@ def test_every_published_number_is_on_the_page_once(page, parsed):
     assert Counter(map(place_of, parsed.peers)) == Counter(others)
 
 
-def test_numbers_and_verdicts_are_those_of_compare(parsed):
-    experiment = registry.load("table1")
-    found = compare(experiment.cells(Store(MACHINE).load("table1").records), whole=experiment.paper_tables)
-    assert any(cell.ours is not None for cell in found)
-    for cell in found:
-        key = "|".join(cell.key)
-        texts = parsed.rows[key]
-        assert cell.verdict in texts, cell
-        if cell.ours is not None:
-            assert float(parsed.values[key]) == cell.ours
-        if cell.printed:
-            assert any(text.startswith(cell.printed) for text in texts)
-
-
-def test_each_row_has_a_verdict_with_a_reason(page):
-    for table in page.tables:
-        for row in (*table.rows, *table.settings):
-            assert row.comparison.verdict in VERDICTS
-            assert row.reason, (table.name, row.comparison.row)
-
-
 def test_totals_are_those_of_the_rows_under_every_tolerance(page):
     paper = {cell.key: cell for cell in load_paper() if cell.source == "paper" and cell.counted}
-    for view in page.summary.questions:
-        scores = view.scores
-        for tolerance, counts in ((0.5, scores.narrow), (1.0, scores.counts), (2.0, scores.wide)):
-            recount: Counter[str] = Counter()
-            for table in page.tables:
-                rows = [row for row in table.rows if row.comparison.question == view.question]
-                ours = [row.answer.entry for row in rows if row.answer is not None]
-                judged = {c.key: c.verdict for c in compare(ours, None, tolerance, whole=())}
-                recount.update(
-                    judged.get(row.comparison.key, "not run")
-                    for row in rows
-                    if row.comparison.source == "paper" and row.comparison.place in paper
-                )
-            assert dict(recount) == {verdict: n for verdict in VERDICTS if (n := counts[verdict])}
-    counted = {row.comparison.place for table in page.tables for row in table.rows if row.comparison.counted}
+    for view in page.questions:
+        for tolerance, counts in zip((1.0, 0.5, 2.0), view.scores, strict=True):
+            rows = [row for row in page.rows if row.comparison.question == view.reply.question]
+            ours = [row.entry for row in rows if row.machine]
+            judged = {c.key: c.verdict for c in compare(ours, None, tolerance, whole=())}
+            recount = Counter(
+                judged.get(row.comparison.key, row.comparison.verdict)
+                for row in rows
+                if row.comparison.source == "paper" and row.comparison.place in paper
+            )
+            found = {verdict: n for verdict in VERDICTS if (n := counts.with_verdict(verdict))}
+            assert dict(recount) == found
+    counted = {cell.place for cell in page.cells if cell.counted}
     assert counted == paper.keys(), "each result, claim and identity, and a number that is printed twice once"
+
+
+def test_numbers_and_verdicts_are_those_of_compare(page, parsed):
+    """Of every experiment, in HTML and in markdown, each with its reason."""
+    shown = {row.comparison.key: row for table in page.tables for row in (*table.rows, *table.settings)}
+    text = markdown(page)
+    for name in registry.EXPERIMENTS:
+        experiment = registry.load(name)
+        records = select_records(Store(MACHINE).load(name).records, experiment, None)
+        for cell in compare(experiment.cells(records), whole=()):
+            row = shown[cell.key].comparison
+            assert (cell.verdict, cell.ours) == (row.verdict, row.ours), cell.key
+            texts = parsed.rows["|".join(cell.key)]
+            assert cell.verdict in texts
+            assert cell.ours is None or float(parsed.values["|".join(cell.key)]) == cell.ours
+            assert not cell.printed or any(text.startswith(cell.printed) for text in texts)
+            assert row.reason
+            assert row.verdict in text
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(lines) >= sum(len(t.rows) + len(t.settings) + len(t.others) for t in page.tables)
+    assert not re.search(r"\{\{|\{%", text)
 
 
 def test_a_table_that_is_not_run_says_why(page):
     for table in page.tables:
-        reasons = {row.reason for row in table.rows if row.comparison.verdict == "not run"}
+        reasons = {row.comparison.reason for row in table.rows if row.comparison.verdict == "not run"}
         for reason in reasons:
             assert reason not in ("", "there is no record of this case"), table.name
     infos = table_infos(EXPERIMENTS, {"table1": {"short"}, "table2": {"smoke"}})
@@ -197,20 +194,6 @@ def test_commands_can_be_copied_from_the_page(page, parsed):
     for command in commands:
         assert command in parsed.text
         assert f"`{command}`" in markdown(page)
-
-
-def test_markdown_has_the_same_verdicts(page):
-    text = markdown(page)
-    for view in page.summary.questions:
-        assert f"**{view.question.capitalize()}**: {view.reply.asked}" in text
-        assert str(view.reply.counts).capitalize() in text
-    for table in page.tables:
-        assert f"### {table.info.title}" in text
-        for row in table.rows:
-            assert row.comparison.verdict in text
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    assert len(lines) >= sum(len(t.rows) + len(t.settings) + len(t.others) for t in page.tables)
-    assert not re.search(r"\{\{|\{%", text)
 
 
 def test_no_torch_and_quick_from_the_command_line(tmp_path):
@@ -256,6 +239,13 @@ def fake(step, value, **changes):
     return record(step, quantities=(number,), **changes)
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """There is no other experiment than the fake one."""
+    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
+    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
+
+
 def put(folder, *records):
     for each in records:
         Store(folder).append(each)
@@ -264,7 +254,7 @@ def put(folder, *records):
 
 def chosen(*places):
     found, problems = sources(FAKE, [(place.name, place) for place in places])
-    return {a.entry.column: a for a in answers(readings(FAKE, found)[0])}, problems
+    return {a.comparison.column: a for a in answers(readings(FAKE, found)[0])}, problems
 
 
 def test_own_records_come_first_and_references_fill_in(tmp_path):
@@ -276,25 +266,10 @@ def test_own_records_come_first_and_references_fill_in(tmp_path):
         "pipeline-1": ("reference", 318_000_000),
         "pipeline-2": ("reference", 542_000_000),
     }
-    assert found["naive-1"].record == Store(own).load("fake").records[0]
+    assert found["naive-1"].entry.record == Store(own).load("fake").records[0]
 
 
-def test_a_number_keeps_the_record_it_came_from_though_another_has_the_same(tmp_path, monkeypatch):
-    """Both steps count the same parameters; each row of the page names its own case."""
-    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
-    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
-    own = put(tmp_path / "own", fake(1, 82_000_000), fake(2, 82_000_000))
-    found, _ = chosen(own)
-    assert {column: a.record.case for column, a in found.items()} == {
-        "naive-1": {"step": 1},
-        "pipeline-1": {"step": 2},
-    }
-    page = Parsed(html(build(own, figures=False)))
-    for column, step in (("naive-1", 1), ("pipeline-1", 2)):
-        texts = page.rows[f"table1-amoebanet|parameters|{column}|paper|here"]
-        assert "".join(texts[texts.index("case") + 1 : texts.index("recorded")]) == f"step={step}"
-
-
+@pytest.mark.usefixtures("alone")
 def test_a_report_asks_each_experiment_once(tmp_path, monkeypatch):
     """Judged, laid out and drawn in one pass: cells and text of each group of records are made once."""
     asked: Counter[str] = Counter()
@@ -308,8 +283,6 @@ def test_a_report_asks_each_experiment_once(tmp_path, monkeypatch):
         return "the text"
 
     monkeypatch.setattr("fake_experiment.EXPERIMENT", dataclasses.replace(FAKE, cells=cells, tables=tables))
-    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
-    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
     other = put(tmp_path / "references" / "other", fake(1, 41_000_000))
     own = put(tmp_path / "own", fake(1, 82_000_000), fake(2, 318_000_000))
     monkeypatch.setattr(report_build, "folders", lambda results: folders(results, other.parent))
@@ -330,9 +303,8 @@ def test_a_smoke_run_counts_only_where_there_is_nothing_else(tmp_path):
     ]
 
 
+@pytest.mark.usefixtures("alone")
 def test_what_a_smoke_run_gave_is_marked_wherever_it_stands(tmp_path, monkeypatch):
-    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
-    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
     none = tmp_path / "references"
     monkeypatch.setattr(report_build, "folders", lambda results: folders(results, none))
     smoke = build(put(tmp_path / "smoke", fake(1, 1, profile="smoke")), figures=False)
@@ -362,16 +334,11 @@ def test_damaged_lines_are_named_and_the_rest_is_used(tmp_path):
     assert [problem.line for problem in problems] == [1]
 
 
-def test_the_results_folder_is_not_its_own_reference(tmp_path):
-    assert [name for name, _ in folders(MACHINE)].count("cpu-2-cores") == 1
+def test_each_folder_of_records_is_named_once(tmp_path):
+    assert [name for name, _ in folders(MACHINE)].count("cpu-2-cores") == 1, "it is no reference of its own"
     assert [name for name, _ in folders(tmp_path / "mine", tmp_path / "nowhere")] == ["mine"]
-
-
-def test_an_own_folder_named_like_a_reference_is_told_apart(tmp_path):
-    assert [name for name, _ in folders(tmp_path / "cpu-2-cores")][:2] == [
-        "cpu-2-cores (yours)",
-        "cpu-2-cores",
-    ]
+    names = [name for name, _ in folders(tmp_path / "cpu-2-cores")]
+    assert names[:2] == ["cpu-2-cores (yours)", "cpu-2-cores"]
 
 
 def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, monkeypatch):
@@ -387,9 +354,8 @@ def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, m
     assert "fake" not in [experiment.name for experiment in page.experiments]
 
 
+@pytest.mark.usefixtures("alone")
 def test_two_machines_stand_side_by_side_on_the_page(tmp_path, monkeypatch):
-    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
-    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
     other = put(tmp_path / "references" / "other", fake(1, 41_000_000, environment={"cpu_model": "B"}))
     own = put(tmp_path / "own", fake(1, 82_000_000, environment={"cpu_model": "A"}))
     monkeypatch.setattr(report_build, "folders", lambda results: folders(results, other.parent))
@@ -402,9 +368,8 @@ def test_two_machines_stand_side_by_side_on_the_page(tmp_path, monkeypatch):
         assert "41M modelled, below" in text
 
 
-def test_text_of_records_cannot_become_markup(tmp_path, monkeypatch):
-    monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
-    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
+@pytest.mark.usefixtures("alone")
+def test_text_of_records_cannot_become_markup(tmp_path):
     evil = '"><script>alert(1)</script>|'
     environment = {"cpu_model": evil}
     put(tmp_path / "own", fake(1, 82_000_000, command=evil, environment=environment))
@@ -418,15 +383,13 @@ def test_text_of_records_cannot_become_markup(tmp_path, monkeypatch):
 
 def test_two_answers_for_a_cell_are_refused():
     entry = Entry(table="t", row="r", column="c", quantity=quantity(1))
-    answer = Answer(
-        entry=entry, comparison=compare_entry(entry, None), machine="m", profile="short", command="x"
-    )
+    answer = Row(comparison=judge(None, entry), entry=entry, machine="m", profile="short")
     with pytest.raises(ValueError, match="two answers"):
-        table_views([answer, answer], [], INFO)
-    (view,) = table_views([answer], [], INFO)
+        page_of([answer, answer], [], INFO)
+    (view,) = page_of([answer], [], INFO).tables
     (row,) = view.rows
     assert (row.comparison.kind, row.comparison.counted) == ("ours", False)
-    assert str(view.parts[0].scores.counts) == "nothing counted"
+    assert str(view.parts[0].scores[0]) == "nothing counted"
 
 
 def chart_source(details):
@@ -449,37 +412,36 @@ def test_a_chart_says_what_each_action_is_and_carries_the_same_trace():
     titles = [box.title for box in chart.boxes]
     assert titles[0] == "0F0: forward, stage 0, micro-batch 0, 1 ms, from 0 ms"
     assert len(titles) == len(timeline.events)
-    assert [(box.lane, box.start) for box in chart.boxes] == sorted(
-        (box.lane, box.start) for box in chart.boxes
+    places = [(box.y, float(box.x.rstrip("%"))) for box in chart.boxes]
+    assert places == sorted(places)
+    busy = 100 * timeline.busy_s(0) / timeline.makespan_s
+    assert sum(float(box.width.rstrip("%")) for box in chart.boxes if box.y < 26) == pytest.approx(
+        busy, abs=0.01
     )
     content = gzip.decompress(b64decode(urllib.parse.unquote(chart.trace).partition(",")[2]))
     assert json.loads(content) == json.loads(json.dumps(timeline.to_chrome()))
     assert chart.trace == charts_of(TIMED, chart_source({"timeline": timeline.to_data()}))[0].trace
 
 
-@given(st.floats(1e-6, 1e6), st.integers(1, 8))
-def test_axes_are_round_and_inside(span, parts):
-    boxes = tuple(
-        Box(lane=0, start=n * span / parts, length=span / parts, kind="F", text=str(n), title="")
-        for n in range(parts)
-    )
-    chart = Chart(name="c", title="", facts="", machine="", lanes=("0",), boxes=boxes, span=span)
-    places = [float(place.rstrip("%")) for place, _ in chart.ticks]
+@given(st.floats(1e-6, 1e6))
+def test_axes_are_round_and_inside(span):
+    places = [float(place.rstrip("%")) for place, _ in ticks(span)]
     assert 3 <= len(places) <= 8
     assert places[0] == 0
     assert places[-1] <= 100.001
-    assert sum(float(box.width.rstrip("%")) for box in chart.drawn) == pytest.approx(100, abs=0.01)
 
 
 def test_an_empty_timeline_is_an_empty_chart():
     (chart,) = charts_of(TIMED, chart_source({"timeline": Timeline((), 2).to_data()}))
-    assert (chart.boxes, chart.ticks) == ((), [])
+    assert (chart.boxes, chart.ticks) == ((), ())
 
 
-def test_too_many_boxes_leave_traces():
-    box = Box(lane=0, start=0, length=1, kind="F", text="", title="")
-    charts = [Chart(name=str(n), title="", facts="", machine="", boxes=(box,) * n) for n in (3, 5, 2)]
-    assert within(charts, 5) == [True, False, True]
+def test_too_many_boxes_leave_traces(monkeypatch):
+    monkeypatch.setattr(report_timelines, "MOST_BOXES", 20)
+    steps = [replay(gpipe(2, count, "never"), SLOTS).to_data() for count in (3, 5, 2)]
+    charts = charts_of(TIMED, chart_source({"all": steps}))
+    assert [len(chart.boxes) for chart in charts] == [12, 0, 8]
+    assert all(chart.trace for chart in charts)
 
 
 def test_figures_are_kept_only_for_the_records_they_show(tmp_path):
@@ -488,18 +450,13 @@ def test_figures_are_kept_only_for_the_records_they_show(tmp_path):
     assert drawn(FAKE, records[::-1], tmp_path) == paths
     assert drawn(FAKE, records[:1], tmp_path) is None
     assert drawn(FAKE, [fake(1, 1), fake(2, 3)], tmp_path) is None
+    (plot,) = FAKE.figures(records)
+    renamed = dataclasses.replace(FAKE, figures=lambda records: [dataclasses.replace(plot, name="other")])
+    assert drawn(renamed, records, tmp_path) is None, "the experiment draws another figure now"
     paths[0].unlink()
     assert drawn(FAKE, records, tmp_path) is None
     (tmp_path / "fake.json").write_text("[]")
     assert drawn(FAKE, records, tmp_path) is None
-
-
-def test_figures_on_disk_are_those_that_the_experiment_draws_now(tmp_path):
-    paths = draw(FAKE, [fake(1, 1)], tmp_path)
-    assert drawn(FAKE, [fake(1, 1)], tmp_path) == paths
-    (plot,) = FAKE.figures([fake(1, 1)])
-    renamed = dataclasses.replace(FAKE, figures=lambda records: [dataclasses.replace(plot, name="other")])
-    assert drawn(renamed, [fake(1, 1)], tmp_path) is None
 
 
 def test_a_plot_is_drawn_and_saved_in_its_own_style(tmp_path):

@@ -17,10 +17,10 @@ import pytest
 
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.units import convert
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.units import convert
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import their_repository
 from command_line import ROOT, call, lines, surroundings
 from records import record
 
-from gpipe_bench.experiments.guard import scene
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.experiment import select as chosen
-from gpipe_bench.harness.records.store import Store
+from gpipe_bench.harness.store import Store
 
 pytestmark = pytest.mark.processes
 LONG_S = 900.0  # for a hang, which would be a failure; nothing is asserted about time
@@ -107,14 +107,14 @@ SUBJECTS: dict[str, list[str]] = {
     "consistency": ["--only", "part=trainability"],
 }
 MODULES = {
-    "peers": "gpipe_bench.experiments.side_by_side.peers",
+    "peers": "gpipe_bench.experiments.peers",
     "table1": "gpipe_bench.experiments.table1.experiment",
     "consistency": "gpipe_bench.experiments.consistency.experiment",
 }
-PEERS_WORK = "gpipe_bench.experiments.side_by_side.peers_work"
-BEGIN = "gpipe_bench.harness.running.progress:PlainReporter.begin"
-FINISHED = "gpipe_bench.harness.running.progress:PlainReporter.finished"
-APPEND = "gpipe_bench.harness.records.store:Store.append"
+PEERS_WORK = "gpipe_bench.experiments.engine_turns"
+BEGIN = "gpipe_bench.harness.progress:Reporter.begin"
+FINISHED = "gpipe_bench.harness.progress:Reporter.finished"
+APPEND = "gpipe_bench.harness.store:Store.append"
 COMPARE = "gpipe_bench.experiments.commands.run:_shown"
 
 
@@ -236,10 +236,10 @@ def test_while_results_are_compared(
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
     """Two benchmarks that need no torch."""
-    folder = scene.make(tmp_path / "theirs")
+    folder = their_repository.make(tmp_path / "theirs")
     text = (folder / "benchmarks.py").read_text()
     (folder / "benchmarks.py").write_text(f'{text}BENCHMARKS["again"] = build_rows\n')
-    scene.commit(folder, "two benchmarks")
+    their_repository.commit(folder, "two benchmarks")
     return folder
 
 
@@ -248,9 +248,9 @@ def theirs(tmp_path: Path) -> Path:
     [
         Moment("gpipe_bench.experiments.commands.guard", TERM),
         Moment("gpipe_bench.experiments.guard.run:guard", INT),
-        Moment("gpipe_bench.harness.guard.rounds:run_rounds", TERM),
-        Moment("gpipe_bench.harness.guard.rounds:run_rounds", INT, times=1),
-        Moment("gpipe_bench.experiments.guard.text:table", TERM),
+        Moment("gpipe_bench.harness.guard:run_rounds", TERM),
+        Moment("gpipe_bench.harness.guard:run_rounds", INT, times=1),
+        Moment("gpipe_bench.experiments.guard.run:table", TERM),
     ],
 )
 def test_the_guard_leaves_no_process_and_no_checkout_behind(
@@ -273,13 +273,13 @@ def test_the_guard_leaves_no_process_and_no_checkout_behind(
 
 # Other verbs
 
-TRIAL = "gpipe_bench.experiments.engines.trial:examine"
+TRIAL = "gpipe_bench.experiments.engines.examination:examine"
 
 
 @pytest.mark.parametrize(
     "moment",
     [
-        Moment("gpipe_bench.experiments.commands.exchange.check_engine", INT),
+        Moment("gpipe_bench.experiments.commands.check_engine", INT),
         Moment("torch", INT, in_a_child=True),
         Moment(TRIAL, TERM, in_a_child=True),
         Moment(TRIAL, INT, in_a_child=True, times=1),
@@ -296,7 +296,7 @@ def test_an_examination(ended: Callable[..., tuple[str, str]], moment: Moment) -
     [
         Moment("gpipe_bench.experiments.commands.plan", TERM),
         Moment("gpipe_bench.planner.answer:plan", INT),
-        Moment("gpipe_bench.planner.timed:_probe", TERM, in_a_child=True),
+        Moment("gpipe_bench.planner.measured:_probe", TERM, in_a_child=True),
     ],
 )
 def test_a_plan(ended: Callable[..., tuple[str, str]], moment: Moment) -> None:
@@ -309,8 +309,8 @@ def test_a_plan(ended: Callable[..., tuple[str, str]], moment: Moment) -> None:
 @pytest.mark.parametrize(
     "moment",
     [
-        Moment("gpipe_bench.experiments.commands.exchange.export", INT),
-        Moment("gpipe_bench.harness.records.travel:pack", TERM),
+        Moment("gpipe_bench.experiments.commands.export", INT),
+        Moment("gpipe_bench.harness.bundle:pack", TERM),
         Moment("os:replace", INT),
     ],
 )
@@ -330,8 +330,8 @@ def test_an_export_writes_its_file_whole_or_not(
 @pytest.mark.parametrize(
     "moment",
     [
-        Moment("gpipe_bench.experiments.commands.exchange.check", TERM),
-        Moment("gpipe_bench.harness.records.travel:unpack", INT),
+        Moment("gpipe_bench.experiments.commands.check", TERM),
+        Moment("gpipe_bench.harness.bundle:unpack", INT),
         Moment("gpipe_bench.experiments.report.plausible:remarks", TERM),
     ],
 )

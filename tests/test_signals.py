@@ -13,14 +13,14 @@ import psutil
 import pytest
 from command_line import START, Gate, lines, start, surroundings
 
-from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.harness.running.stopping import check, held, number_of, starting, stopping
+from gpipe_bench.harness.signals import check, held, number_of, starting, stopping
 
 RANKS = START.replace('"fake_experiment"', '"fake_ranks"')
 # Cases beside each other, in processes of their own.
 BESIDE = "import dataclasses, fake_experiment\n" + (
     "fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)\n" + START
 )
+FORKED = BESIDE.replace("untimed=True", "untimed=True, preload=('json',)")
 ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 
@@ -127,12 +127,13 @@ def test_a_launched_process_that_somebody_ends_is_a_failed_case(tmp_path, arrive
     assert kept(results) == [(1, "done"), (2, "failed"), (3, "done")]
 
 
+@pytest.mark.parametrize("code", [BESIDE, FORKED])
 @pytest.mark.parametrize(("number", "status"), ENDINGS)
-def test_cases_beside_each_other_end_too(tmp_path, gate, descendants, number, status):
+def test_cases_beside_each_other_end_too(tmp_path, gate, descendants, code, number, status):
     results = tmp_path / "results"
     process = command(
         "run", "fake", "--device", "cpu", "--jobs", "2", "--json", "--results", results, "--only", "step=1",
-        "--only", "step=2", code=BESIDE, FAKE_GATE=str(gate.folder),
+        "--only", "step=2", code=code, FAKE_GATE=str(gate.folder),
     )  # fmt: skip
     process.stdout.readline()
     gate.wait()
@@ -283,17 +284,11 @@ def test_the_signals_of_a_forked_child_are_its_own(default_handlers):
         check()  # nobody has asked us
 
 
-def test_the_handlers_are_as_before_when_a_command_is_done(tmp_path):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert main(["list", "--results", str(tmp_path)]) == 0
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
 def test_an_interrupt_waits_for_a_process_that_is_starting():
     """It is blocked from the process's first moment until that says that it has started."""
     code = (
         "import signal\n"
-        "from gpipe_bench.harness.running.stopping import started\n"
+        "from gpipe_bench.harness.signals import started\n"
         "is_blocked = lambda: signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())\n"
         "before = is_blocked()\n"
         "started()\n"

@@ -20,7 +20,7 @@ from gpipe_bench.pipeline.memory.stages.ties import shared_weights
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.planner import models as size_models
+from gpipe_bench.planner import model as size_models
 
 
 def size(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -64,7 +64,7 @@ def test_the_largest_of_all_is_profiled_by_one_of_its_blocks(capsys: pytest.Capt
     assert found["layers_per_stage"] == [1] * 128
     assert len({json.dumps({**each, "when": "", "stages": []}) for each in found["workers"][1:-1]}) == 1
     model = size_models.model_of("llama-405b")
-    profile = model.profile(32, "float32")
+    profile = model.profile_of(1, "float32")
     assert len({id(layer) for layer in profile.layers}) == 3, "embedding, block, output"
 
 
@@ -168,7 +168,7 @@ def test_1f1b_is_cut_for_what_each_stage_keeps(capsys: pytest.CaptureFixture[str
     )[1]  # fmt: skip
     found = json.loads(out)
     model = size_models.model_of("gpt2", 6, 6)
-    profile = model.profile(6, "float32")
+    profile = model.profile_of(1, "float32")
 
     def fullest(*ends: int) -> int:
         cut = tuple(range(a, b) for a, b in pairwise((0, *ends, 8)))

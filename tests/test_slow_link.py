@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from gpipe_bench.experiments.table3 import slow_link
-from gpipe_bench.experiments.table3.slow_link import UnavailableError, existing, set_rate
-from gpipe_bench.experiments.table3.slow_link_steps import LinkJob, steps_at_rates
+from gpipe_bench.experiments.timed import slow_link
+from gpipe_bench.experiments.timed.slow_link import UnavailableError, existing, set_rate, steps_at_rates
+from gpipe_bench.experiments.timed.steps import Configuration, Job
+from gpipe_bench.experiments.timed.workloads import Workload
 
 pytestmark = pytest.mark.processes  # two of them; what is asserted of times holds however slow the machine is
 RATE = 20e6
@@ -41,18 +42,14 @@ def transfer(num_bytes: int) -> tuple[int, float, str]:
     rank = dist.get_rank()
     set_rate(RATE)
     dist.barrier()
-    bulk = (
-        torch.full((num_bytes,), 7, dtype=torch.uint8)
-        if rank == 0
-        else torch.zeros(num_bytes, dtype=torch.uint8)
-    )
+    bulk, answer = torch.full((num_bytes,), 7 * (1 - rank), dtype=torch.uint8), torch.empty(1)
     start_s = time.perf_counter()
     if rank == 0:
         dist.send(bulk, 1)
-        dist.recv(torch.empty(1), 1)
+        dist.recv(answer, 1)
     else:
         dist.recv(bulk, 0)
-        dist.send(torch.empty(1), 0)
+        dist.send(answer, 0)
     taken_s = time.perf_counter() - start_s
     assert bool((bulk == 7).all())
     set_rate(None)
@@ -63,10 +60,6 @@ def fail_on_the_second() -> None:
     if dist.get_rank() == 1:
         raise ValueError("a mistake at the far end")
     dist.barrier()
-
-
-def wait_for_ever() -> None:
-    time.sleep(600)
 
 
 def test_a_transfer_takes_what_the_rate_says(link: slow_link.SlowLink) -> None:
@@ -83,8 +76,8 @@ def test_steps_over_a_slow_link_take_at_least_as_long_as_their_messages(link: sl
         "num_layers": 2, "d_model": 32, "ffn_dim": 64, "num_heads": 2, "seq_len": 64, "vocab_size": 50,
         "cut": "sublayer",
     }  # fmt: skip
-    job = LinkJob("transformer-lm", options, 4, 4, 1, (None, 0.2))
-    first, second = link.run(steps_at_rates, job)
+    job = Job(Workload("", "transformer-lm", options, 4), (Configuration(2, 4, 4),), rounds=1)
+    first, second = link.run(steps_at_rates, job, (None, 0.2))
     assert first.rates == second.rates
     assert first.rates[0] is None
     assert first.timed[0].activation_bytes == first.timed[0].gradient_bytes == (64 * 32 * 4,)
@@ -97,37 +90,33 @@ def test_steps_over_a_slow_link_take_at_least_as_long_as_their_messages(link: sl
     assert unlimited.bandwidth_bytes_per_s > limited.bandwidth_bytes_per_s
 
 
-def test_the_first_failure_is_shown(link: slow_link.SlowLink) -> None:
+def test_the_first_failure_is_shown_and_processes_that_take_too_long_are_ended(
+    link: slow_link.SlowLink,
+) -> None:
     with pytest.raises(RuntimeError, match="rank 1 failed:\n(.|\n)*a mistake at the far end"):
         link.run(fail_on_the_second)
-
-
-def test_processes_that_take_too_long_are_ended(link: slow_link.SlowLink) -> None:
     with pytest.raises(RuntimeError, match=r"took more than 0\.5 s"):
-        link.run(wait_for_ever, timeout_s=0.5)
+        link.run(time.sleep, 600, timeout_s=0.5)
     listed = [subprocess.check_output(["ip", "netns", "pids", name], text=True) for name in link.namespaces]
     assert listed == ["", ""]
 
 
 def test_an_exception_leaves_nothing_behind(link: slow_link.SlowLink) -> None:
     before = set(ours())
-    seen: list[str] = []
 
     def interrupted() -> None:
         with slow_link.slow_link() as second:
-            seen.extend(second.namespaces)
-            assert set(ours()) == before | set(seen)
+            assert set(ours()) == before | set(second.namespaces)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert len(seen) == 2
     assert set(ours()) == before
 
 
 def test_what_a_killed_run_leaves_is_removed_by_the_next(link: slow_link.SlowLink) -> None:
     code = (
-        "import time\nfrom gpipe_bench.experiments.table3.slow_link import slow_link\n"
+        "import time\nfrom gpipe_bench.experiments.timed.slow_link import slow_link\n"
         "with slow_link() as made:\n"
         "    print(*made.namespaces, flush=True)\n    time.sleep(600)\n"
     )

@@ -10,9 +10,10 @@ from command_line import call
 
 from gpipe_bench.experiments.table1.cells import ANY_COUNT, cells
 from gpipe_bench.experiments.table1.experiment import EXPERIMENT
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.compare import Comparison, compare
-from gpipe_bench.harness.records.record import SCHEMA, Quantity, Record
+from gpipe_bench.harness.record import SCHEMA, Quantity, Record
+from gpipe_bench.harness.verdict import Comparison
 
 Smoke = tuple[Path, tuple[int, str, str]]
 

@@ -23,11 +23,11 @@ from gpipe_bench.experiments.table1.cells import cells
 from gpipe_bench.experiments.table1.experiment import EXPERIMENT
 from gpipe_bench.experiments.table1.largest import Setting, place_anyhow
 from gpipe_bench.experiments.table1.settings import Combination, allowed, combinations, hypotheses, spread_of
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.judging.compare import compare
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.unknowns import load_unknowns
-from gpipe_bench.harness.records.record import SCHEMA, Record
+from gpipe_bench.harness.record import SCHEMA, Record
+from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.verdict import Entry
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column, column
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from records import record
 
-from gpipe_bench.experiments.predictions.experiment import EXPERIMENT
-from gpipe_bench.experiments.predictions.tables import DIRECT_SKIPS, UNETS
-from gpipe_bench.experiments.published.torchgpipe_memory import PUBLISHED, Published, predict
+from gpipe_bench.experiments.predicted.experiment import COLUMNS, DIRECT_SKIPS, EXPERIMENT, SCRIPTS
+from gpipe_bench.experiments.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.judging.compare import compare
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
@@ -25,8 +24,7 @@ TINY = {"num_convs": 1, "num_filters": 4, "image_size": 64}
 
 
 def peaks(*balance: int) -> tuple[int, ...]:
-    given = Published("tiny", 1, 4, balance, 8)
-    return predict(given, batch_size=8, image_size=64).peaks
+    return unet_memory(LargeUNet("tiny", 1, 4, balance, 8), batch_size=8, image_size=64)[1]
 
 
 def with_every_skip_passed_on(*balance: int) -> list[int]:
@@ -68,7 +66,7 @@ def test_a_cut_that_does_not_name_all_layers_is_refused() -> None:
 
 
 def test_every_published_cut_names_all_layers_and_every_column_is_answered() -> None:
-    assert tuple(each.column for each in PUBLISHED) == UNETS
+    assert (tuple(UNETS), tuple(SETTINGS)) == (COLUMNS, SCRIPTS)
     found = EXPERIMENT.run(Case({"part": "memory", "column": "pipeline-1"}), RunOptions(profile="short"))
     kept = record(
         experiment="predictions", profile="short", case={"part": "memory", "column": "pipeline-1"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import json
 import re
 import zipfile
 from pathlib import Path
@@ -16,11 +15,10 @@ from command_line import call, lines
 from records import quantity, record
 
 from gpipe_bench.experiments.registry import load
+from gpipe_bench.harness.bundle import pack, records_of, unpack
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.codec import encode
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.records.travel import MANIFEST, pack, unpack
+from gpipe_bench.harness.record import Record, encode
+from gpipe_bench.harness.store import Store
 
 ENVIRONMENT = {
     "cpu_model": "a processor",
@@ -45,12 +43,13 @@ def parcel(path: Path, *records: Record) -> Path:
 
 
 def rewritten(path: Path, change: Any) -> Path:
-    """The archive with its files as `change` leaves them: a dictionary of names and contents."""
+    """The archive with its files as `change` leaves them, by name; without a name its comment."""
     with zipfile.ZipFile(path) as archive:
-        files = {name: archive.read(name) for name in archive.namelist()}
+        files = {name: archive.read(name) for name in archive.namelist()} | {"": archive.comment}
     change(files)
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:
+        archive.comment = files.pop("")
         for name, content in files.items():
             archive.writestr(name, content)
     path.write_bytes(target.getvalue())
@@ -71,10 +70,8 @@ def test_the_records_come_back_byte_for_byte_and_the_file_is_the_same_each_time(
     path = tmp_path / "mine.zip"
     path.write_bytes(pack({"computed": content}))
     assert path.read_bytes() == pack({"computed": content})
-    found = unpack(path)
-    assert found.contents == {"computed": content}
-    assert found.records["computed"] == (a_record(), a_record(step=2))
-    assert [machine["cpu_model"] for machine in found.manifest.machines] == ["a processor"]
+    assert unpack(path) == {"computed": content}
+    assert records_of("computed", content) == (a_record(), a_record(step=2))
 
 
 def test_export_then_check_of_the_committed_records(tmp_path: Path) -> None:
@@ -83,7 +80,7 @@ def test_export_then_check_of_the_committed_records(tmp_path: Path) -> None:
     status, out, err = call("export", "--results", machine, "--output", path, "--json")
     assert (status, err) == (0, "")
     (facts,) = lines(out)
-    assert facts["records"]["table1"] == len(unpack(path).records["table1"])
+    assert facts["records"]["table1"] == unpack(path)["table1"].count(b"\n")
     status, out, err = call("check", path)
     assert (status, err) == (0, ""), out
     assert out.splitlines()[-1] == f"check: {path}: nothing speaks against it"
@@ -100,7 +97,7 @@ def test_what_nobody_could_read_or_use_does_not_travel(tmp_path: Path) -> None:
     assert unreadable.startswith("warning: ")
     assert unreadable.endswith("; skipped")
     assert other == "warning: computed: records of other revisions than 1 are left out: 1"
-    assert unpack(path).records["computed"] == (a_record(),)
+    assert unpack(path) == {"computed": lines_of(a_record())}
 
 
 def test_nothing_on_record_is_bad_usage(tmp_path: Path) -> None:
@@ -120,7 +117,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     assert refusal(path) == "refused: foreign: it is no zip archive, so `export` has not written it"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("table1.jsonl", "")
-    assert refusal(path) == f"refused: foreign: it has no {MANIFEST}, so `export` has not written it"
+    assert refusal(path) == "refused: truncated or foreign: its comment is not that of `export`"
 
 
 @pytest.mark.parametrize(
@@ -139,12 +136,12 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for size in (4, 30, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        assert refusal(path).startswith("refused: truncated: ")
+        assert refusal(path).startswith("refused: truncated")
 
 
 def test_no_changed_bit_changes_what_is_read(tmp_path: Path) -> None:
     path = parcel(tmp_path / "it.zip")
-    whole, contents = path.read_bytes(), unpack(path).contents
+    whole, contents = path.read_bytes(), unpack(path)
     with zipfile.ZipFile(path) as archive:
         info = archive.getinfo("computed.jsonl")
         start = info.header_offset + 30 + len(info.filename)
@@ -152,7 +149,7 @@ def test_no_changed_bit_changes_what_is_read(tmp_path: Path) -> None:
     for place in range(start, start + info.compress_size, 37):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         try:
-            same = unpack(path).contents == contents  # a bit that the compression does not need
+            same = unpack(path) == contents  # a bit that the compression does not need
         except ValueError as error:
             same, refused = "altered: " in str(error), refused + 1
         assert same, place
@@ -163,38 +160,30 @@ def edited(files: dict[str, bytes]) -> None:
     files["computed.jsonl"] = files["computed.jsonl"].replace(b'"value":1.5', b'"value":1.4')
 
 
-def edited_with_a_new_manifest(files: dict[str, bytes]) -> None:
-    edited(files)
-    manifest = json.loads(files[MANIFEST])
-    content = files["computed.jsonl"]
-    manifest["files"]["computed.jsonl"]["sha256"] = hashlib.sha256(content).hexdigest()
-    files[MANIFEST] = json.dumps(manifest).encode()
-
-
 def newer(files: dict[str, bytes]) -> None:
-    files[MANIFEST] = files[MANIFEST].replace(b'"version": 1', b'"version": 9')
+    files[""] = files[""].replace(b"records 2", b"records 9")
 
 
-def gone(files: dict[str, bytes]) -> None:
-    del files["computed.jsonl"]
+def later(files: dict[str, bytes]) -> None:
+    files[""] = files[""].replace(b"schema 2", b"schema 9")
 
 
-def other_machine(files: dict[str, bytes]) -> None:
-    files[MANIFEST] = files[MANIFEST].replace(b"a processor", b"a better one")
+def shorter(files: dict[str, bytes]) -> None:
+    files["computed.jsonl"] = files["computed.jsonl"].splitlines(keepends=True)[0]
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (edited, "altered: computed.jsonl is not what the manifest says (bytes, lines or sha256)"),
-        (edited_with_a_new_manifest, "altered: computed.jsonl, line 1: its digest does not fit"),
-        (newer, "written by a newer version: 9, while this one reads up to 1; update first"),
-        (gone, "altered: computed.jsonl is in the manifest, but not in the file"),
-        (other_machine, "altered: the machines in the manifest are not those of the records"),
+        (edited, "altered: computed.jsonl, line 1: its digest does not fit"),
+        (newer, "written by a newer version: 9, while this one reads up to 2; update first"),
+        (later, "its records have schema 9, while this version reads 2"),
+        (shorter, "altered: its lines are not all that the digest in its comment was made of"),
     ],
 )
 def test_an_altered_file_is_refused_with_what_is_wrong(tmp_path: Path, change: Any, said: str) -> None:
-    assert refusal(rewritten(parcel(tmp_path / "it.zip"), change)).startswith(f"refused: {said}")
+    path = parcel(tmp_path / "it.zip", a_record(), a_record(step=2))
+    assert refusal(rewritten(path, change)).startswith(f"refused: {said}")
 
 
 SAMPLES = (1.0, 2.0, 3.0)
@@ -243,19 +232,11 @@ def test_what_cannot_be_true_is_refused(tmp_path: Path, changes: dict[str, Any],
 def test_a_line_with_what_is_no_number_is_refused_although_its_digest_fits(
     tmp_path: Path, number: str
 ) -> None:
-    """Written by hand, with the digest and the manifest computed anew."""
+    """Written by hand, with the line's digest computed anew."""
     body = re.sub(rb',"digest":"[0-9a-f]{16}"\}$', b"}", encode(a_record()))
     body = body.replace(b'"value":1.5', b'"value":' + number.encode())
     line = body[:-1] + b',"digest":"' + hashlib.sha256(body).hexdigest()[:16].encode() + b'"}\n'
-
-    def put(files: dict[str, bytes]) -> None:
-        manifest = json.loads(files[MANIFEST])
-        manifest["files"]["computed.jsonl"] = {
-            "num_bytes": len(line), "lines": 1, "sha256": hashlib.sha256(line).hexdigest(),
-        }  # fmt: skip
-        files.update({"computed.jsonl": line, MANIFEST: json.dumps(manifest).encode()})
-
-    path = rewritten(parcel(tmp_path / "it.zip"), put)
+    path = rewritten(parcel(tmp_path / "it.zip"), lambda files: files.update({"computed.jsonl": line}))
     assert refusal(path).startswith("refused: altered: computed.jsonl, line 1: ")
 
 

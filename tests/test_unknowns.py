@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.unknowns import load_unknowns
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.unknowns import load_unknowns
 
 
 @pytest.fixture(scope="module")
@@ -73,34 +73,36 @@ quote = "three"
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("allowed = [1, 2]", "allowed = [1, 2]\nrange = [1, 2]", r"\[\[unknown\]\] 1 \(s\): .* either"),
-        ("allowed = [1, 2]", "", "either 'allowed' or 'range'"),
-        ("allowed = [1, 2]", "allowed = []", "allowed is .*not a list with something"),
-        ("allowed = [1, 2]", "allowed = [[1], 2]", "allowed values are texts, numbers"),
+        (
+            "allowed = [1, 2]",
+            "allowed = [1, 2]\nrange = [1, 2]",
+            r"s must have either .* at `\$.unknown\[0\]`",
+        ),
+        ("allowed = [1, 2]", "allowed = []", "either 'allowed' values or a 'range'"),
+        ("allowed = [1, 2]", "allowed = [[1], 2]", r"`array` - at `\$.unknown\[0\].allowed"),
         ("allowed = [1, 2]", "allowed = [2, 2]", "allowed twice"),
-        ("allowed = [1, 2]", "range = [2, 1]", "does not rise"),
-        ("allowed = [1, 2]", "range = [1]", "two finite numbers"),
+        ("allowed = [1, 2]", "range = [2, 1]", "not two finite numbers that rise"),
+        ("allowed = [1, 2]", "range = [1]", "of length 2"),
         ("allowed = [1, 2]", "range = [1, inf]", "two finite numbers"),
-        ('reason = "because"', 'reason = " "', "reason is ' ', not a text"),
-        ('reason = "because"', "", "it lacks reason"),
-        ('reason = "because"', 'reason = "because"\nresaon = ""', "unknown keys: resaon"),
-        ('sources = ["v1 3"]', 'sources = ["it fits"]', "'it fits' begins with none of"),
-        ('source = "v1 3"', 'source = "general: so"', "names no version"),
-        ("value = 3", "value = [3]", r"value is \[3\]"),
-        ('setting = "u"', 'setting = "s"', r"s of t stands in .*\[\[unknown\]\] 1 already"),
-        ("[[stated]]", "[[known]]", r"\[\[unknown\]\] and \[\[stated\]\] entries and nothing else"),
-        ("[[stated]]", "[[stated", "is not TOML"),
-        ('reason = "because"', 'reason = "because"\nunit = 3', "unit is 3, not a text"),
+        ('reason = "because"', 'reason = " "', r"regex .* at `\$.unknown\[0\].reason"),
+        ('reason = "because"', "", "missing required field `reason`"),
+        ('reason = "because"', 'reason = "because"\nresaon = ""', "unknown field `resaon`"),
+        ('sources = ["v1 3"]', 'sources = ["it fits"]', r"regex .*maker.* at `\$.unknown\[0\].sources"),
+        ('source = "v1 3"', 'source = "general: so"', r"regex .* at `\$.stated\[0\].source"),
+        ("value = 3", "value = [3]", r"`array` - at `\$.stated\[0\].value"),
+        ('setting = "u"', 'setting = "s"', r"s of t stands there twice"),
+        ("[[stated]]", "[[known]]", "field `known`"),
+        ("[[stated]]", "[[stated", "Expected ']]'"),
     ],
 )
 def test_a_damaged_file_is_an_error_with_its_place(tmp_path, old, new, message):
-    path = tmp_path / "unknowns.toml"
-    path.write_text(GOOD)
-    assert load_unknowns(path).find("t", "s").allowed == (1, 2)
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text(GOOD)
+    assert load_unknowns(good).find("t", "s").allowed == (1, 2)
     assert GOOD.count(old) == 1
-    path.write_text(GOOD.replace(old, new))
-    with pytest.raises(ValueError, match=message):
-        load_unknowns(path)
+    bad.write_text(GOOD.replace(old, new))
+    with pytest.raises(ValueError, match=f"bad.toml: .*{message}"):
+        load_unknowns(bad)
 
 
 def test_a_missing_file_is_an_error_with_its_path(tmp_path):

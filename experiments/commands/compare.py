@@ -1,97 +1,208 @@
-"""`compare NAME`: paper | ours | verdict, re-derived from records alone."""
+"""`compare NAME`: paper | ours | verdict, re-derived from records alone.
+
+With `--machines A B` the same cells of several machines in one table. A machine is a folder of records: one
+of those committed under results/reference, by its name, or any other by its path, or a file that `export`
+wrote.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say
-from gpipe_bench.experiments.registry import load
-from gpipe_bench.experiments.report.readings import environment_warnings, readable, shown_of
+from gpipe_bench.experiments.commands.output import print_line, say, warn
+from gpipe_bench.experiments.registry import PROFILES, load, suggestion
+from gpipe_bench.experiments.report.readings import Shown, environment_warnings, readable, shown_of
 from gpipe_bench.experiments.report.records import check_engine_is_there, engines_of, select_records
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.verdict import NO_RECORD
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Loaded, Problem, Store, left_out, lines_of
-from gpipe_bench.harness.report.replies import replies_markdown
-from gpipe_bench.harness.report.table import markdown_table
+from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.report.table import markdown_table, replies_markdown
+from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of
+from gpipe_bench.harness.verdict import NO_RECORD, Comparison, Entry
+
+LOCAL = "local"
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
+    verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
+    verb.add_argument("--engine", metavar="NAME", help="of several runs the latest in which it took part")
+    verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
+    verb.add_argument(
+        "--machines", nargs="+", metavar="MACHINE",
+        help="several machines in one table: names under results/reference, local, folders, files of export",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status of the verb."""
+    """Exit status of the verb. Raises ValueError for an unknown machine, and where there are no records."""
     experiment = load(arguments.name)
-    if arguments.machines and arguments.engine is not None:
+    if not arguments.machines:
+        _one(arguments, experiment)
+    elif arguments.engine is None:
+        _several(arguments, experiment)
+    else:
         raise ValueError(
             f"--engine {arguments.engine}: machines are set side by side by their latest runs; leave it out"
         )
-    if arguments.machines:
-        from gpipe_bench.experiments.commands.compare_machines import run as run_machines
+    return exits.DONE
 
-        return run_machines(arguments, experiment)
-    store = Store(arguments.results)
-    loaded = store.load(experiment.name)
-    for line in lines_of(loaded.problems):
-        print(f"warning: {line}", file=sys.stderr)
-    records = select_records(
-        _of_engine(loaded.records, experiment, arguments.engine), experiment, arguments.profile
-    )
-    if not records:
-        raise ValueError(_nothing(experiment.name, arguments, loaded))
-    groups = {tuple(sorted(record.options.items(), key=str)): record.options for record in records}
-    if len(groups) > 1:  # the latest group; the others are named, never mixed in
-        last = records[-1].options
-        print(
-            f"warning: shown are records with {last}; there are others: {list(groups.values())}",
-            file=sys.stderr,
-        )
-        records = [record for record in records if record.options == last]
-    shown, unusable = readable(experiment.name, records, lambda usable: shown_of(experiment, usable))
-    if shown is None:
-        raise ValueError(f"{unusable[0]}; make records anew with: run {experiment.name} --fresh")
-    for line in unusable:
-        print(f"warning: {line}", file=sys.stderr)
-    for warning in environment_warnings(shown.records):
-        print(f"warning: {warning}", file=sys.stderr)
-    comparisons = _with_reasons(shown.comparisons, loaded.problems)
+
+def _one(arguments: argparse.Namespace, experiment: Experiment) -> None:
+    problems: list[Problem] = []
+    shown = _shown(None, arguments.results, experiment, arguments, problems)
+    comparisons: Sequence[Comparison] = shown.comparisons
+    warn(*environment_warnings(shown.records))
+    if problems:  # where a cell has no record, the lines that can't be read may be the reason
+        reason = f"{NO_RECORD}, or its line can't be read: {'; '.join(lines_of(problems))}"
+        comparisons = [
+            replace(cell, reason=reason) if cell.reason == NO_RECORD else cell for cell in comparisons
+        ]
     if arguments.json:
         for cell in comparisons or _numbers(shown.records):
             print_line(msgspec.json.encode(cell))
-    elif arguments.markdown and not comparisons:
+        return
+    if arguments.markdown and not comparisons:
         say(f"```text\n{shown.text}\n```")
     elif arguments.markdown:
         answers = replies_markdown(comparisons)
-        print("\n\n".join([*([answers] if answers else []), markdown_table(comparisons)]))
+        say("\n\n".join([*([answers] if answers else []), markdown_table(comparisons)]))
     else:
-        say(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n")
-        say(shown.text)
-    if loaded.problems and not arguments.json:
-        say(f"\n{left_out(loaded.problems, experiment.name)}")
-    return exits.DONE
+        say(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n\n{shown.text}")
+    if problems:
+        say(f"\n{left_out(problems, experiment.name)}")
+
+
+def _several(arguments: argparse.Namespace, experiment: Experiment) -> None:
+    from gpipe_bench.harness.bundle import unpacked
+    from gpipe_bench.harness.report.side import side_by_side, side_markdown, side_text
+
+    problems: list[Problem] = []
+    packed = [name for name in arguments.machines if Path(name).is_file()]
+    with unpacked(map(Path, packed)) as folders:
+        files = dict(zip(packed, folders, strict=True))
+        found = {
+            name: _shown(name, folder, experiment, arguments, problems)
+            for name, folder in machine_folders(arguments.machines, arguments.results, files=files).items()
+        }
+    profiles = {name: shown.records[-1].profile for name, shown in found.items()}
+    if len(set(profiles.values())) > 1:
+        each = ", ".join(f"{name} has {profile}" for name, profile in profiles.items())
+        warn(f"the profiles differ: {each}; choose one with --profile")
+    side = side_by_side(
+        {name: comparable(experiment, shown) for name, shown in found.items()},
+        {name: [record.environment for record in shown.records] for name, shown in found.items()},
+    )
+    if arguments.json:
+        for row in side.rows:
+            known = row.known
+            line = {
+                "table": known.table, "row": known.row, "column": known.column, "part": row.part,
+                "source": known.source, "unit": known.unit, "printed": known.paper_text,
+                "machines": dict(zip(side.machines, row.cells, strict=True)),
+                "ratio_to_first": dict(zip(side.machines, row.ratios, strict=True)),
+                "differences": side.differences,
+            }  # fmt: skip
+            print_line(msgspec.json.encode(line))
+        return
+    heading = ", ".join(f"{name} (profile {profiles[name]})" for name in found)
+    say(f"{experiment.title}: {heading}\n")
+    say(side_markdown(side) if arguments.markdown else side_text(side))
+    if problems:
+        say(f"\n{left_out(problems, experiment.name)}")
+
+
+def _shown(
+    machine: str | None, folder: Path, experiment: Experiment, arguments: Any, problems: list[Problem]
+) -> Shown:
+    """What the latest records in a folder come to; what can't be read is added to `problems`."""
+    name, profile = experiment.name, arguments.profile
+    loaded = Store(folder).load(name)
+    problems += loaded.problems
+    warn(*lines_of(loaded.problems))
+    records = select_records(_of_engine(loaded.records, experiment, arguments.engine), experiment, profile)
+    if not records and machine is None:
+        raise ValueError(_nothing(name, arguments, loaded))
+    if not records:
+        there = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl"))) or "nothing"
+        wanted = f" of profile {profile}" if profile else ""
+        raise ValueError(f"machine {machine!r} has no records of {name}{wanted}; it has: {there}")
+    last = records[-1].options
+    groups = {tuple(sorted(record.options.items(), key=str)): record.options for record in records}
+    if len(groups) > 1 and machine is None:  # the latest group; the others are named, never mixed in
+        warn(f"shown are records with {last}; there are others: {list(groups.values())}")
+    records = [record for record in records if record.options == last]
+    shown, unusable = readable(name, records, lambda usable: shown_of(experiment, usable))
+    if shown is None and machine is None:
+        raise ValueError(f"{unusable[0]}; make records anew with: run {name} --fresh")
+    if shown is None:
+        raise ValueError(f"machine {machine!r}: {unusable[0]}")
+    warn(*(f"{machine}: {line}" if machine else line for line in unusable))
+    return shown
+
+
+def machine_folders(
+    names: Sequence[str],
+    results: Path,
+    references: Path = REFERENCE,
+    files: Mapping[str, Path] = MappingProxyType({}),
+) -> dict[str, Path]:
+    """Folder of each machine; `local` is the results folder, and a file's is where it is unpacked. Raises
+    ValueError naming those there are.
+    """
+    known = {path.name: path for path in sorted(references.glob("*")) if path.is_dir()}
+    if results.is_dir():
+        known.setdefault(LOCAL, results)
+    found: dict[str, Path] = {}
+    for name in names:
+        folder = known.get(name, files.get(name, Path(name)))
+        if not folder.is_dir():
+            raise ValueError(
+                f"unknown machine {name!r}{suggestion(name, known)}; there are: "
+                f"{', '.join(known) or 'none'}; or give a folder of records or a file of export"
+            )
+        if folder.resolve() in {other.resolve() for other in found.values()}:
+            raise ValueError(f"machine {name!r} is given twice; side by side takes different ones")
+        short = Path(name).stem if name in files else folder.name
+        found[name if name in known or short in found else short] = folder
+    if len(found) < 2:
+        raise ValueError(
+            f"--machines takes at least two, got {', '.join(found)}; there are: {', '.join(known)}"
+        )
+    return found
+
+
+def comparable(experiment: Experiment, shown: Shown) -> Sequence[Comparison]:
+    """The experiment's cells of the paper, or every quantity of its records where it reports no cell."""
+    if any(cell.ours is not None for cell in shown.comparisons):
+        return shown.comparisons
+    quantities = {
+        (quantity.label, record.label): Entry(
+            table=experiment.name, row=quantity.label, column=record.label, quantity=quantity, record=record
+        )
+        for record in shown.records
+        for quantity in record.quantities
+    }
+    return compare(list(quantities.values()))
 
 
 def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:
     """What was found, a number each, where the paper has none to set it against."""
+    fields = ("name", "key", "value", "low", "high", "unit", "provenance", "note")
     for record in records:
+        of_record = {"experiment": record.experiment, "profile": record.profile, "case": record.case}
         for quantity in record.quantities:
-            yield {
-                "experiment": record.experiment,
-                "profile": record.profile,
-                "case": record.case,
-                "name": quantity.name,
-                "key": quantity.key,
-                "value": quantity.value,
-                "low": quantity.low,
-                "high": quantity.high,
-                "unit": quantity.unit,
-                "provenance": quantity.provenance,
-                "note": quantity.note,
-            }
+            yield {**of_record, **{name: getattr(quantity, name) for name in fields}}
 
 
 def _of_engine(records: Sequence[Record], experiment: Experiment, engine: str | None) -> Sequence[Record]:
@@ -102,14 +213,6 @@ def _of_engine(records: Sequence[Record], experiment: Experiment, engine: str | 
         raise ValueError(f"--engine {engine}: {experiment.name} runs no engine; leave the option out")
     check_engine_is_there(engine, records)
     return [record for record in records if engine in engines_of(record)]
-
-
-def _with_reasons(cells: Sequence[Comparison], problems: Sequence[Problem]) -> Sequence[Comparison]:
-    """Where a cell has no record, the lines that can't be read may be the reason."""
-    if not problems:
-        return cells
-    reason = f"{NO_RECORD}, or its line can't be read: {'; '.join(lines_of(problems))}"
-    return [replace(cell, reason=reason) if cell.reason == NO_RECORD else cell for cell in cells]
 
 
 def _nothing(name: str, arguments: argparse.Namespace, loaded: Loaded) -> str:

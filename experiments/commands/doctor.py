@@ -21,7 +21,6 @@ from typing import Any, Literal
 from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say
-from gpipe_bench.harness.report.width import labelled
 
 Status = Literal["ok", "missing", "optional"]
 
@@ -39,6 +38,14 @@ class Check:
     remedy: str = ""
 
 
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument(
+        "--device", choices=("auto", "cuda"), default="auto",
+        help="cuda: what .ci/gpu would run here, how long each step takes and what it needs",
+    )  # fmt: skip
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb: 0 if the short profiles run here, or with `--device cuda` what `.ci/gpu` runs,
     else 1.
@@ -50,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         width = max(len(check.name) for check in checks)
         for check in checks:
-            say(labelled(f"{check.status:<9}{check.name:<{width}}  ", check.found))
+            say(f"{check.status:<9}{check.name:<{width}}  {check.found}")
             if check.remedy:
-                say(labelled(f"{'':<9}{'':<{width}}  ", f"-> {check.remedy}"))
+                say(f"{'':<{9 + width}}  -> {check.remedy}")
         print()
         missing = [check.name for check in checks if check.status == "missing"]
         able = "this machine can run the smoke and short profiles"
@@ -102,7 +109,7 @@ def _torch(torch: dict[str, Any] | str) -> Check:
 
 
 def _machine() -> Iterator[Check]:
-    from gpipe_bench.harness.records.environment import environment
+    from gpipe_bench.harness.environment import environment
 
     try:
         here = environment()

@@ -9,31 +9,75 @@ failed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line
-from gpipe_bench.experiments.guard.run import Finding, guard
-from gpipe_bench.experiments.guard.subject import Subject, repository, this_project
-from gpipe_bench.experiments.guard.text import conclusion, ending, markdown, table, untold
+from gpipe_bench.experiments.guard.arms import Subject, WorkerError, repository, this_project
+from gpipe_bench.experiments.guard.counters import differences, encode, load
+from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table, trend
+from gpipe_bench.experiments.guard.trees import Base, base_tree, check_place, top_of
 from gpipe_bench.experiments.registry import suggestion
-from gpipe_bench.harness.guard.counters import differences, encode, load
-from gpipe_bench.harness.guard.process import WorkerError
-from gpipe_bench.harness.guard.tree import Base, base_tree, check_place, top_of
+from gpipe_bench.harness.environment import code_state
 from gpipe_bench.harness.places import PUBLISHED, ROOT
-from gpipe_bench.harness.records.environment import code_state
-from gpipe_bench.harness.records.files import write_whole
-from gpipe_bench.harness.report.width import fitted
+from gpipe_bench.harness.report.grid import fill
+from gpipe_bench.harness.store import write_whole
 
 COUNTERS = PUBLISHED / "guard" / "counters.json"
 SEED = 1811
+
+Say = Callable[[str], None]
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument(
+        "--base", metavar="REF", help="time the working tree against where it left this revision"
+    )
+    verb.add_argument(
+        "--update", action="store_true",
+        help="write the committed counters anew; say in the commit why they changed",
+    )  # fmt: skip
+    verb.add_argument(
+        "--only", action="append", default=[], metavar="BENCHMARK", help="time only this one; may be repeated"
+    )
+    verb.add_argument(
+        "--removed", action="append", default=[], metavar="BENCHMARK",
+        help="a benchmark of the base that is gone on purpose",
+    )  # fmt: skip
+    verb.add_argument(
+        "--budget-s", type=float, default=BUDGET_S, metavar="S",
+        help="time for all rounds; default: %(default)g",
+    )  # fmt: skip
+    verb.add_argument("--history", type=Path, metavar="DIR", help="also write a file for a trend tool there")
+    verb.add_argument(
+        "--markdown", type=Path, metavar="FILE",
+        help="also add the result to this file, as to a job's summary",
+    )  # fmt: skip
+    verb.add_argument(
+        "--require-conclusive", action="store_true", help="exit with 1 where nothing can be told, too"
+    )
+    verb.add_argument(
+        "--repo", type=Path, metavar="DIR", help="guard this repository instead, by --engine or --benchmarks"
+    )
+    verb.add_argument(
+        "--engine", metavar="MODULE:ATTRIBUTE", help="its engine, timed by this project's benchmarks"
+    )
+    verb.add_argument(
+        "--benchmarks", type=Path, metavar="FILE",
+        help="a file of its own benchmarks: functions in a dictionary BENCHMARKS",
+    )  # fmt: skip
+    verb.add_argument(
+        "--path", action="append", default=[], metavar="FOLDER",
+        help="where its modules are, below DIR; default: DIR and DIR/src",
+    )  # fmt: skip
+    verb.add_argument("--build", metavar="COMMAND", help="run in the base's checkout before it is timed")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,44 +89,50 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{option} keeps what was timed; give a revision to compare with, --base REF")
     if arguments.require_conclusive and arguments.base is None:
         raise ValueError("--require-conclusive is about what is timed; give a revision, --base REF")
-    say = _teller(arguments.json)
-    status, findings = exits.DONE, []
+
+    def say(line: str) -> None:  # for people; under --json not between the lines that a program reads
+        print(line, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+
+    failed, findings = False, []
     try:
         subject = subject_of(arguments)
-        names = selected(arguments.only, subject)
+        for name in arguments.only:
+            if name not in subject.benchmarks:
+                close, known = suggestion(name, subject.benchmarks), ", ".join(subject.benchmarks)
+                raise ValueError(f"unknown benchmark {name!r}{close}; known: {known}")
         if subject.is_own:
-            status = check_counters(arguments, say)
+            failed = not check_counters(arguments, say)
         if arguments.base is not None:
-            findings = check_time(arguments, subject, names, say)
+            findings = check_time(arguments, subject, say)
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         annotate("error", str(error).splitlines()[0])
         return exits.CASE_FAILED
-    if any(finding.confirmed for finding in findings):
-        status = exits.VERDICT_FAILED
-    last = ending(status != exits.DONE, findings)
-    if status == exits.DONE and arguments.require_conclusive and untold(findings):
-        status = exits.VERDICT_FAILED
+    failed = failed or any(finding.confirmed for finding in findings)
+    last = ending(failed, findings)
+    if not failed and arguments.require_conclusive and not all(finding.is_told for finding in findings):
+        failed = True
         last += "; that is a failure, by --require-conclusive"
     say(last)
     if arguments.markdown is not None:
-        append_text(arguments.markdown, markdown(findings, last))
-    return status
+        told = "".join(f"- {finding.conclusion()}\n" for finding in findings)
+        page = f"### {last}\n\n{told}\n{table(findings).markdown()}\n\n{LEGEND}\n"
+        append_text(arguments.markdown, page)
+    return exits.VERDICT_FAILED if failed else exits.DONE
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
     """What is to be measured. Raises ValueError where that is not clear, or nothing is."""
-    theirs = ("engine", "benchmarks", "path", "build")
     if arguments.repo is None:
-        for option in theirs:
+        for option in ("engine", "benchmarks", "path", "build"):
             if getattr(arguments, option):
                 raise ValueError(
                     f"--{option} is about another repository; name it: --repo DIR (. for the one here)"
                 )
         check_place(ROOT, "experiments/commands/guard.py", Path.cwd())
         return this_project()
-    for option, said in (("update", arguments.update), ("removed", arguments.removed)):
-        if said:
+    for option in ("update", "removed"):
+        if getattr(arguments, option):
             raise ValueError(f"--{option} is about this project's own counters, not about --repo")
     if arguments.base is None:
         raise ValueError("--repo times a repository against one of its revisions; give it, --base REF")
@@ -91,61 +141,44 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
     )
 
 
-def selected(only: Sequence[str], subject: Subject) -> list[str]:
-    """The benchmarks asked for, all without a choice. Raises ValueError for an unknown one."""
-    for name in only:
-        if name not in subject.benchmarks:
-            close = suggestion(name, subject.benchmarks)
-            raise ValueError(f"unknown benchmark {name!r}{close}; known: {', '.join(subject.benchmarks)}")
-    return [name for name in subject.benchmarks if name in only or not only]
-
-
-def check_counters(arguments: argparse.Namespace, say: Any) -> int:
-    """The first tier."""
+def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
+    """The first tier: whether the numbers are the committed ones."""
     import torch
 
-    from gpipe_bench.experiments.guard.counters import content
+    from gpipe_bench.experiments.guard import counters
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = content()
+        found = counters.content()
     finally:
         torch.set_num_threads(threads)
+    name = COUNTERS.relative_to(ROOT)
     if arguments.update:
         try:
             write_whole(COUNTERS, encode(found))
         except OSError as error:
             raise ValueError(f"{COUNTERS} can't be written: {error}") from error
-        say(f"counters: wrote {COUNTERS.relative_to(ROOT)}; commit it with the reason for the change")
-    expected = load(COUNTERS)
-    problems = differences(expected.get("counters", {}), found["counters"])
-    problems += benchmark_changes(expected.get("benchmarks", []), found["benchmarks"])
+        say(f"counters: wrote {name}; commit it with the reason for the change")
+    problems = differences(load(COUNTERS), found)
     if arguments.json:
         for problem in problems:
             print_line(msgspec.json.encode({"tier": "counters", "problem": problem}))
     if not problems:
-        say(f"counters: {len(found['counters'])} cases equal {COUNTERS.relative_to(ROOT)}")
-        return exits.DONE
-    say(f"counters: differ from {COUNTERS.relative_to(ROOT)}, be it for the better:")
+        say(f"counters: {len(found['counters'])} cases equal {name}")
+        return True
+    say(f"counters: differ from {name}, be it for the better:")
     for problem in problems:
         say(f"  {problem}")
         annotate("error", problem)
     say("the file as it would be now (--update writes it; commit it with the reason for the change):\n")
-    say(encode(found), whole=True)
-    return exits.VERDICT_FAILED
+    say(encode(found))
+    return False
 
 
-def benchmark_changes(expected: Sequence[str], found: Sequence[str]) -> list[str]:
-    """What is timed is part of the file too: a benchmark must not vanish unnoticed."""
-    lines = [f"benchmark {name}: missing, but in the file" for name in expected if name not in found]
-    return lines + [f"benchmark {name}: new, not in the file" for name in found if name not in expected]
-
-
-def check_time(
-    arguments: argparse.Namespace, subject: Subject, names: Sequence[str], say: Any
-) -> list[Finding]:
+def check_time(arguments: argparse.Namespace, subject: Subject, say: Say) -> list[Finding]:
     """The second tier, and the third where a history is kept."""
+    names = [name for name in subject.benchmarks if name in arguments.only or not arguments.only]
     with base_tree(subject.root, arguments.base) as base:
         if subject.is_own:
             refuse_vanished(base, arguments.removed)
@@ -158,25 +191,30 @@ def check_time(
         if base.commit == state["git_commit"] and not state["git_dirty"]:
             say("both are the same code: any difference is noise")
         subject.prepare(base.path)
-        findings = guard(
-            base.path, subject.root, names, SEED, budget_s=arguments.budget_s,
-            benchmarks=subject.benchmarks, program=subject.program, tell=say,
-        )  # fmt: skip
+        findings = guard(subject, base.path, names, SEED, budget_s=arguments.budget_s, tell=say)
     if not any(finding.runs for finding in findings):
         reasons = "; ".join(f"{finding.benchmark}: {finding.refused}" for finding in findings)
         raise WorkerError(f"nothing was timed: {reasons}")
-    say(f"\n{table(findings)}\n")
+    say(f"\n{table(findings).text()}\n\n{fill(LEGEND)}\n")
     for finding in findings:
-        say(conclusion(finding))
+        said = finding.conclusion()
+        say(said)
         if finding.confirmed:
-            annotate("error", conclusion(finding))
-        elif finding.refused or finding.verdicts[-1] != "same" or finding.notes:
-            annotate("warning", conclusion(finding))
+            annotate("error", said)
+        elif not finding.runs or finding.runs[-1].verdict != "same" or finding.notes:
+            annotate("warning", said)
     if arguments.json:
         for finding in findings:
-            print_line(msgspec.json.encode({"tier": "time", "base": base.commit, **as_data(finding)}))
+            print_line(msgspec.json.encode({"tier": "time", "base": base.commit, **finding.as_data()}))
     if arguments.history is not None:
-        say(f"history: {save_history(arguments.history, findings, subject)}")
+        describe = {name: each.describe for name, each in subject.benchmarks.items()}
+        text = json.dumps(trend(findings, describe), indent=1, ensure_ascii=False)
+        path = arguments.history / "github.json"
+        try:
+            write_whole(path, f"{text}\n")
+        except OSError as error:
+            raise ValueError(f"the history can't be written to {arguments.history}: {error}") from error
+        say(f"history: {path}")
     return findings
 
 
@@ -192,37 +230,6 @@ def refuse_vanished(base: Base, removed: Sequence[str]) -> None:
         )
 
 
-def as_data(finding: Finding) -> dict[str, Any]:
-    """A finding as plain data."""
-    runs = [
-        {
-            **asdict(each),
-            "noise_floor": each.noise_floor,
-            "smallest_detectable": each.smallest_detectable,
-        }
-        for each in finding.runs
-    ]
-    return {
-        "benchmark": finding.benchmark, "confirmed": finding.confirmed, "refused": finding.refused,
-        "notes": finding.notes, "runs": runs,
-    }  # fmt: skip
-
-
-def save_history(folder: Path, findings: Sequence[Finding], subject: Subject) -> Path:
-    """Writes what was measured for a trend tool; the path."""
-    from gpipe_bench.harness.guard.history import Entry, save
-
-    entries = [
-        Entry(
-            finding.benchmark, subject.benchmarks[finding.benchmark].describe, finding.runs[-1],
-            tuple(finding.samples_s),
-        )
-        for finding in findings
-        if finding.runs
-    ]  # fmt: skip
-    return save(folder, entries)
-
-
 def append_text(path: Path, text: str) -> None:
     """Adds to a file that others add to as well, such as a job's summary. Raises ValueError."""
     try:
@@ -230,15 +237,6 @@ def append_text(path: Path, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise ValueError(f"{path} can't be written: {error}") from error
-
-
-def _teller(is_json: bool) -> Any:
-    """Prints for people; under --json not between the lines that a program reads. Files stay whole."""
-
-    def say(line: str, *, whole: bool = False) -> None:
-        print(line if whole else fitted(line), file=sys.stderr if is_json else sys.stdout, flush=True)
-
-    return say
 
 
 def annotate(level: str, text: str) -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say
+from gpipe_bench.experiments.commands.output import print_line, say, warn
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.records import select_records
-from gpipe_bench.harness.judging.hypotheses import Fit, Ranking, rank
-from gpipe_bench.harness.records.store import Store, lines_of
+from gpipe_bench.harness.hypotheses import Fit, Ranking, rank
+from gpipe_bench.harness.report.grid import fill
 from gpipe_bench.harness.report.hypotheses import base_of, summary, table
-from gpipe_bench.harness.report.width import fill
+from gpipe_bench.harness.store import Store, lines_of
 
 BEST = 5
 """Combinations shown unless all are asked for."""
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
+    verb.add_argument("--all", action="store_true", help="every combination, not the nearest few")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,8 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         having = [name for name in EXPERIMENTS if load(name).hypotheses is not None]
         raise ValueError(f"{experiment.name} has no hypotheses; those that have: {', '.join(having)}")
     loaded = Store(arguments.results).load(experiment.name)
-    for line in lines_of(loaded.problems):
-        print(f"warning: {line}", file=sys.stderr)
+    warn(*lines_of(loaded.problems))
     records = select_records(loaded.records, experiment, None)
     found = experiment.hypotheses(records)
     if not found:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say
+from gpipe_bench.experiments.commands.output import print_line, say, warn
 from gpipe_bench.experiments.commands.run import usual_options
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness.experiment import Experiment, RunOptions
-from gpipe_bench.harness.records.record import FINAL
-from gpipe_bench.harness.records.store import Store, latest
+from gpipe_bench.harness.progress import words
+from gpipe_bench.harness.record import FINAL
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.report.width import labelled
-from gpipe_bench.harness.running.progress import words
-from gpipe_bench.harness.running.workers import sensible_jobs
+from gpipe_bench.harness.store import Store, latest
+from gpipe_bench.harness.workers import sensible_jobs
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument(
+        "--models", action="store_true", help="instead the model zoo: layers and exact parameters"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,14 +46,9 @@ def _entry(name: str, store: Store) -> dict[str, Any]:
     try:
         experiment = load(name)
     except ImportError as error:  # one experiment that lacks a package must not hide the others
-        print(f"warning: {name} can't be loaded: {error}", file=sys.stderr)
-        return {
-            "name": name,
-            "title": f"can't be loaded: {error}",
-            "source": "",
-            "describe": "",
-            "profiles": [],
-        }
+        warn(f"{name} can't be loaded: {error}")
+        nothing = {"source": "", "describe": "", "profiles": []}
+        return {"name": name, "title": f"can't be loaded: {error}", **nothing}
     return {
         "name": name,
         "title": experiment.title,
@@ -90,10 +90,8 @@ def _text(entries: Iterable[dict[str, Any]]) -> str:
     for entry in entries:
         lines = [f"{entry['name']}: {entry['title']} ({entry['source']})"]
         lines += [
-            labelled(
-                f"  {each['profile']:<6} {words(each['expected_s']):>12}  ",
-                f"{each['cases']:>3} cases, {each['on_record']} on record: {each['does']}",
-            )
+            f"  {each['profile']:<6} {words(each['expected_s']):>12}  "
+            f"{each['cases']:>3} cases, {each['on_record']} on record: {each['does']}"
             for each in entry["profiles"]
         ]
         blocks.append("\n".join(lines))

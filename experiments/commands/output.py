@@ -11,8 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-
-from gpipe_bench.harness.report.width import fitted
+from pathlib import Path
 
 
 def prepare_streams() -> None:
@@ -72,8 +71,22 @@ def lines_only() -> Iterator[Callable[[bytes], None]]:
 
 
 def say(text: str) -> None:
-    """Prints text for people, in the width that there is."""
-    print(fitted(text), flush=True)
+    """Prints text for people."""
+    print(text, flush=True)
+
+
+def warn(*lines: str) -> None:
+    """Says on standard error what a result should not be read without."""
+    for line in lines:
+        print(f"warning: {line}", file=sys.stderr)
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Writes the file that an option names. Raises ValueError where it can't be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}; give a file in a folder that exists") from error
 
 
 def print_line(line: bytes) -> None:

@@ -6,21 +6,32 @@ Reads records and draws; needs neither torch nor a device.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import msgspec
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
-from gpipe_bench.experiments.report.build import build, short_path
-from gpipe_bench.harness.records.files import write_whole
-from gpipe_bench.harness.records.travel import unpacked
-from gpipe_bench.harness.report.cells import cells_csv
-from gpipe_bench.harness.report.counts import counts_lines
-from gpipe_bench.harness.report.render import html, markdown
+from gpipe_bench.experiments.commands.output import print_line, warn
+from gpipe_bench.experiments.report.build import build
+from gpipe_bench.harness.bundle import unpacked
+from gpipe_bench.harness.places import short_path
+from gpipe_bench.harness.report.html import html, markdown
+from gpipe_bench.harness.report.page import cells_csv
+from gpipe_bench.harness.report.table import counts_lines
+from gpipe_bench.harness.store import write_whole
 
 HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")
+    verb.add_argument(
+        "--with", dest="with_", action="append", default=[], type=Path, metavar="FILE",
+        help="also the records of a file that export wrote; may be repeated",
+    )  # fmt: skip
+    verb.add_argument("--engine", metavar="NAME", help="first of all the runs in which it took part")
+    verb.add_argument("--no-figures", action="store_true", help="numbers and timelines only")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,17 +42,16 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.results, figures=not (arguments.no_figures or arguments.json), others=others,
             engine=arguments.engine,
         )  # fmt: skip
-    for warning in page.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    warn(*page.warnings)
     if arguments.json:
         for table in page.tables:
             for row in (*table.rows, *table.settings):
-                line = {**msgspec.to_builtins(row.comparison), "machine": row.machine,
+                line = {**msgspec.to_builtins(row.comparison), "machine": row.machine or None,
                         "at_half": row.narrow, "at_twice": row.wide}  # fmt: skip
                 print_line(msgspec.json.encode(line))
         return exits.DONE
     folder = arguments.output or arguments.results
-    print("\n".join(counts_lines(row.comparison for table in page.tables for row in table.rows)), end="\n\n")
+    print("\n".join(counts_lines(page.cells)), end="\n\n")
     files = ((HTML, html(page)), (MARKDOWN, markdown(page)), (CELLS, cells_csv(page.tables)))
     for name, text in files:
         write(folder / name, text)

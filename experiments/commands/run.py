@@ -3,74 +3,98 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
-import importlib.util
-import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import lines_only, print_line, say
-from gpipe_bench.experiments.registry import load, suggestion
+from gpipe_bench.experiments.registry import PROFILES, load, suggestion
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.report.readings import Shown, readable, shown_of
 from gpipe_bench.experiments.report.records import merge, select_records
 from gpipe_bench.harness.experiment import Experiment, RunOptions
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.verdict import DIFFERS, JUDGED
-from gpipe_bench.harness.records.codec import encode, printable
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.running.progress import Reporter, reporter
-from gpipe_bench.harness.running.runner import RunResult, run_experiment
-from gpipe_bench.harness.running.workers import sensible_jobs
+from gpipe_bench.harness.places import short_path
+from gpipe_bench.harness.progress import Reporter, reporter
+from gpipe_bench.harness.record import Record, encode, printable
+from gpipe_bench.harness.runner import RunResult, run_experiment
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
+from gpipe_bench.harness.workers import sensible_jobs
+
+OWN_DATA = ("data", "text", "parallel_text")
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
+    verb.add_argument(
+        "--profile", choices=PROFILES, default="short",
+        help="smoke: that it runs, in seconds; short: minutes, no GPU needed; full: the paper's sizes, for "
+        "GPUs; default: %(default)s",
+    )  # fmt: skip
+    verb.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
+    )
+    verb.add_argument(
+        "--engine", metavar="NAME",
+        help="the engine under test, by its name or as module:attribute, where an experiment runs one",
+    )  # fmt: skip
+    verb.add_argument("--data", type=Path, metavar="PATH", help="your own images, where it trains on some")
+    verb.add_argument("--text", type=Path, metavar="PATH", help="your own text, likewise")
+    verb.add_argument(
+        "--parallel-text", type=Path, metavar="PATH", help="its translation, line by line, to train on pairs"
+    )
+    verb.add_argument(
+        "--only", action="append", default=[], metavar="KEY=VALUE",
+        help="only the cases with this value, such as half=transformer; the same key again adds a value, "
+        "another key narrows",
+    )  # fmt: skip
+    verb.add_argument("--fresh", action="store_true", help="run again what is on record")
+    verb.add_argument(
+        "--jobs", type=int, metavar="N",
+        help="cases at the same time, where an experiment times nothing; default there: cores, at most 8",
+    )  # fmt: skip
+    verb.add_argument(
+        "--assert", dest="assert_", action="store_true",
+        help="exit with 1 if a verdict is `above` or `below`, after printing",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status of the verb."""
+    """Exit status of the verb. Raises ValueError, naming value and remedy, for what can't be run."""
     experiment = load(arguments.name)
-    options = replace(
-        usual_options(experiment, arguments.profile, arguments.device, arguments.engine),
-        only=_only(arguments.only),
-        scratch=arguments.results / "unfinished" / experiment.name,
-        fresh=arguments.fresh,
-        **_own_data(arguments, experiment),
-    )
-    store = Store(arguments.results)
-    command = printable(shlex.join(["python", "-m", "experiments", *arguments.arguments]))
-    show = reporter()
+    asked = _asked(arguments, experiment)
+    store, show = Store(arguments.results), reporter()
+    jobs = arguments.jobs
+    if jobs is None:  # all cores where nothing is timed, but one case at a time on GPUs
+        jobs = sensible_jobs() if experiment.untimed and asked.device != "cuda" else 1
+    with lines_only() if arguments.json else nullcontext(print_line) as emit:
 
-    def go(on_record: Callable[[Record, bool], None]) -> RunResult:
-        return run_experiment(
-            experiment,
-            options,
-            store,
-            reporter=show,
-            fresh=arguments.fresh,
-            jobs=_jobs(arguments.jobs, experiment, options.device),
-            command=command,
+        def on_record(record: Record, saved: bool) -> None:
+            if arguments.json or not saved:
+                emit(encode(record))
+
+        result = run_experiment(
+            experiment, asked, store, reporter=show, fresh=arguments.fresh, jobs=jobs,
+            command=printable(shlex.join(["python", "-m", "experiments", *arguments.arguments])),
             on_record=on_record,
-        )
-
-    if arguments.json:
-        with lines_only() as emit:
-            result = go(lambda record, saved: emit(encode(record)))
-            if result.signal is not None:
-                return _interrupted(result.signal, result, show)
-            shown = _shown(experiment, options, store, result, show)
-            _figures(experiment, shown, store.root / "figures", show)
-    else:
-        result = go(lambda record, saved: None if saved else print_line(encode(record)))
-        if result.signal is not None:
-            return _interrupted(result.signal, result, show)
-        shown = _shown(experiment, options, store, result, show)
-        say(shown.text)
+        )  # fmt: skip
+        if result.signal is not None:  # who asked for the end wants no comparison
+            finished = len(result.records)
+            show.warn(f"interrupted; {finished} finished cases are kept, the same command goes on from there")
+            return exits.interrupted(result.signal)
+        shown = _shown(experiment, asked, store, result, show)
+        if not arguments.json:
+            say(shown.text)
         for path in _figures(experiment, shown, store.root / "figures", show):
-            print(f"figure: {_short(path)}")
+            if not arguments.json:
+                print(f"figure: {short_path(path)}")
     return _status(result, shown.comparisons, arguments)
 
 
@@ -81,12 +105,72 @@ def usual_options(
     return RunOptions(profile=profile, device=_device(device, experiment), engine=_engine(engine, experiment))
 
 
-def _interrupted(number: int, result: RunResult, show: Reporter) -> int:
-    """Who asked for the end wants no comparison."""
-    show.warn(
-        f"interrupted; {len(result.records)} finished cases are kept, the same command goes on from there"
-    )
-    return exits.interrupted(number)
+def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
+    """All that the options say. Paths of the user's own data are absolute."""
+    own: dict[str, Any] = {}
+    for name in OWN_DATA:
+        path = getattr(arguments, name)
+        if path is not None and name not in experiment.options:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} {path}: {experiment.name} takes no data; leave the option out")
+        if path is not None:
+            own[name] = str(path.resolve())
+    only: dict[str, tuple[str, ...]] = {}
+    for text in arguments.only:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ValueError(f"--only {text!r} is not KEY=VALUE")
+        only[key] = (*only.get(key, ()), value)
+    return replace(
+        usual_options(experiment, arguments.profile, arguments.device, arguments.engine),
+        only=only, scratch=arguments.results / "unfinished" / experiment.name, fresh=arguments.fresh,
+        **own,
+    )  # fmt: skip
+
+
+def _device(asked: str, experiment: Experiment) -> str:
+    """`cpu` or `cuda`, where the experiment depends on it. Importing torch to ask takes a second, so a build
+    for processors alone, which says so in its version, is not asked.
+    """
+    if asked == "cpu" or (asked == "auto" and "device" not in experiment.options):
+        return asked
+    if asked == "auto" and metadata.version("torch").endswith("+cpu"):
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if asked == "cuda":
+        raise ValueError(
+            "--device cuda: torch sees no CUDA device here; use --device cpu, or see what doctor says"
+        )
+    return "cpu"
+
+
+def _engine(asked: str | None, experiment: Experiment) -> str | None:
+    if asked is None:
+        return experiment.engines[0] if experiment.engines else None
+    if not experiment.engines:
+        raise ValueError(f"--engine {asked}: {experiment.name} runs no engine; leave the option out")
+    if asked in experiment.engines:
+        return asked
+    names = asked.split(",") if experiment.several_engines else [asked]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"--engine {asked}: {', '.join(sorted(twice))} is given twice; name each once")
+    return ",".join(_own_engine(name, experiment) for name in names)
+
+
+def _own_engine(asked: str, experiment: Experiment) -> str:
+    if ":" not in asked:
+        raise ValueError(
+            f"unknown engine {asked!r}{suggestion(asked, experiment.engines)}; "
+            f"known: {', '.join(experiment.engines)}, or your own as module:attribute"
+        )
+    from gpipe_bench.experiments.engines.setup import check_step, pinned
+
+    name = pinned(asked)
+    check_step(name)
+    return name
 
 
 def _shown(
@@ -113,137 +197,20 @@ def _figures(experiment: Experiment, shown: Shown, folder: Path, show: Reporter)
 
 
 def _status(result: RunResult, comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> int:
-    results = _short(arguments.results)
-    for record in result.failed:
-        print(f"failed: {record.label}: {record.reason}", file=sys.stderr)
+    results = short_path(arguments.results)
+    said = [f"failed: {record.label}: {record.reason}" for record in result.failed]
     if result.failed:
-        print(
-            f"tracebacks are in the records, {results}/{arguments.name}.jsonl; run again to retry",
-            file=sys.stderr,
-        )
+        said += [f"tracebacks are in the records, {results}/{arguments.name}.jsonl; run again to retry"]
     if result.unsaved:
-        print(f"error: {len(result.unsaved)} results could not be written to {results}", file=sys.stderr)
-    if result.failed or result.unsaved:
-        return exits.CASE_FAILED
-    if arguments.assert_:
-        bad = [c for c in comparisons if c.verdict in DIFFERS]
-        for c in bad:
-            print(f"{c.verdict}: {c.table} / {c.row} / {c.column}: {c.reason}", file=sys.stderr)
-        if not any(c.verdict in JUDGED for c in comparisons):
-            print(
-                "nothing to assert: no cell has a number of ours and a comparable one of the paper",
-                file=sys.stderr,
-            )
-            return exits.VERDICT_FAILED
-        if bad:
-            return exits.VERDICT_FAILED
-    return exits.DONE
-
-
-def _device(asked: str, experiment: Experiment) -> str:
-    """`cpu` or `cuda`, where the experiment depends on it; torch is asked only where it could see one."""
-    if asked == "cpu" or (asked == "auto" and "device" not in experiment.options):
-        return asked
-    if asked == "auto" and "torch" not in sys.modules:
-        found = importlib.util.find_spec("torch")
-        if found is not None and found.origin and sees_no_cuda(Path(found.origin).with_name("version.py")):
-            return "cpu"
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    if asked == "cuda":
-        raise ValueError(
-            "--device cuda: torch sees no CUDA device here; use --device cpu, or see what doctor says"
-        )
-    return "cpu"
-
-
-def sees_no_cuda(version: Path) -> bool:
-    """Whether the torch with this version file surely finds no device: it is built for none, or for CUDA and
-    there is no driver. Importing torch to ask would take a second.
-    """
-    try:
-        built_for = dict(
-            re.findall(r"^(cuda|hip)\b[^=\n]*= *(\S+)", version.read_text(encoding="utf-8"), re.M)
-        )
-    except OSError:
-        return False
-    if built_for.get("hip") != "None" or "cuda" not in built_for:
-        return False
-    if built_for["cuda"] == "None":
-        return True
-    if sys.platform != "linux":
-        return False
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return True
-    return False
-
-
-def _jobs(asked: int | None, experiment: Experiment, device: str) -> int:
-    """As asked, or what is sensible: all cores where nothing is timed, but one case at a time on GPUs."""
-    if asked is not None:
-        return asked
-    return sensible_jobs() if experiment.untimed and device != "cuda" else 1
-
-
-def _engine(asked: str | None, experiment: Experiment) -> str | None:
-    if asked is None:
-        return experiment.engines[0] if experiment.engines else None
-    if not experiment.engines:
-        raise ValueError(f"--engine {asked}: {experiment.name} runs no engine; leave the option out")
-    if asked in experiment.engines:
-        return asked
-    names = asked.split(",") if experiment.several_engines else [asked]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"--engine {asked}: {', '.join(sorted(twice))} is given twice; name each once")
-    return ",".join(_own_engine(name, experiment) for name in names)
-
-
-def _own_engine(asked: str, experiment: Experiment) -> str:
-    if ":" not in asked:
-        raise ValueError(
-            f"unknown engine {asked!r}{suggestion(asked, experiment.engines)}; "
-            f"known: {', '.join(experiment.engines)}, or your own as module:attribute"
-        )
-    from gpipe_bench.experiments.engines.setup import check_step, pinned
-
-    name = pinned(asked)
-    check_step(name)
-    return name
-
-
-def _own_data(arguments: argparse.Namespace, experiment: Experiment) -> dict[str, Any]:
-    """Absolute paths of the user's own data; refused where the experiment trains on none."""
-    found: dict[str, Any] = {}
-    for name in ("data", "text", "parallel_text"):
-        path = getattr(arguments, name)
-        if path is None:
-            continue
-        if name not in experiment.options:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {path}: {experiment.name} takes no data; leave the option out"
-            )
-        found[name] = str(path.resolve())
-    return found
-
-
-def _only(texts: list[str]) -> dict[str, tuple[str, ...]]:
-    wanted: dict[str, tuple[str, ...]] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
-            raise ValueError(f"--only {text!r} is not KEY=VALUE")
-        wanted[key] = (*wanted.get(key, ()), value)
-    return wanted
-
-
-def _short(path: Path) -> str:
-    """The path as one would type it from here."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+        said += [f"error: {len(result.unsaved)} results could not be written to {results}"]
+    status = exits.CASE_FAILED if said else exits.DONE
+    if arguments.assert_ and not said:
+        bad = [each for each in comparisons if each.verdict in DIFFERS]
+        said += [f"{c.verdict}: {c.table} / {c.row} / {c.column}: {c.reason}" for c in bad]
+        if not any(each.verdict in JUDGED for each in comparisons):
+            said += ["nothing to assert: no cell has a number of ours and a comparable one of the paper"]
+        if said:
+            status = exits.VERDICT_FAILED
+    for line in said:
+        print(line, file=sys.stderr)
+    return status

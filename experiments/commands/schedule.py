@@ -17,20 +17,47 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say
+from gpipe_bench.experiments.commands.output import print_line, say, write_text
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.drawn.drawing import draw
 from gpipe_bench.pipeline.plan.drawn.svg import svg
 from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.remat import from_text, to_text
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.plan.validate import validate
 
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 """Of a schedule, and of a picture: more would take minutes and gigabytes, and no terminal shows them."""
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(NAMED)}; none with --from")
+    verb.add_argument("--workers", type=int, metavar="K", help="processes or devices")
+    verb.add_argument("--num-stages", type=int, metavar="K", help="instead: the stages of all workers")
+    verb.add_argument(
+        "--stages-per-worker", type=int, metavar="V", help="of interleaved and breadth-first; default: 2"
+    )
+    verb.add_argument(
+        "--microbatches", "--num-microbatches", dest="num_microbatches", type=int, metavar="M",
+        help="micro-batches of a mini-batch",
+    )  # fmt: skip
+    verb.add_argument(
+        "--remat", metavar="WHICH",
+        help=f"what is recomputed: {', '.join(REMAT_MODES)}, or one choice per stage, of these or of "
+        "micro-batches: always,0-2+5,never; default: the schedule's, or as in the file",
+    )  # fmt: skip
+    verb.add_argument(
+        "--csv", type=Path, metavar="FILE",
+        help="write it, one line per worker, as torch reads it: 0F0,0F1,0B1",
+    )  # fmt: skip
+    verb.add_argument("--draw", type=Path, metavar="FILE.svg", help="write a picture of it")
+    verb.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="read what --csv or torch writes"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,9 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"that is a picture of {slots} slots; --json has the numbers without it")
     facts = _facts(schedule, timeline)
     if arguments.csv is not None:
-        _write("--csv", arguments.csv, to_csv(schedule))
+        write_text("--csv", arguments.csv, to_csv(schedule))
     if arguments.draw is not None:
-        _write("--draw", arguments.draw, svg(timeline, f"{_title(facts)}; {_length(facts)}"))
+        write_text("--draw", arguments.draw, svg(timeline, f"{_title(facts)}; {_length(facts)}"))
     if arguments.json:
         print_line(json.dumps(facts).encode())
     else:
@@ -59,64 +86,44 @@ def _named(arguments: argparse.Namespace) -> Schedule:
         raise ValueError(f"no schedule; give one of {known}, or --from FILE")
     if arguments.name not in NAMED:
         raise ValueError(f"unknown schedule {arguments.name!r}; known: {known}, or --from FILE reads yours")
-    num_workers, num_microbatches = _num_workers(arguments), arguments.num_microbatches
+    name, workers, stages = arguments.name, arguments.workers, arguments.num_stages
+    each = NAMED[name].stages_per_worker or arguments.stages_per_worker or 2
+    if workers is not None and stages is not None:
+        raise ValueError(f"--workers {workers} and --num-stages {stages} say the same; give one of them")
+    if stages is not None and stages % each:
+        raise ValueError(
+            f"--num-stages {stages} is no multiple of the {each} stages that a worker has in {name}; give "
+            "--workers K"
+        )
+    num_workers = workers if stages is None else stages // each
+    num_microbatches = arguments.num_microbatches
     if num_workers is None or num_microbatches is None:
         raise ValueError(
-            f"{arguments.name} needs --workers K (or --num-stages K) and --microbatches M (or "
-            "--num-microbatches M)"
+            f"{name} needs --workers K (or --num-stages K) and --microbatches M (or --num-microbatches M)"
         )
-    per_worker = arguments.stages_per_worker
-    num_actions = (
-        4 * num_workers * num_microbatches * (NAMED[arguments.name].stages_per_worker or per_worker or 2)
-    )
-    if num_workers > 0 and num_microbatches > 0 and num_actions > MOST_ACTIONS:
+    if min(num_workers, num_microbatches) > 0 and 4 * num_workers * num_microbatches * each > MOST_ACTIONS:
         raise ValueError(
             f"--workers {num_workers} with --microbatches {num_microbatches} is more than {MOST_ACTIONS} "
             "actions; give smaller numbers, the picture repeats itself"
         )
-    remat = None if arguments.remat is None else from_text(arguments.remat)
-    if arguments.name in SCHEDULES and per_worker is None:
-        options = {} if remat is None else {"remat": remat}
-        schedule = SCHEDULES[arguments.name](num_workers, num_microbatches, **options)
+    asked: dict[str, Any] = {} if arguments.remat is None else {"remat": from_text(arguments.remat)}
+    if name in SCHEDULES and arguments.stages_per_worker is None:
+        schedule = SCHEDULES[name](num_workers, num_microbatches, **asked)
     else:
-        schedule = named(
-            arguments.name,
-            num_workers,
-            num_microbatches,
-            remat=remat or "never",
-            stages_per_worker=per_worker,
-        )
+        asked["stages_per_worker"] = arguments.stages_per_worker
+        schedule = named(name, num_workers, num_microbatches, **asked)
     validate(schedule)
     return schedule
-
-
-def _num_workers(arguments: argparse.Namespace) -> int | None:
-    """As given, or the stages divided among them."""
-    workers, stages = arguments.workers, arguments.num_stages
-    if stages is None:
-        return workers  # type: ignore[no-any-return]
-    if workers is not None:
-        raise ValueError(f"--workers {workers} and --num-stages {stages} say the same; give one of them")
-    each = NAMED[arguments.name].stages_per_worker or arguments.stages_per_worker or 2
-    if stages % each:
-        raise ValueError(
-            f"--num-stages {stages} is no multiple of the {each} stages that a worker has in "
-            f"{arguments.name}; give --workers K"
-        )
-    return stages // each  # type: ignore[no-any-return]
 
 
 def _read(arguments: argparse.Namespace) -> Schedule:
     """The schedule of a file, if it can be executed."""
     path: Path = arguments.source
-    given = (
-        ("NAME", arguments.name),
-        ("--workers", arguments.workers),
-        ("--num-stages", arguments.num_stages),
-        ("--stages-per-worker", arguments.stages_per_worker),
-        ("--microbatches", arguments.num_microbatches),
-    )
-    superfluous = [option for option, value in given if value is not None]
+    given = {
+        "NAME": arguments.name, "--workers": arguments.workers, "--num-stages": arguments.num_stages,
+        "--stages-per-worker": arguments.stages_per_worker, "--microbatches": arguments.num_microbatches,
+    }  # fmt: skip
+    superfluous = [option for option, value in given.items() if value is not None]
     if superfluous:
         raise ValueError(f"--from {path} says it all; leave {', '.join(superfluous)} out")
     try:
@@ -135,13 +142,6 @@ def _read(arguments: argparse.Namespace) -> Schedule:
     except ValueError as error:
         raise ValueError(f"--from {path}: {error}") from error
     return schedule
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{option} {path}: {error.strerror}; give a file in a folder that exists") from error
 
 
 def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
@@ -199,24 +199,22 @@ def _length(facts: dict[str, Any]) -> str:
 
 def _text(facts: dict[str, Any], picture: str) -> str:
     lengths = ", ".join(f"{kind.value} {slots:g}" for kind, slots in SLOTS.items())
-    columns = ["stage", "micro-batches in flight", "live activations", "busy slots"]
-    lines: list[list[Any]] = [
-        [each["stage"], each["in_flight"], each["live_activations"], f"{each['busy_slots']:g}"]
-        for each in facts["stages"]
-    ]
-    if "workers" in facts:
+    if "workers" not in facts:
+        columns = ["stage", "micro-batches in flight", "live activations", "busy slots"]
+        lines = [
+            [each["stage"], each["in_flight"], each["live_activations"], f"{each['busy_slots']:g}"]
+            for each in facts["stages"]
+        ]
+    else:
         share = facts["num_workers"] / facts["num_stages"]
         columns = ["worker", "stages", "live activations", "of a whole share", "busy slots"]
         lines = [
             [
-                each["worker"],
-                " ".join(map(str, each["stages"])),
-                each["live_activations"],
-                f"{each['live_activations'] * share:g}",
-                f"{each['busy_slots']:g}",
+                each["worker"], " ".join(map(str, each["stages"])), each["live_activations"],
+                f"{each['live_activations'] * share:g}", f"{each['busy_slots']:g}",
             ]
             for each in facts["workers"]
-        ]
+        ]  # fmt: skip
     table = Grid(columns=columns, lines=lines, right=frozenset(range(1, len(columns)))).text()
     result = f"{_length(facts)} (slots: {lengths}; equal stages, messages take no time)"
     return f"{_title(facts)}\n\n{picture}\n\n{result}\n\n{table}"

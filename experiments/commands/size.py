@@ -4,21 +4,71 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say
-from gpipe_bench.experiments.commands.parsing.asked import (
+from gpipe_bench.experiments.commands.asked import (
     check_counts,
     find_own_modules,
     memory_bytes,
+    model_options,
     precision,
+    reserve_bytes,
+    reserve_option,
+    training_options,
 )
+from gpipe_bench.experiments.commands.output import print_line, say
+from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.models.paper import GIB, HALVES
-from gpipe_bench.pipeline.plan.schedules.known import NAMED
+from gpipe_bench.pipeline.plan.links import LINKS
+from gpipe_bench.pipeline.plan.remat import check_remat, from_text, to_text
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.planner.accelerators import accelerator
+from gpipe_bench.planner.candidate import splits
+from gpipe_bench.planner.request import MEASURED, Request
+from gpipe_bench.planner.space import Space, divisors
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.table1.largest import Placement, Setting
+    from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+    from gpipe_bench.planner.infeasible import Smallest
+    from gpipe_bench.planner.model import Model
+
+PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    model_options(verb, "; without it, the largest that fits is searched")
+    machines = verb.add_argument_group("your machines")
+    machines.add_argument(
+        "--accelerators", "--num-stages", type=int, required=True, metavar="K",
+        help="of the pipeline; where a schedule has two stages on each, there are twice as many stages",
+    )  # fmt: skip
+    machines.add_argument(
+        "--memory-gib", "--cap-gib", type=float, required=True, metavar="GIB", help="of each"
+    )
+    reserve_option(machines)
+    machines.add_argument(
+        "--device-type", metavar="NAME",
+        help="an accelerator by its name, such as h100, whose attention keeps less; default: this CPU",
+    )  # fmt: skip
+    training = verb.add_argument_group("how it is trained")
+    training.add_argument(
+        "--batch-size", type=int, metavar="N",
+        help="examples of a mini-batch; default: 32, Table 1's, or as many as your example has",
+    )  # fmt: skip
+    training_options(training, default=None)
+    training.add_argument("--num-microbatches", type=int, metavar="M", help="default: the fewest that fit")
+    training.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(NAMED)}; default: gpipe")
+    training.add_argument(
+        "--remat", metavar="WHICH",
+        help=f"what is recomputed: {', '.join(REMAT_MODES)}, or one choice per stage as for the verb "
+        "schedule; default: always",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,9 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
     if half is not None and is_searched:
         _search(arguments, half)
         return exits.DONE
-    from gpipe_bench.experiments.commands.sizing.given import placed
-    from gpipe_bench.experiments.commands.sizing.shown import facts, text
-
     find_own_modules()
     found = placed(arguments, cap_bytes)
     if arguments.json:
@@ -78,12 +125,10 @@ def _search(arguments: argparse.Namespace, half: str) -> None:
 
         print_line(msgspec.json.encode({"model": arguments.model, **placement.describe()}))
     else:
-        say(_text(setting, placement))
+        say(_largest_text(setting, placement))
 
 
-def _text(setting: Setting, placement: Placement) -> str:
-    from gpipe_bench.experiments.commands.sizing.shown import table
-
+def _largest_text(setting: Setting, placement: Placement) -> str:
     half = HALVES[setting.half]
     size = f"{placement.num_layers} layers"
     if placement.num_filters:
@@ -99,3 +144,125 @@ def _text(setting: Setting, placement: Placement) -> str:
         title,
         [(str(i), f"{span.start}-{span.stop - 1}", memory) for i, (span, memory) in enumerate(stages)],
     )
+
+
+def placed(arguments: argparse.Namespace, cap_bytes: int) -> tuple[Model, Request, Smallest]:
+    """The model that was asked for, what was asked of it, and its cut under a cap per accelerator.
+
+    Without a number of micro-batches it is the smallest with which the model fits. Raises ValueError, naming
+    value and remedy, for what is no such model, cannot be cut so or does not fit.
+    """
+    from gpipe_bench.planner.infeasible import nothing_fits, smallest
+    from gpipe_bench.planner.model import model_of
+
+    model = model_of(
+        arguments.model, arguments.batch_size, arguments.num_layers, num_filters=arguments.num_filters
+    )
+    if arguments.device_type is not None:
+        device = accelerator(arguments.device_type, arguments.precision)
+        model = replace(model, attention=device.attention)
+    request = Request(
+        accelerators=arguments.accelerators, memory_bytes=cap_bytes,
+        batch_size=model.batch_size, link=LINKS["loopback"], optimizer=arguments.optimizer or "adam",
+        precision=arguments.precision, compiled=arguments.compiled,
+        device_type=arguments.device_type or MEASURED, reserve_bytes=reserve_bytes(arguments),
+    )  # fmt: skip
+    name, remat, layers = (
+        arguments.schedule or "gpipe",
+        from_text(arguments.remat or "always"),
+        len(model.layers),
+    )
+    if not isinstance(remat, str) and arguments.num_microbatches is None:
+        raise ValueError(f"--remat {arguments.remat} needs --num-microbatches M, whose numbers it is about")
+    if arguments.compiled and splits(name):
+        whole = ", ".join(each for each in NAMED if not splits(each))
+        raise ValueError(
+            f"--compiled with --schedule {name}: a compiled layer's backward is not split in two; choose one "
+            f"of {whole}"
+        )
+    stages, layers = named(name, arguments.accelerators, 1).num_stages, len(model.layers)
+    if stages > layers:
+        raise ValueError(f"cannot cut {layers} layers into {stages} stages: use at most {layers}")
+    counts, number = divisors(model.batch_size), arguments.num_microbatches
+    if number is not None and number not in counts:
+        raise ValueError(
+            f"--num-microbatches {number} does not divide the mini-batch of {model.batch_size}; use one of "
+            f"{', '.join(map(str, counts))}"
+        )
+    check_remat(remat, stages, number or counts[-1])
+    given = None if number is None else (number,)
+    space = Space(schedules=(name,), pp=(request.accelerators,), sharded=False, microbatches=given)
+
+    def least(within: Space) -> Smallest:
+        found = smallest(model, request, within, remat=remat)
+        assert found is not None, "one pipeline of no more stages than layers is a grid"
+        return found
+
+    most = least(space)
+    if most.peak > request.usable_bytes:
+        raise ValueError(nothing_fits(model, request, space, most, remat))
+    for count in () if number is not None else counts[:-1]:
+        fewer = least(replace(space, microbatches=(count,)))
+        if fewer.peak <= request.usable_bytes:
+            return model, request, fewer
+    return model, request, most
+
+
+def text(model: Model, request: Request, found: Smallest) -> str:
+    """Of a model that was given, for a terminal."""
+    again = {"always": "every one recomputed", "never": "nothing recomputed"}
+    what = again.get(str(found.remat), f"re-materialization {to_text(found.remat)}")
+    title = (
+        f"{model.name}: {model.num_parameters:,} parameters under {found.way.schedule} on "
+        f"{request.accelerators} x {request.memory_bytes / GIB:g} GiB (modelled)\n{request.precision}, "
+        f"{request.optimizer}, mini-batch {request.batch_size} in {found.way.num_microbatches} micro-batches"
+        f", {what}"
+        + (", layers compiled" if request.compiled else "")
+        + (f", {model.attention} attention" if model.attention != "cpu" else "")
+        + (f", {request.held_back_bytes / GIB:g} GiB held back" if request.held_back_bytes else "")
+    )
+    lines = [
+        (" ".join(map(str, stages)), found.layers_of(worker), memory)
+        for worker, (stages, memory) in enumerate(zip(found.homes, found.memory, strict=True))
+    ]
+    return table(title, lines)
+
+
+def table(title: str, workers: Sequence[tuple[str, str, StageMemory]]) -> str:
+    """Of workers by their stages and layers: the parts of each one's fullest moment, in GiB."""
+    lines = [
+        [
+            index, stages, layers, memory.when, f"{memory.peak / GIB:.2f}",
+            *(f"{getattr(memory, part) / GIB:.2f}" for part in PARTS),
+        ]
+        for index, (stages, layers, memory) in enumerate(workers)
+    ]  # fmt: skip
+    headers = ["worker", "stages", "layers", "at", "peak GiB", *(part.replace("_", " ") for part in PARTS)]
+    if all(stages == str(index) for index, (stages, *_) in enumerate(workers)):
+        headers = ["stage", *headers[2:]]
+        lines = [[line[0], *line[2:]] for line in lines]
+    first = headers.index("peak GiB")
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers) - set(range(first))).text()
+
+
+def facts(model: Model, request: Request, found: Smallest) -> dict[str, Any]:
+    """The same as plain data, in bytes."""
+    return {
+        "model": model.name,
+        "num_parameters": model.num_parameters,
+        "accelerators": request.accelerators,
+        "memory_bytes": request.memory_bytes,
+        "reserve_bytes": request.held_back_bytes,
+        "batch_size": request.batch_size,
+        "num_microbatches": found.way.num_microbatches,
+        "schedule": found.way.schedule,
+        "remat": to_text(found.remat),
+        "optimizer": request.optimizer,
+        "precision": request.precision,
+        "compiled": request.compiled,
+        "layers_per_stage": [len(stage) for stage in found.cut],
+        "workers": [
+            {"stages": list(stages), "peak": memory.peak, **asdict(memory)}
+            for stages, memory in zip(found.homes, found.memory, strict=True)
+        ],
+    }

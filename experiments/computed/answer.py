@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.records.record import Provenance, Quantity, Record
+from gpipe_bench.harness.record import Provenance, Quantity, Record
+from gpipe_bench.harness.verdict import Part, Spread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

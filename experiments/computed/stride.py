@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from gpipe_bench.experiments.computed.answer import Answer
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.judging.unknowns import Value, load_unknowns
+from gpipe_bench.harness.unknowns import Value, load_unknowns
+from gpipe_bench.harness.verdict import Part, Spread
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler

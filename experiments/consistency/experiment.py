@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.consistency.judging import cells, load_protocol
 from gpipe_bench.experiments.consistency.recipes import DEEP, Subject, image_layout, subject_of
 from gpipe_bench.experiments.consistency.tables import figures, tables
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.records.record import Quantity
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.record import Quantity
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.consistency.tasks import Task

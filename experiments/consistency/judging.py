@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.harness.judging.entry import Entry
 from gpipe_bench.harness.places import PUBLISHED
-from gpipe_bench.harness.records.record import Quantity, Record, of_case
+from gpipe_bench.harness.record import Quantity, Record, of_case
+from gpipe_bench.harness.verdict import Entry
 
 PATH = PUBLISHED / "consistency-protocol.toml"
 METRICS = {"images": "held-out accuracy", "text": "held-out perplexity"}

@@ -23,12 +23,11 @@ from gpipe_bench.experiments.consistency.judging import (
     statistical,
 )
 from gpipe_bench.experiments.report.drawing import paper_style, without_frame
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.records.record import Record, of_case
-from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.report.width import fill
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.verdict import Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -72,33 +72,32 @@ def counting(first_layers: Mapping[int, nn.Module]) -> Iterator[Callable[[], dic
             hook.remove()
 
 
-def check_count(
-    name: str, stage: int, count: Count, expected: Sequence[Sequence[int]], backwards: int
-) -> None:
-    """RuntimeError unless the stage ran forwards of as many examples as one of `expected`, in any order."""
-    if count.backwards == backwards and any(Counter(count.rows) == Counter(rows) for rows in expected):
-        return
-    counts = " or ".join(str(len(rows)) for rows in expected)
-    raise RuntimeError(
-        f"{name}: stage {stage} ran {count.backwards} backwards and {len(count.rows)} forwards of "
-        f"{sorted(set(count.rows))} examples; it should be {backwards} and {counts} of "
-        f"{', '.join(map(str, sorted(set(expected[0]))))}"
-    )
-
-
 def forward_rows(sizes: Sequence[int], remat: str) -> list[int]:
     """Examples of each forward that a stage runs in a step, for micro-batches of these sizes."""
     again = [size for index, size in enumerate(sizes) if recomputes(remat, index, len(sizes))]
     return [*sizes, *again]
 
 
-def expected_rows(sizes: Sequence[int], remat: str) -> list[list[int]]:
-    """Examples of the forwards that a stage may run for micro-batches of these sizes.
+def check_counts(
+    name: str, counted: Mapping[int, Count], setup: Setup, batch: Any
+) -> tuple[Count, list[int]]:
+    """What each stage did and the sizes of the micro-batches. RuntimeError unless every stage of `counted`
+    ran backward for each of them, and forward in any order, with the recomputations of the setup.
 
     An engine that can't leave the last micro-batch out under "except_last" may recompute it, too.
     """
-    modes = ("except_last", "always") if remat == "except_last" else (remat,)
-    return [forward_rows(sizes, mode) for mode in modes]
+    sizes = [num_examples(part) for part in split(batch, setup.num_microbatches)]
+    modes = ("except_last", "always") if setup.remat == "except_last" else (setup.remat,)
+    expected = [forward_rows(sizes, mode) for mode in modes]
+    for stage, count in counted.items():
+        if count.backwards != len(sizes) or Counter(count.rows) not in map(Counter, expected):
+            raise RuntimeError(
+                f"{name}: stage {stage} ran {count.backwards} backwards and {len(count.rows)} forwards of "
+                f"{sorted(set(count.rows))} examples; it should be {len(sizes)} and "
+                f"{' or '.join(str(len(rows)) for rows in expected)} of "
+                f"{', '.join(map(str, sorted(set(sizes))))}"
+            )
+    return count, sizes
 
 
 def named_parameters(setup: Setup) -> dict[str, nn.Parameter]:
@@ -155,6 +154,20 @@ def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], 
     return largest
 
 
+def counted_step(
+    engine: Engine, setup: Setup, batch: Any, target: Any, loss_fn: LossFn
+) -> tuple[dict[int, Count], Any]:
+    """What each stage of this process did in an engine's second step, which leaves its gradients, and the
+    loss that it returned. In processes, all must call.
+    """
+    clear(setup.layers)
+    engine.step(batch, target, loss_fn)  # agrees on shapes, where an engine does that
+    clear(setup.layers)
+    with counting({stage: setup.stage_layers(stage)[0] for stage in setup.local_stages}) as counted:
+        loss = engine.step(batch, target, loss_fn)
+    return counted(), loss
+
+
 def verify(
     name: str,
     engine: Engine,
@@ -166,26 +179,20 @@ def verify(
 ) -> dict[str, Any]:
     """Two steps of an engine: how often its stages ran forward and backward, on how many examples, and how
     far its gradients are from `expected`, by default the plain model's (`reference`, not possible where the
-    model is too large for one device). In processes, all must call.
+    model is too large for one device); what is not among them is not compared. In processes, all must call.
 
     RuntimeError where a micro-batch is missing or of another size, where a recomputation is missing, and
     where gradients are wrong. For a record's details.
     """
     if expected is None:
         expected = reference(setup, batch, target, loss_fn)
+    counts, _ = counted_step(engine, setup, batch, target, loss_fn)
+    count, _ = check_counts(name, counts, setup, batch)
+    found: dict[str, Any] = {
+        "forwards": len(count.rows), "backwards": count.backwards, "examples": max(count.rows),
+    }  # fmt: skip
+    gradients = gradients_of(named_parameters(setup), name)
+    if expected:
+        found["gradient error"] = gradient_error(gradients, expected, name)
     clear(setup.layers)
-    engine.step(batch, target, loss_fn)  # agrees on shapes, where an engine does that
-    clear(setup.layers)
-    with counting({stage: setup.stage_layers(stage)[0] for stage in setup.local_stages}) as counted:
-        engine.step(batch, target, loss_fn)
-    sizes = [num_examples(part) for part in split(batch, setup.num_microbatches)]
-    for stage, count in counted().items():
-        check_count(name, stage, count, expected_rows(sizes, setup.remat), len(sizes))
-    error = gradient_error(gradients_of(named_parameters(setup), name), expected, name)
-    clear(setup.layers)
-    return {
-        "forwards": len(count.rows),
-        "backwards": count.backwards,
-        "examples": max(count.rows),
-        "gradient error": error,
-    }
+    return found

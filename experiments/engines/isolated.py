@@ -23,7 +23,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe_bench.harness.running.stopping import started, starting
+from gpipe_bench.harness.signals import started, starting
 
 START_S = 180.0
 """Until all processes have loaded what they need; a busy machine takes long for that."""
@@ -72,22 +72,20 @@ def run_isolated(
     where the processes were when time was over.
     """
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as name:
-        folder = Path(name)
-        processes: list[Any] = []
-        pipes: list[connection.Connection] = []
+    processes: list[Any] = []
+    pipes: list[connection.Connection] = []
+    with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as folder:
         try:
             for rank in range(num_processes):
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_child, args=(theirs, folder, rank, num_processes, timeout_s, function, arguments)
-                )
+                given = (theirs, Path(folder), rank, num_processes, timeout_s, function, arguments)
+                process = context.Process(target=_child, args=given)
                 with starting():
                     process.start()
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            return _Wait(processes, pipes, folder, timeout_s, on_news or (lambda rank, news: None)).results()
+            return _results(processes, pipes, Path(folder), timeout_s, on_news)
         finally:
             for process in processes:
                 _end(process)
@@ -95,83 +93,62 @@ def run_isolated(
                 pipe.close()
 
 
-class _Wait:
+def _results(
+    processes: Sequence[Any],
+    pipes: Sequence[connection.Connection],
+    folder: Path,
+    timeout_s: float,
+    on_news: Callable[[int, Any], None] | None,
+) -> list[Any]:
     """Reads what the processes tell until all are done or one is to blame."""
-
-    def __init__(
-        self,
-        processes: Sequence[Any],
-        pipes: Sequence[connection.Connection],
-        folder: Path,
-        timeout_s: float,
-        on_news: Callable[[int, Any], None],
-    ) -> None:
-        self.processes, self.folder, self.timeout_s, self.on_news = processes, folder, timeout_s, on_news
-        self.open = {pipe: rank for rank, pipe in enumerate(pipes)}
-        self.ready: set[int] = set()
-        self.found: dict[int, Any] = {}
-        self.faults: list[Fault] = []
-
-    def results(self) -> list[Any]:
-        deadline_s = time.monotonic() + START_S
-        while self.open:
-            left_s = deadline_s - time.monotonic()
-            arrived = connection.wait(list(self.open), max(left_s, 0.0))
-            if not arrived and self.faults:
-                break
-            if not arrived:
-                raise IsolatedError(Fault(self._where()))
-            for pipe in arrived:
-                assert isinstance(pipe, connection.Connection)
-                self._read(pipe)
-            deadline_s = time.monotonic() + (
-                _OTHERS_S
-                if self.faults
-                else self.timeout_s if len(self.ready) == len(self.processes) else START_S
-            )  # fmt: skip
-        if self.faults:
-            own = [fault for fault in self.faults if not any(word in fault.reason for word in _LOST)]
-            raise IsolatedError((own or self.faults)[0])
-        return [self.found[rank] for rank in range(len(self.processes))]
-
-    def _read(self, pipe: connection.Connection) -> None:
-        rank = self.open[pipe]
-        try:
-            kind, content = pipe.recv()
-        except (EOFError, OSError):
-            del self.open[pipe]
-            self.faults.append(Fault(f"{self._who(rank)} {_end_of(self.processes[rank])}"))
-            return
-        match kind:
-            case "ready":
-                self.ready.add(rank)
-            case "news":
-                self.on_news(rank, content)
-            case "done":
-                self.found[rank] = content
-                del self.open[pipe]
-            case "fault":
-                self.faults.append(content)
-                del self.open[pipe]
-
-    def _who(self, rank: int) -> str:
-        return f"process {rank}" if len(self.processes) > 1 else "its process"
-
-    def _where(self) -> str:
-        """That time is over, and what the processes were doing."""
-        if len(self.ready) < len(self.processes):
-            return f"its processes did not start within {START_S:g} s"
-        places = []
-        for rank in sorted(self.open.values()):
+    whose: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
+    who = [f"process {rank}" if len(processes) > 1 else "its process" for rank in range(len(processes))]
+    ready: set[int] = set()
+    found: dict[int, Any] = {}
+    faults: list[Fault] = []
+    patience_s = START_S
+    while whose:
+        arrived: list[Any] = connection.wait(list(whose), patience_s)
+        if not arrived and not faults:
+            if len(ready) < len(processes):
+                raise IsolatedError(Fault(f"its processes did not start within {START_S:g} s"))
+            places = [(who[rank], _where(processes[rank], folder, rank)) for rank in sorted(whose.values())]
+            known = "; ".join(f"{each} was in {place}" for each, place in places if place)
+            raise IsolatedError(Fault(f"no answer within {timeout_s:g} s" + (f": {known}" if known else "")))
+        if not arrived:
+            break
+        for pipe in arrived:
+            rank = whose[pipe]
             try:
-                os.kill(self.processes[rank].pid, signal.SIGUSR1)
-            except ProcessLookupError:
-                continue
-            time.sleep(_DUMP_S)
-            place = place_of((self.folder / f"where{rank}").read_text(errors="replace"), latest_first=True)
-            places.append(f"{self._who(rank)} was in {place}" if place else "")
-        known = "; ".join(filter(None, places))
-        return f"no answer within {self.timeout_s:g} s" + (f": {known}" if known else "")
+                kind, content = pipe.recv()
+            except (EOFError, OSError):
+                kind, content = "fault", Fault(f"{who[rank]} {_end_of(processes[rank])}")
+            if kind == "ready":
+                ready.add(rank)
+            elif kind == "news":
+                if on_news is not None:
+                    on_news(rank, content)
+            else:
+                del whose[pipe]
+                if kind == "done":
+                    found[rank] = content
+                else:
+                    faults.append(content)
+        patience_s = _OTHERS_S if faults else timeout_s if len(ready) == len(processes) else START_S
+    if faults:
+        own = [fault for fault in faults if not any(word in fault.reason for word in _LOST)]
+        raise IsolatedError((own or faults)[0])
+    return [found[rank] for rank in range(len(processes))]
+
+
+def _where(process: Any, folder: Path, rank: int) -> str:
+    """What a process that hangs is doing."""
+    try:
+        os.kill(process.pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return ""
+    time.sleep(_DUMP_S)
+    return place_of((folder / f"where{rank}").read_text(errors="replace"), latest_first=True)
 
 
 def place_of(text: str, *, latest_first: bool = False) -> str:

@@ -8,18 +8,15 @@ recomputes in its own way, its docstring says so.
 from __future__ import annotations
 
 import importlib.util
-import inspect
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench.experiments.engines.setup import LossFn, Setup
+from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.stage.microbatch import num_examples, tensors_of
+from gpipe_bench.pipeline.stage.microbatch import num_examples
 
 
 class Ours:
@@ -58,26 +55,6 @@ class Ours1F1B(Ours):
         super().__init__(setup, schedule="1f1b")
 
 
-class _Stage(nn.Module):
-    """The layers of a stage as one module; a boundary's tuple arrives as several arguments.
-
-    `recompute` runs it under torch's checkpoint, as one does with torch's own engine.
-    """
-
-    def __init__(self, layers: tuple[nn.Module, ...], recompute: bool) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-        self.recompute = recompute
-
-    def forward(self, *values: Tensor) -> Any:
-        if self.recompute:
-            return checkpoint(self._run, *values, use_reentrant=False)
-        return self._run(*values)
-
-    def _run(self, *values: Tensor) -> Any:
-        return self.layers(values[0] if len(values) == 1 else values)
-
-
 class _TorchPipelining:
     """torch.distributed.pipelining, one process per stage.
 
@@ -89,64 +66,50 @@ class _TorchPipelining:
     schedule = ""
 
     def __init__(self, setup: Setup) -> None:
-        from torch.distributed import pipelining
-
+        what = f"Schedule{CLASSES[self.schedule]}"
         if setup.group is None:
             raise ValueError(
-                f"{self.schedule} runs one process per stage and there is no process group; "
+                f"{what} runs one process per stage and there is no process group; "
                 "in one process compare with torchgpipe, or start a process per stage"
             )
-        if self.schedule == "Schedule1F1B" and setup.num_microbatches < setup.num_stages:
+        if self.schedule == "1f1b" and setup.num_microbatches < setup.num_stages:
             raise ValueError(
-                f"{self.schedule} needs at least as many micro-batches as stages, not "
+                f"{what} needs at least as many micro-batches as stages, not "
                 f"M={setup.num_microbatches} with K={setup.num_stages}; raise M or use torch-gpipe"
             )
-        (self.stage,) = setup.local_stages
-        self.setup = setup
-        self.last = self.stage == setup.num_stages - 1
-        module = _Stage(setup.stage_layers(self.stage), setup.remat != "never")
-        stage = pipelining.PipelineStage(
-            module, self.stage, setup.num_stages, setup.device, group=setup.group
-        )
+        self.what, self.count = what, setup.num_microbatches
         self.loss_fn: LossFn | None = None
-        make: Callable[..., Any] = getattr(pipelining, self.schedule)
+        stages = [setup.stage_layers(stage) for stage in range(setup.num_stages)]
         # The loss function is known at the first step only.
-        self.running = make(stage, setup.num_microbatches, loss_fn=self._loss)
-        # It keeps and concatenates all outputs unless told not to, which older versions cannot be.
-        known = inspect.signature(self.running.step).parameters
-        self.options = {"return_outputs": False} if "return_outputs" in known else {}
+        self.runtime = TorchRuntime(
+            self.schedule, stages, self.count, self._loss, setup.group, setup.device,
+            recompute=setup.remat != "never",
+        )  # fmt: skip
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         assert self.loss_fn is not None, "step() has set it"
         return self.loss_fn(output, target)
 
     def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
-        size, count = num_examples(batch), self.setup.num_microbatches
-        if size % count:
+        if (size := num_examples(batch)) % self.count:
             raise ValueError(
-                f"{self.schedule} averages over micro-batches of equal size; {size} examples do not divide "
-                f"into M={count}; choose a batch size that is a multiple of M"
+                f"{self.what} averages over micro-batches of equal size; {size} examples do not divide "
+                f"into M={self.count}; choose a batch size that is a multiple of M"
             )
         self.loss_fn = loss_fn
-        inputs = tensors_of(batch) if self.stage == 0 else ()
-        if not self.last:
-            self.running.step(*inputs, **self.options)
-            return None
-        losses: list[Tensor] = []
-        self.running.step(*inputs, target=target, losses=losses, **self.options)
-        return torch.stack([loss.detach() for loss in losses]).mean()
+        return self.runtime.step(batch, target)
 
 
 class TorchGPipe(_TorchPipelining):
     """torch.distributed.pipelining.ScheduleGPipe; see `_TorchPipelining` for how it recomputes."""
 
-    schedule = "ScheduleGPipe"
+    schedule = "gpipe"
 
 
 class Torch1F1B(_TorchPipelining):
     """torch.distributed.pipelining.Schedule1F1B, which runs a backward as soon as it can; needs M >= K."""
 
-    schedule = "Schedule1F1B"
+    schedule = "1f1b"
 
 
 class Torchgpipe:

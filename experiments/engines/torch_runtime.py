@@ -1,8 +1,8 @@
-"""torch's own runtime for schedules, with torch's rows or with ours.
+"""The one wrapper of `torch.distributed.pipelining`: its schedules by name, or its runtime with rows of ours.
 
-`torch.distributed.pipelining` has classes for schedules with several stages per process, and one runtime
-below them that takes rows from a file. So a schedule of ours can be set beside torch's of the same name, and
-the same rows beside each other on both engines. What is private there is the same from torch 2.11 to 2.13.
+torch has classes for single schedules and, below those with several stages per process, one runtime that
+takes rows from a file. So a schedule of ours can be set beside torch's of the same name, and the same rows
+beside each other on both engines. What is private there is the same from torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench.experiments.engines.setup import LossFn
 from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.placement import loop, vee
+from gpipe_bench.pipeline.stage.microbatch import tensors_of
 
 CLASSES: dict[str, str] = {
     "gpipe": "GPipe",
@@ -41,8 +43,8 @@ class TorchRuntime:
     """Training steps by torch, of `rows` of ours, or of torch's own class under a name of `CLASSES`.
 
     `stages` are the layers of each stage of the whole pipeline; those of this process are taken. `loss_fn`
-    is the mean over a micro-batch, and all micro-batches are of one size. `ValueError` for a schedule that
-    torch does not take, with its reason.
+    is the mean over a micro-batch, and all micro-batches are of one size. With `recompute` every stage runs
+    under torch's checkpoint. `ValueError` for a schedule that torch does not take, with its reason.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class TorchRuntime:
         loss_fn: LossFn,
         group: dist.ProcessGroup,
         device: torch.device,
+        *,
+        recompute: bool = False,
     ) -> None:
         from torch.distributed import pipelining
         from torch.distributed.pipelining import schedules
@@ -61,47 +65,60 @@ class TorchRuntime:
         self.placement = _placement(rows, num_workers, len(stages))
         self.has_first, self.has_last = self.placement[0] == rank, self.placement[-1] == rank
         mine = [
-            pipelining.PipelineStage(nn.Sequential(*layers), index, len(stages), device, group=group)
+            pipelining.PipelineStage(_Stage(layers, recompute), index, len(stages), device, group=group)
             for index, layers in enumerate(stages)
             if self.placement[index] == rank
         ]
         for stage in mine:
             _greet_others_only(stage, rank)
         given: Any = mine[0] if rows in _ONE_STAGE else mine
+        make: Any = schedules._PipelineScheduleRuntime
+        if not isinstance(rows, Schedule):
+            make = schedules.get_schedule_class(CLASSES[rows])
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that some are experimental
+                self.running = make(given, num_microbatches, loss_fn=loss_fn)
                 if isinstance(rows, Schedule):
-                    make: Any = schedules._PipelineScheduleRuntime
-                    self.running = make(mine, num_microbatches, loss_fn=loss_fn)
                     _load(self.running, rows)
-                else:
-                    make = schedules.get_schedule_class(CLASSES[rows])
-                    self.running = make(given, num_microbatches, loss_fn=loss_fn)
-        except (ValueError, AssertionError, RuntimeError) as error:
+        except (AssertionError, RuntimeError) as error:
             raise ValueError(f"torch does not take this schedule: {error}") from error
         # It keeps and concatenates all outputs unless told not to.
         known = inspect.signature(self.running.step).parameters
         self._options = {"return_outputs": False} if "return_outputs" in known else {}
 
-    def step(self, batch: Tensor, target: Tensor) -> Tensor | None:
+    def step(self, batch: Any, target: Any) -> Tensor | None:
         """One training step without the optimizer; the mean loss, where the last stage is."""
         losses: list[Tensor] = []
         last = {"target": target, "losses": losses} if self.has_last else {}
-        self.running.step(*([batch] if self.has_first else []), **last, **self._options)
+        self.running.step(*(tensors_of(batch) if self.has_first else ()), **last, **self._options)
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
 
     def rows(self, name: str = "torch") -> Schedule:
-        """What torch runs, as it writes it into a file."""
-        if hasattr(self.running, "_dump_csv"):
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "schedule.csv"
-                self.running._dump_csv(str(path), format="compute_only")
-                return from_csv(path.read_text(), name)
-        # A schedule with one stage per process can say its rows, but not write them.
-        order = self.running._get_pipeline_order().values()
-        text = "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in order)
-        return from_csv(text, name)
+        """What torch runs."""
+        # A schedule with one stage per process makes its rows only when it is asked.
+        order = getattr(self.running, "pipeline_order", None) or self.running._get_pipeline_order()
+        rows = (order[rank] for rank in sorted(order))
+        return from_csv(
+            "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows), name
+        )
+
+
+class _Stage(nn.Module):
+    """The layers of a stage as one module; a boundary's tuple arrives as several arguments."""
+
+    def __init__(self, layers: Sequence[nn.Module], recompute: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.recompute = recompute
+
+    def forward(self, *values: Tensor) -> Any:
+        if self.recompute:
+            return checkpoint(self._run, *values, use_reentrant=False)
+        return self._run(*values)
+
+    def _run(self, *values: Tensor) -> Any:
+        return self.layers(values[0] if len(values) == 1 else values)
 
 
 def _greet_others_only(stage: Any, rank: int) -> None:

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.timeline import Timeline
-
-if TYPE_CHECKING:
-    from gpipe_bench.pipeline.memory.profile import ModelProfile
 
 UNIT = "forwards"
 
@@ -47,6 +44,11 @@ class Variant:
         """Idle share of the replayed step, exact."""
         timeline = self.replay(num_stages, num_microbatches)
         return Fraction(timeline.idle_s) / Fraction(num_stages * timeline.makespan_s)
+
+    def graphs_alive(self, num_stages: int, num_microbatches: int) -> int:
+        """Most micro-batches whose graph the first stage keeps at a time."""
+        live = self.replay(num_stages, num_microbatches).live_activations(0)
+        return max(count for _, count in live) * (num_microbatches if self.microbatches_at_once else 1)
 
 
 def _pipeline(num_stages: int, num_microbatches: int) -> Fraction:
@@ -102,12 +104,6 @@ VARIANTS: dict[str, Variant] = {
 """By the name that cases and records use, in the order in which they are shown."""
 
 
-def graphs_alive(variant: Variant, num_stages: int, num_microbatches: int) -> int:
-    """Most micro-batches whose graph the first stage keeps at a time."""
-    live = variant.replay(num_stages, num_microbatches).live_activations(0)
-    return max(count for _, count in live) * (num_microbatches if variant.microbatches_at_once else 1)
-
-
 def peak_activations(schedule: Schedule, num_layers: int) -> Fraction:
     """Most activations alive on a stage, where those of one layer for the whole mini-batch are 1.
 
@@ -133,8 +129,7 @@ def peak_activations(schedule: Schedule, num_layers: int) -> Fraction:
 BATCH_SIZE = 32
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """A model of the paper. `num_layers` is the paper's L, `num_filters` is 0 for the Transformer."""
 
     title: str
@@ -158,10 +153,16 @@ def peak(model: str, num_stages: int, num_microbatches: int) -> dict[str, int]:
     than what a backward pass needs for a moment. "kept" is what one device saves for all N examples without
     re-materialization: O(N L).
     """
+    from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
     from gpipe_bench.pipeline.memory.stages.footprint import footprint
     from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 
-    found = _profile(model, BATCH_SIZE // num_microbatches)
+    _, num_layers, num_filters, _ = SUBJECTS[model]
+    microbatch_size = BATCH_SIZE // num_microbatches
+    if num_filters:
+        found = amoebanet(Reading(), num_layers, num_filters, microbatch_size)
+    else:
+        found = transformer(Reading(), num_layers, microbatch_size, "fused")
     saved = {layer: footprint([layer]).saved_bytes for layer in set(found.layers)}
     stages = partition([saved[layer] for layer in found.layers], num_stages)  # that save evenly
     schedule = gpipe(num_stages, num_microbatches, "always")
@@ -182,15 +183,6 @@ def peak(model: str, num_stages: int, num_microbatches: int) -> dict[str, int]:
     }
 
 
-def _profile(model: str, microbatch_size: int) -> ModelProfile:
-    from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
-
-    subject = SUBJECTS[model]
-    if model == "transformer-lm":
-        return transformer(Reading(), subject.num_layers, microbatch_size, "fused")
-    return amoebanet(Reading(), subject.num_layers, subject.num_filters, microbatch_size)
-
-
 # Traffic ----------------------------------------------------------------------------------------------------
 #
 # The paper's case for pipelines on slow links (section 2.3): only activations at the K - 1 boundaries travel,
@@ -198,8 +190,7 @@ def _profile(model: str, microbatch_size: int) -> ModelProfile:
 # whatever the batch.
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """What matters of a model here; bytes are those of one example, and of float32 parameters."""
 
     num_parameters: int
@@ -210,8 +201,7 @@ class Shape:
     output_gradient_bytes: tuple[int, ...]  # what comes back for it: nothing for integers
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes sent in a step: of the device that sends most, and of all devices, per example or per step."""
 
     pipeline_busiest: int  # per example

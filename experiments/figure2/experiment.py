@@ -23,21 +23,17 @@ from gpipe_bench.experiments.figure2.computed import (
     SUBJECTS,
     UNIT,
     VARIANTS,
-    graphs_alive,
     peak,
     peak_activations,
     shape,
     traffic,
 )
 from gpipe_bench.experiments.figure2.shown import MOST_STAGES, figures, of_part, tables, timelines
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.allowed import printed
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.judging.unknowns import load_unknowns
-from gpipe_bench.harness.records.record import Provenance, Quantity, Record, Scalar
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar
+from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.verdict import Entry, Part, Spread, printed
 from gpipe_bench.pipeline.plan.schedule import gpipe
 
 DRAWN_STAGES = 4
@@ -59,28 +55,27 @@ TABLE = "formulas"  # in results/paper.csv
 
 def cases(options: RunOptions) -> list[Case]:
     smoke = options.profile == "smoke"
-    found = [
-        Case({"part": "chart", "schedule": name, "num_microbatches": count}, 0.02)
-        for count in (DRAWN_MICROBATCHES[:1] if smoke else DRAWN_MICROBATCHES)
-        for name in VARIANTS
-    ]
-    found += [
-        Case({"part": "bubble", "num_stages": count}, 0.02 * count)
-        for count in (STAGES[:3] if smoke else STAGES)
-    ]
-    found += [
-        Case({"part": "formula", "num_layers": layers, "num_microbatches": m, "num_stages": k}, 0.01)
-        for layers, m, k in COUNTED
-    ]
-    found += [
-        Case({"part": "memory", "model": model, "num_stages": k}, first_s if k == MEMORY_STAGES[0] else 0.1)
-        for model, first_s in (("transformer-lm", 2.0), ("amoebanet-d", 5.0))[: 1 if smoke else 2]
-        for k in MEMORY_STAGES
-    ]
-    return found + [
-        Case({"part": "traffic", "model": model, "size": size}, 0.4)
-        for model, size in _zoo()
-        if not smoke or model in SMOKE_TRAFFIC
+    drawn = itertools.product(DRAWN_MICROBATCHES[:1] if smoke else DRAWN_MICROBATCHES, VARIANTS)
+    profiled = (("transformer-lm", 2.0), ("amoebanet-d", 5.0))[: 1 if smoke else 2]
+    return [
+        *(Case({"part": "chart", "schedule": name, "num_microbatches": m}, 0.02) for m, name in drawn),
+        *(Case({"part": "bubble", "num_stages": k}, 0.02 * k) for k in (STAGES[:3] if smoke else STAGES)),
+        *(
+            Case({"part": "formula", "num_layers": layers, "num_microbatches": m, "num_stages": k}, 0.01)
+            for layers, m, k in COUNTED
+        ),
+        *(
+            Case(
+                {"part": "memory", "model": model, "num_stages": k}, first_s if k == MEMORY_STAGES[0] else 0.1
+            )
+            for model, first_s in profiled
+            for k in MEMORY_STAGES
+        ),
+        *(
+            Case({"part": "traffic", "model": model, "size": size}, 0.4)
+            for model, size in _zoo()
+            if not smoke or model in SMOKE_TRAFFIC
+        ),
     ]
 
 
@@ -90,14 +85,21 @@ def run(case: Case, options: RunOptions) -> Outcome:
         import torch
 
         torch.set_num_threads(1)
-    return _RUNS[part](case.key)
+    runs = {
+        "chart": _run_chart,
+        "bubble": _run_bubble,
+        "formula": _run_formula,
+        "memory": _run_memory,
+        "traffic": _run_traffic,
+    }
+    return runs[part](case.key)
 
 
 def _run_chart(key: dict[str, Any]) -> Outcome:
     """One step of one schedule, with its timeline for the drawing."""
     variant, num_microbatches = VARIANTS[key["schedule"]], key["num_microbatches"]
     timeline = variant.replay(DRAWN_STAGES, num_microbatches)
-    alive = graphs_alive(variant, DRAWN_STAGES, num_microbatches)
+    alive = variant.graphs_alive(DRAWN_STAGES, num_microbatches)
     return Outcome(
         (
             _quantity("step", timeline.makespan_s, "number", "replayed", note=UNIT),
@@ -132,9 +134,7 @@ def _run_formula(key: dict[str, Any]) -> Outcome:
     """Activations alive, counted over the schedule, where every layer's weigh the same."""
     schedule = gpipe(key["num_stages"], key["num_microbatches"], "always")
     found = peak_activations(schedule, key["num_layers"])
-    return Outcome(
-        (_quantity("peak activations / N", float(found), "number", "modelled"),), {"fraction": str(found)}
-    )
+    return Outcome((_quantity("peak activations / N", float(found), "number"),), {"fraction": str(found)})
 
 
 def _run_memory(key: dict[str, Any]) -> Outcome:
@@ -148,7 +148,7 @@ def _run_memory(key: dict[str, Any]) -> Outcome:
             "formula": found["formula_boundary"] + found["formula_activations"],
             "kept without re-materialization": kept,
         }
-        quantities += _modelled_bytes(sizes, M=count)
+        quantities += _bytes(sizes, M=count)
         details[f"M={count}"] = found
     facts = {"title": subject.title, "num_layers": subject.num_layers, "batch_size": BATCH_SIZE}
     return Outcome(
@@ -161,8 +161,8 @@ def _run_traffic(key: dict[str, Any]) -> Outcome:
     found = shape(key["model"], _zoo()[key["model"], key["size"]])
     batch_size = BATCH_SIZES.get(key["model"], IMAGES)
     quantities = [
-        _quantity("parameters", found.num_parameters, "parameters", "modelled"),
-        _quantity("mini-batch", batch_size, "examples", "modelled"),
+        _quantity("parameters", found.num_parameters, "parameters"),
+        _quantity("mini-batch", batch_size, "examples"),
     ]
     stages = [k for k in TRAFFIC_STAGES if k <= len(found.flops)]  # the smallest Transformer has five layers
     for num_stages in stages:
@@ -173,41 +173,30 @@ def _run_traffic(key: dict[str, Any]) -> Outcome:
             "data parallelism, each device": sent.data_parallel_each,
             "data parallelism, all devices": sent.data_parallel_total,
         }
-        quantities += [
-            *_modelled_bytes(sizes, K=num_stages),
-            _quantity(
-                "break-even mini-batch", sent.data_parallel_each / sent.pipeline_busiest, "examples",
-                "modelled", {"K": num_stages}, note="the pipeline's busiest device sends less below it",
-            ),
-        ]  # fmt: skip
+        even, note = (
+            sent.data_parallel_each / sent.pipeline_busiest,
+            "the pipeline's busiest device sends less below it",
+        )
+        quantities += _bytes(sizes, K=num_stages)
+        quantities.append(
+            _quantity("break-even mini-batch", even, "examples", key={"K": num_stages}, note=note)
+        )
     return Outcome(tuple(quantities), {"num_stages": stages})
-
-
-_RUNS = {
-    "chart": _run_chart,
-    "bubble": _run_bubble,
-    "formula": _run_formula,
-    "memory": _run_memory,
-    "traffic": _run_traffic,
-}
 
 
 def _quantity(
     name: str,
     value: float,
     unit: str,
-    provenance: Provenance,
+    provenance: Provenance = "modelled",
     key: Mapping[str, Scalar] | None = None,
     **more: Any,
 ) -> Quantity:
     return Quantity(name=name, key=key or {}, value=value, unit=unit, provenance=provenance, **more)
 
 
-def _modelled_bytes(sizes: Mapping[str, int], **key: Scalar) -> list[Quantity]:
-    return [
-        _quantity(name, size, "bytes", "modelled", key, higher_is_better=False)
-        for name, size in sizes.items()
-    ]
+def _bytes(sizes: Mapping[str, int], **key: Scalar) -> list[Quantity]:
+    return [_quantity(name, size, "bytes", key=key, higher_is_better=False) for name, size in sizes.items()]
 
 
 def _zoo() -> dict[tuple[str, str], dict[str, Any]]:
@@ -238,43 +227,48 @@ def _size(options: dict[str, Any]) -> str:
 
 def cells(records: Sequence[Record]) -> list[Entry]:
     """A cell for every formula that the paper's text gives and we have a record for."""
-    return [*_bubbles(records), *_activations(records), *_least_multiple(records), *_sizes(records)]
+    return [*_formulas(records), *_least_multiple(records), *_sizes(records)]
 
 
-def _entry(
-    record: Record, row: str, column: str, quantity: Quantity | None, note: str = "", table: str = TABLE
-) -> Entry:
-    return Entry(
-        table=table, row=row, column=column, question="as published", quantity=quantity, record=record,
-        note=note,
-    )  # fmt: skip
-
-
-def _bubbles(records: Sequence[Record]) -> Iterator[Entry]:
-    note = "GPipe without re-materialization, equal stages, a free link."
+def _formulas(records: Sequence[Record]) -> Iterator[Entry]:
     for record in of_part(records, "bubble"):
         k = record.case["num_stages"]
         for m in (1, 4, 32) if k in (2, 4, 8) else ():
-            bubble = record.quantity("bubble", schedule="gpipe", M=m)
-            yield _entry(record, f"bubble (K-1)/(M+K-1) at M={m}", f"K={k}", bubble, note)
-
-
-def _activations(records: Sequence[Record]) -> Iterator[Entry]:
-    note = "Counted over the schedule's actions, where every layer's activations weigh the same."
+            yield Entry(
+                table=TABLE,
+                row=f"bubble (K-1)/(M+K-1) at M={m}",
+                column=f"K={k}",
+                question="as published",
+                quantity=record.quantity("bubble", schedule="gpipe", M=m),
+                record=record,
+                note="GPipe without re-materialization, equal stages, a free link.",
+            )
     for record in of_part(records, "formula"):
-        row = "activation memory (N + L/K N/M) / N at L={num_layers}, M={num_microbatches}"
-        counted = record.quantity("peak activations / N")
-        yield _entry(record, row.format(**record.case), f"K={record.case['num_stages']}", counted, note)
+        at = f"at L={record.case['num_layers']}, M={record.case['num_microbatches']}"
+        yield Entry(
+            table=TABLE,
+            row=f"activation memory (N + L/K N/M) / N {at}",
+            column=f"K={record.case['num_stages']}",
+            question="as published",
+            quantity=record.quantity("peak activations / N"),
+            record=record,
+            note="Counted over the schedule's actions, where every layer's activations weigh the same.",
+        )
 
 
 def _sizes(records: Sequence[Record]) -> Iterator[Entry]:
     for record in of_part(records, "traffic"):
-        parameters = record.quantity("parameters")
-        if record.case["model"] == "amoebanet-b":
-            yield _entry(record, "parameters", "v5", parameters, table="amoebanet-b")
-        elif record.case["model"] == "transformer-seq2seq":
-            name = str(record.case["size"]).replace(", ", ",")
-            yield _entry(record, name, "parameters", parameters, table="nmt-models")
+        name = str(record.case["size"]).replace(", ", ",")
+        places = {
+            "amoebanet-b": ("amoebanet-b", "parameters", "v5"),
+            "transformer-seq2seq": ("nmt-models", name, "parameters"),
+        }
+        if place := places.get(str(record.case["model"])):
+            table, row, column = place
+            yield Entry(
+                table=table, row=row, column=column, question="as published",
+                quantity=record.quantity("parameters"), record=record,
+            )  # fmt: skip
 
 
 def least_multiple(share: float) -> int:
@@ -294,18 +288,14 @@ def _least_multiple(records: Sequence[Record]) -> Iterator[Entry]:
     fewest, most = least_multiple(negligible.high), least_multiple(negligible.low)
     row = "micro-batches per stage for a negligible bubble"
     cell = next(cell for cell in load_paper() if cell.key == (TABLE, row, "M / K"))
+    part = Part(what="negligible_share", low=fewest, high=most)
     yield Entry(
         table=TABLE,
         row=row,
         column="M / K",
         question="as published",
-        quantity=Quantity(name=row, value=(fewest + most) / 2, unit="ratio", provenance="modelled"),
-        spread=Spread(
-            low=fewest,
-            high=most,
-            parts=(Part(what="negligible_share", low=fewest, high=most),),
-            combinations=2,
-        ),
+        quantity=_quantity(row, (fewest + most) / 2, "ratio"),
+        spread=Spread(low=fewest, high=most, parts=(part,), combinations=2),
         allowed=printed(replace(cell, bound="at most")),  # the text says that so many are enough
         note=(
             "The least whole M / K with which (K-1)/(M+K-1) keeps below a negligible share at K = 8, for the "

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.figure2.computed import UNIT, VARIANTS
 from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Record, Scalar, find, of_case
+from gpipe_bench.harness.experiment import KeptTimeline, Plot
+from gpipe_bench.harness.record import Record, Scalar, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.shown import KeptTimeline, Plot
+from gpipe_bench.harness.units import show
+from gpipe_bench.harness.verdict import Comparison
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Step time and memory of every (dp, pp, tp) of 8, 64 and 512 accelerators, for two models of the paper.
 
-Operations take what the roofline of a TPUv3 core says (`experiments/published/accelerator_steps`), GPipe's
+Operations take what the roofline of a TPUv3 core says (`experiments/predicted/sizes.py`), GPipe's
 step with every micro-batch recomputed is laid out by the replay, with the collectives of the grid. Examples
 per accelerator stay the same, so the batch grows with the accelerators. What the paper does not state, the
 share of the peak and the link's bandwidth and latency, is a range; the point is the geometric middle of each.
@@ -14,24 +14,33 @@ dimensions use links of one kind, which they don't share.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.experiment import Case, Outcome
+from gpipe_bench.harness.record import Quantity, Scalar
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.reductions import (
+    data_parallel,
+    every_pass_s,
+    fetched,
+    pass_s,
+    sharded,
+    tensor_parallel_s,
+)
+from gpipe_bench.pipeline.plan.replay import replay
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, gpipe
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
-    from gpipe_bench.pipeline.memory.story import LayerProfile
-    from gpipe_bench.pipeline.plan.schedule import Action
-    from gpipe_bench.planner.accelerators import Accelerator
+    from gpipe_bench.experiments.predicted.sizes import FullSize
 
 PART = "grids of accelerators"
 COUNTS = {"smoke": (8,), "short": (8, 64, 512), "full": (8, 64, 512)}
-MEMORY_BYTES = 16 * 2**30
+ESTIMATE_S = 5.0
+CAP_GIB = 16.0
 MOST_STAGES, MOST_TP = 16, 8
 PER_STAGE = 4  # micro-batches for each stage, where there are as many examples: the paper's M >= 4K
 FORMAT, OPTIMIZER = "float32", "rmsprop"
@@ -51,7 +60,6 @@ MODELS = {
     "transformer": Model("Transformer-24", 4, tp=True),
     "amoebanet": Model("AmoebaNet-D (18, 256)", 16, tp=False),
 }
-ESTIMATE_S = 5.0
 
 
 class Place(NamedTuple):
@@ -70,9 +78,9 @@ class Setting(NamedTuple):
     latency_s: float
 
 
-def keys(profile: str) -> list[tuple[dict[str, Scalar], float]]:
+def cases(profile: str) -> list[Case]:
     return [
-        ({"part": PART, "model": name, "accelerators": count}, ESTIMATE_S)
+        Case({"part": PART, "model": name, "accelerators": count}, ESTIMATE_S)
         for name in (("transformer",) if profile == "smoke" else MODELS)
         for count in COUNTS[profile]
     ]
@@ -80,195 +88,160 @@ def keys(profile: str) -> list[tuple[dict[str, Scalar], float]]:
 
 def run(key: Mapping[str, Scalar], *, quick: bool) -> Outcome:
     """Every grid of a number of accelerators."""
-    name, count = str(key["model"]), int(str(key["accelerators"]))
-    subject = Laid(name, count, quick=quick)
-    quantities, ranges = list[Quantity](), list[dict[str, Any]]()
-    for place in places(count, MODELS[name], subject.num_layers):
+    grids = Grids(str(key["model"]), int(str(key["accelerators"])), quick=quick)
+    quantities, ranges, tried = list[Quantity](), list[dict[str, Any]](), settings()
+    for place in grids.places():
         for level in LEVELS if place.dp > 1 else LEVELS[:1]:
-            where: dict[str, Scalar] = {"dp": place.dp, "pp": place.pp, "tp": place.tp, "level": level}
-            steps_s = [subject.step_s(place, level, setting) for setting in settings()]
+            where: dict[str, Scalar] = {**place._asdict(), "level": level}
+            steps_s = [grids.step_s(place, level, setting) for setting in tried]
             quantities += [
                 Quantity(
                     name="step", key=where, value=steps_s[0], unit="s", provenance="modelled",
                     higher_is_better=False, note="a roofline's operations, laid out by the replay",
                 ),
                 Quantity(
-                    name="peak memory", key=where, value=subject.peak_bytes(place, level) / GIB, unit="GiB",
+                    name="peak memory", key=where, value=grids.peak_bytes(place, level) / GIB, unit="GiB",
                     provenance="modelled", higher_is_better=False, note="of the fullest accelerator",
                 ),
             ]  # fmt: skip
-            ranges.append({**where, "steps_s": steps_s, "M": subject.number(place)})
+            ranges.append({**where, "steps_s": steps_s, "M": grids.number(place)})
     facts = {
-        "title": MODELS[name].title, "batch_size": subject.batch_size,
-        "accelerator": subject.accelerator.name,
-        "settings": [setting._asdict() for setting in settings()], "ranges": ranges,
+        "title": grids.model.title, "batch_size": grids.batch_size, "accelerator": grids.accelerator.name,
+        "settings": [setting._asdict() for setting in tried], "ranges": ranges,
     }  # fmt: skip
     return Outcome(tuple(quantities), facts)
 
 
-def places(count: int, model: Model, num_layers: int) -> Iterator[Place]:
-    """Powers of two."""
-    pp = 1
-    while pp <= min(count, MOST_STAGES, num_layers):
-        tp = 1
-        while pp * tp <= count and tp <= (MOST_TP if model.tp else 1):
-            yield Place(count // pp // tp, pp, tp)
-            tp *= 2
-        pp *= 2
-
-
 def settings() -> list[Setting]:
     """The middle first, then every corner of what is not stated."""
-    from gpipe_bench.experiments.published.walk import points
-    from gpipe_bench.harness.judging.unknowns import load_unknowns
+    from gpipe_bench.experiments.predicted.sweep import points
+    from gpipe_bench.harness.unknowns import load_unknowns
 
-    table = "table2-transformer"
     names = ("share_of_peak", "link_bytes_per_s", "link_latency_s")
-    found = [[float(value) for value in points(load_unknowns().find(table, name))] for name in names]
-    corners = product(*((low, high) for low, _, high in found))
-    return [Setting(*(middle for _, middle, _ in found)), *(Setting(*corner) for corner in corners)]
+    known = [points(load_unknowns().find("table2-transformer", name)) for name in names]
+    ends = [(float(low), float(high)) for low, _, high in known]
+    return [
+        Setting(*(float(middle) for _, middle, _ in known)),
+        *(Setting(*corner) for corner in product(*ends)),
+    ]
 
 
-@dataclass
-class Laid:
-    """A model on a number of accelerators."""
+class Grids:
+    """The grids of a model on a number of accelerators; `quick` takes a tiny one of its kind."""
 
-    name: str
-    count: int
-    quick: bool = False
-
-    @cached_property
-    def full(self) -> FullSize:
-        from gpipe_bench.experiments.published.accelerator_steps import paper_models
-
-        make = paper_models.table3 if self.name == "transformer" else paper_models.table2
-        return make(self.name, quick=self.quick)
-
-    @cached_property
-    def accelerator(self) -> Accelerator:
+    def __init__(self, name: str, count: int, *, quick: bool = False) -> None:
+        from gpipe_bench.experiments.predicted.sizes import of_the_paper
         from gpipe_bench.planner.accelerators import TPU_V3
 
-        return TPU_V3
+        table = "table3" if name == "transformer" else "table2"
+        self.model, self.count, self.accelerator = MODELS[name], count, TPU_V3
+        self.full: FullSize = of_the_paper(table, name, quick=quick)
+        self.batch_size = self.model.examples * count
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.full.work.layers)
-
-    @property
-    def batch_size(self) -> int:
-        return MODELS[self.name].examples * self.count
+    def places(self) -> list[Place]:
+        """Powers of two."""
+        most_pp = min(self.count, MOST_STAGES, len(self.full.layers))
+        most_tp = MOST_TP if self.model.tp else 1
+        powers = [2**power for power in range(self.count.bit_length())]
+        return [
+            Place(self.count // pp // tp, pp, tp)
+            for pp in powers
+            for tp in powers
+            if pp <= most_pp and tp <= most_tp and pp * tp <= self.count
+        ]
 
     def number(self, place: Place) -> int:
         """Micro-batches of a replica: four for each stage, where it has as many examples."""
         return min(self.batch_size // place.dp, PER_STAGE * place.pp)
 
     def examples(self, place: Place) -> int:
+        """Of a micro-batch."""
         return self.batch_size // place.dp // self.number(place)
 
-    def cut(self, pp: int) -> Sequence[range]:
-        from gpipe_bench.pipeline.plan.partition import partition
-
-        work = self.full.work
-        return partition([float(layer.flops(1)) for layer in work.layers], pp)
+    def cut(self, pp: int) -> Partition:
+        return partition([float(each) for each in self.full.flops(1)], pp)
 
     @cached_property
     def divided(self) -> frozenset[int]:
         """The layers of the Transformer that are alike, which sum twice forward and twice back."""
-        parameters = self.full.work.parameters
-        usual, _ = Counter(parameters).most_common(1)[0]
-        return frozenset(index for index, each in enumerate(parameters) if each == usual)
+        usual, _ = Counter(self.full.parameters).most_common(1)[0]
+        return frozenset(index for index, each in enumerate(self.full.parameters) if each == usual)
 
     def step_s(self, place: Place, level: str, setting: Setting) -> float:
         """Seconds of a step whose replicas have all parameters, or have divided them."""
-        from gpipe_bench.pipeline.plan.links import Link
-        from gpipe_bench.pipeline.plan.reductions import (
-            data_parallel,
-            every_pass_s,
-            fetched,
-            pass_s,
-            sharded,
-            tensor_parallel_s,
-        )
-        from gpipe_bench.pipeline.plan.replay import replay
-        from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
         from gpipe_bench.planner.accelerators import UPDATE_BYTES
 
-        work, examples, cut = self.full.work, self.examples(place), self.cut(place.pp)
+        dp, pp, tp = place
+        full, examples, cut = self.full, self.examples(place), self.cut(pp)
         link = Link("link", setting.latency_s, setting.bytes_per_s)
-        layers = work.seconds(self.accelerator, FORMAT, examples, (setting.share_of_peak,))
-        forward_s = [float(each.forward[0]) / place.tp for each in layers]
-        backward_s = [float(each.backward[0]) / place.tp for each in layers]
-        gradients = [[4 * each / place.tp] for each in work.parameters]
-        sent = [layer.output_bytes(examples, FORMAT) for layer in work.layers]
-        back = [layer.gradient_bytes(examples, FORMAT) for layer in work.layers]
-        sums = [[sent[layer] for layer in span for _ in range(2) if layer in self.divided] for span in cut]
-        times: dict[tuple[int, Kind], float] = {}
-        for stage, span in enumerate(cut):
-            times[stage, Kind.F] = times[stage, Kind.R] = sum(forward_s[layer] for layer in span)
-            times[stage, Kind.B] = sum(backward_s[layer] for layer in span)
+        layers = full.seconds(self.accelerator, FORMAT, examples, (setting.share_of_peak,))
+        ahead_s = [[float(layers[layer].forward[0]) / tp for layer in span] for span in cut]
+        behind_s = [[float(layers[layer].backward[0]) / tp for layer in span] for span in cut]
+        held = [[4 * full.parameters[layer] / tp for layer in span] for span in cut]
+        sent = [full.sent_bytes(layer, examples, FORMAT) for layer in range(len(full.layers))]
         ends = [span.stop - 1 for span in cut[:-1]]
-        schedule = gpipe(place.pp, self.number(place), "always")
+        shared = 1 if level == "dp" else dp
+        update_bytes = UPDATE_BYTES[OPTIMIZER]
+        times: dict[tuple[int, Kind], float] = {}
+        for stage in range(pp):
+            times[stage, Kind.F] = times[stage, Kind.R] = sum(ahead_s[stage])
+            times[stage, Kind.B] = sum(behind_s[stage])
+        schedule = gpipe(pp, self.number(place), "always")
         waits: list[Callable[[Action], float]] = []
-        if place.tp > 1:
-            waits.append(tensor_parallel_s(sums, place.tp, link))
-        parts = [[gradients[layer] for layer in span] for span in cut]
-        held = [[sum(layer) for layer in span] for span in parts]
-        ahead = [[forward_s[layer] for layer in span] for span in cut]
-        behind = [[backward_s[layer] for layer in span] for span in cut]
+        if tp > 1:
+            sums = [
+                [sent[layer] for layer in span for _ in range(2) if layer in self.divided] for span in cut
+            ]
+            waits.append(tensor_parallel_s(sums, tp, link))
+        more: dict[str, Any] = {}
+        parts = [[[size] for size in sizes] for sizes in held]
         if level == "ZeRO-3":
-            passes = [
-                pass_s(sizes, seconds, place.dp, link, ahead=True)
-                for sizes, seconds in zip(held, ahead, strict=True)
+            gathers = [pass_s(*each, dp, link, ahead=True) for each in zip(held, ahead_s, strict=True)]
+            scatters = [
+                pass_s(sizes[::-1], seconds[::-1], dp, link, ahead=True, scattered=True)
+                for sizes, seconds in zip(held, behind_s, strict=True)
             ]
-            passes_back = [
-                pass_s(sizes[::-1], seconds[::-1], place.dp, link, ahead=True, scattered=True)
-                for sizes, seconds in zip(held, behind, strict=True)
+            waits.append(every_pass_s(schedule, gathers, scatters))
+        else:
+            reduced = data_parallel if level == "dp" else sharded
+            more["reductions"] = [
+                reduced(sizes, dp, link, backward_s=seconds)
+                for sizes, seconds in zip(parts, behind_s, strict=True)
             ]
-            waits.append(every_pass_s(schedule, passes, passes_back))
-        divided = 1 if level == "dp" else place.dp
-        pairs = list(zip(parts, behind, strict=True))
-        buckets = {
-            "dp": [data_parallel(sizes, place.dp, link, backward_s=seconds) for sizes, seconds in pairs],
-            "ZeRO-2": [sharded(sizes, place.dp, link, backward_s=seconds) for sizes, seconds in pairs],
-        }
+        if level == "ZeRO-2":
+            more["gathers"] = [
+                fetched(sizes, dp, link, forward_s=seconds)
+                for sizes, seconds in zip(held, ahead_s, strict=True)
+            ]
+        if waits:
+            more["collective_s"] = lambda action: sum(each(action) for each in waits)
         timeline = replay(
             schedule,
             times,
             link,
-            activation_bytes=[sent[end] / place.tp for end in ends],
-            gradient_bytes=[back[end] / place.tp for end in ends],
+            activation_bytes=[sent[end] / tp for end in ends],
+            gradient_bytes=[full.returned_bytes(end, examples, FORMAT) / tp for end in ends],
             update_s=[
-                sum(work.parameters[layer] for layer in span)
-                * UPDATE_BYTES[OPTIMIZER] / place.tp / divided / self.accelerator.bytes_per_s
+                sum(full.parameters[layer] for layer in span)
+                * update_bytes / tp / shared / self.accelerator.bytes_per_s
                 for span in cut
             ],
-            gathers=[
-                fetched(sizes, place.dp, link, forward_s=seconds)
-                for sizes, seconds in zip(held, ahead, strict=True)
-            ] if level == "ZeRO-2" else (),
-            reductions=buckets.get(level, ()),
-            collective_s=(lambda action: sum(each(action) for each in waits)) if waits else None,
+            **more,
         )  # fmt: skip
         return float(timeline.makespan_s)
 
     def peak_bytes(self, place: Place, level: str) -> float:
         """Of the fullest accelerator, its layers divided evenly by tp."""
         from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
-        from gpipe_bench.pipeline.plan.schedule import gpipe
 
+        shares = {"ZeRO-2": 2, "ZeRO-3": 3}
         sharing = (
-            Sharing(replicas=place.dp)
-            if level == "dp"
-            else Sharing(shards=place.dp, level=2 if level == "ZeRO-2" else 3)
+            Sharing(shards=place.dp, level=shares[level]) if level in shares else Sharing(replicas=place.dp)
         )
-        *layers, loss = self._profiles(self.examples(place))
-        cut = self.cut(place.pp)
+        *layers, loss = self.full.profiles(FORMAT, self.examples(place))
         stages = [
             held_stage(layers[span.start : span.stop], loss if span.stop == len(layers) else None, sharing)
-            for span in cut
+            for span in self.cut(place.pp)
         ]
         schedule = gpipe(place.pp, self.number(place), "always")
         return max(grid_peak_bytes(stages, schedule, OPTIMIZER)) / place.tp
-
-    def _profiles(self, examples: int) -> tuple[LayerProfile, ...]:
-        return self.full.memory(FORMAT).layers(examples)

@@ -1,31 +1,82 @@
-"""Replicas and a pipeline on this machine, measured, beside the replay with the collectives of a grid.
+"""Grids of processes on this machine: what each rank sends, and steps beside their replay.
 
-On two processes a Transformer trains as two replicas, and as a pipeline of two stages. The replay gets the
-actions of each step as they ran, and a link whose latency and bandwidth are those of two sums between the
-same processes. It gets neither medians of a kind nor one replica alone: processors sum with the cores that
-compute, so that the last backward, inside of which the sums are, takes half as long again as the others; and
-a step is as long as that of the replica which is slower in it. On four processes there is nothing to compute
-with on two cores, so the layers wait (`overlap`): two replicas of two stages, whose sums take a fixed time.
+Traffic: bytes that a rank sends in a step, as a stage of a pipeline and as a replica. By shape at the
+paper's sizes (`experiments/figure2/computed.py`: cuts of equal operations, and for the range those of equal
+parameters and of as many layers; a ring for the sums). Counted on two processes of a small model: what each
+of them wrote in a step (Linux counts it, in /proc/self/io), all messages over sockets. Whatever else is sent,
+such as signs of life, is in the count.
+
+Steps: on two processes a Transformer trains as two replicas, and as a pipeline of two stages. The replay gets
+the actions of each step as they ran, and a link whose latency and bandwidth are those of two sums between the
+same processes: replicas do not sum over what carries a pipeline's messages, which lie in memory that two
+processes map, but through torch's collectives. It gets neither medians of a kind nor one replica alone:
+processors sum with the cores that compute, so that the last backward, inside of which the sums are, takes
+half as long again as the others; and a step is as long as that of the replica which is slower in it. On four
+processes there is nothing to compute with on two cores, so the layers wait (`overlap`): two replicas of two
+stages, whose sums take a fixed time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.grid.sums import link_of
-from gpipe_bench.experiments.grid.sums import sums_s as time_sums
-from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.judging.stats import from_samples
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.experiment import Case, Outcome
+from gpipe_bench.harness.record import Provenance, Quantity
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.reductions import data_parallel
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
 
+MODELLED, COUNTED = "traffic", "traffic, counted"
 STEPS, WAITING = "steps", "waiting stages"
-SIZES = {
+MICROBATCHES = 4  # of a replica
+LANGUAGE, IMAGES = "transformer-lm", "amoebanet-d"
+_IMAGE_67 = {"num_layers": 3, "num_filters": 32, "image_size": 67, "num_classes": 10, "aux_head": False}
+
+
+class Subject(NamedTuple):
+    """A model with its batch on so many ranks; `column` is its in results/paper.csv."""
+
+    model: str
+    options: Mapping[str, Any]
+    batch_size: int
+    ranks: int
+    column: str
+
+
+SUBJECTS = {
+    "Transformer-24": Subject(
+        LANGUAGE, {"num_layers": 24}, 32, 4, "Transformer-24, 4 accelerators, 32 sequences"
+    ),
+    "AmoebaNet-D (18, 256)": Subject(
+        IMAGES, {"num_layers": 18, "num_filters": 256, "num_classes": 1000}, 128, 4,
+        "AmoebaNet-D (18, 256), 4 accelerators, 128 images",
+    ),
+    "AmoebaNet-D (3, 32)": Subject(
+        IMAGES, _IMAGE_67, 32, 4, "AmoebaNet-D (3, 32), 4 accelerators, 32 images"
+    ),
+}  # fmt: skip
+"""By shape."""
+SMALL = {
+    "Transformer-6": Subject(
+        LANGUAGE,
+        {
+            "num_layers": 6, "d_model": 128, "ffn_dim": 512, "num_heads": 4, "seq_len": 32,
+            "vocab_size": 1000, "dropout": 0.0,
+        },
+        16, 2, "Transformer-6 of width 128, 2 processes",
+    ),
+    "AmoebaNet-D (3, 32)": Subject(IMAGES, _IMAGE_67, 8, 2, "AmoebaNet-D (3, 32), 2 processes"),
+}  # fmt: skip
+"""Counted."""
+COUNTED_STEPS = 3  # two before them do not count
+
+SIZES: dict[str, dict[str, Any]] = {
     "smoke": {
         "num_layers": 4, "d_model": 32, "ffn_dim": 128, "num_heads": 2, "vocab_size": 200, "seq_len": 16,
     },
@@ -33,23 +84,153 @@ SIZES = {
         "num_layers": 6, "d_model": 256, "ffn_dim": 1024, "num_heads": 4, "vocab_size": 1000, "seq_len": 64,
     },
 }  # fmt: skip
-MODEL = "transformer-lm"
 EXAMPLES = {"smoke": 8, "short": 16}  # of all replicas
 NUM_STEPS = {"smoke": 3, "short": 15}
 BEFORE = 3
-MICROBATCHES = 4  # of a replica
 BUCKET_BYTES = 4 * 2**20
-GRIDS = ((2, 1), (1, 2))
+SUM_BYTES = (2**16, 2**24)
+"""A sum that is all latency, and one that is all bytes."""
+
+
+def cases(profile: str) -> list[Case]:
+    smoke = profile == "smoke"
+    shapes = ("AmoebaNet-D (3, 32)",) if smoke else tuple(SUBJECTS)
+    counted = ("Transformer-6",) if smoke else tuple(SMALL)
+    return [
+        *(Case({"part": MODELLED, "model": name}, 2.0) for name in shapes),
+        *(Case({"part": COUNTED, "model": name}, 15.0) for name in counted),
+        *(Case({"part": STEPS, "dp": dp, "pp": 2 // dp}, 8.0 if smoke else 20.0) for dp in (2, 1)),
+        Case({"part": WAITING, "dp": 2, "pp": 2}, 12.0),
+    ]
+
+
+def run(key: Mapping[str, Any], profile: str, seed: int) -> Outcome:
+    """One of them."""
+    if key["part"] == MODELLED:
+        return _modelled(SUBJECTS[key["model"]])
+    if key["part"] == COUNTED:
+        return _counted(SMALL[key["model"]])
+    if key["part"] == WAITING:
+        return _waiting()
+    return _steps(Job(key["dp"], key["pp"], "smoke" if profile == "smoke" else "short", seed))
+
+
+def _modelled(subject: Subject) -> Outcome:
+    from gpipe_bench.experiments.figure2.computed import shape, traffic
+
+    of_model = shape(subject.model, subject.options)
+    # What stages are balanced by is not said; a stack's maps are twice as large as those of the next.
+    cuts = {
+        "operations": of_model.flops,
+        "parameters": of_model.parameters,
+        "layers": [1] * len(of_model.flops),
+    }
+    found = {by: traffic(of_model, subject.ranks, costs) for by, costs in cuts.items()}
+    each = found["operations"].data_parallel_each
+    sent = {by: one.pipeline_busiest * subject.batch_size for by, one in found.items()}
+    ratios = {by: num / each for by, num in sent.items()}
+    return _traffic(subject, {"pp": [sent["operations"]], "dp": [each]}, {}, by_cut=ratios)
+
+
+def _counted(subject: Subject) -> Outcome:
+    """What really left each process, beside what shapes say."""
+    from gpipe_bench.experiments.timed.steps import run_processes
+
+    of_ranks = run_processes(count, subject.ranks, subject)
+    sent = {way: [each[way] for each in of_ranks] for way in ("pp", "dp")}
+    return _traffic(subject, sent, {way: of_ranks[0][f"{way}, by shape"] for way in ("pp", "dp")})
+
+
+def _traffic(
+    subject: Subject, sent: Mapping[str, list[int]], by_shape: Mapping[str, int], **more: object
+) -> Outcome:
+    by_rule: Provenance = "modelled"
+    provenance: Provenance = "measured" if by_shape else by_rule
+    busiest = {way: max(ranks) for way, ranks in sent.items()}
+    quantities = [
+        Quantity(
+            name=name, key={"way": way}, value=num_bytes, unit="bytes", provenance=how,
+            higher_is_better=False, note=note,
+        )
+        for name, ways, how, note in (
+            ("bytes sent", busiest, provenance, "of the rank that sends most, in a step"),
+            ("bytes by shape", by_shape, by_rule, ""),
+        )
+        for way, num_bytes in ways.items()
+    ]  # fmt: skip
+    quantities.append(
+        Quantity(
+            name="pipeline over data parallelism", value=busiest["pp"] / busiest["dp"], unit="ratio",
+            provenance=provenance, higher_is_better=False,
+        )
+    )  # fmt: skip
+    facts = {
+        "column": subject.column, "batch_size": subject.batch_size, "ranks": subject.ranks,
+        "bytes_by_rank": {way: list(ranks) for way, ranks in sent.items()}, **more,
+    }  # fmt: skip
+    return Outcome(tuple(quantities), facts)
+
+
+def count(subject: Subject) -> dict[str, int]:
+    """What this process wrote in a step, as a stage and as a replica; every rank of a case runs it."""
+    import torch
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from gpipe_bench.models import MODELS, example_batch, loss_fn
+    from gpipe_bench.pipeline import Pipeline
+
+    ranks, found = dist.get_world_size(), dict[str, int]()
+    loss = loss_fn(subject.model, **subject.options)
+    for way, shape in (("pp", (1, ranks)), ("dp", (ranks, 1))):
+        torch.manual_seed(0)
+        layers = MODELS[subject.model](**subject.options)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
+        batch, target = example_batch(subject.model, subject.batch_size // shape[0], **subject.options)
+        with Pipeline(layers, mesh=mesh, num_microbatches=MICROBATCHES, share_memory=False) as pipeline:
+            counts = [_written_bytes()]
+            for _ in range(2 + COUNTED_STEPS):
+                pipeline.step(batch, target, loss)
+                pipeline.zero_grad()
+                counts.append(_written_bytes())
+            # Before, connections are made, forms agreed upon, the order of gradients learnt.
+            found[way] = sorted(map(int.__sub__, counts[3:], counts[2:-1]))[COUNTED_STEPS // 2]
+            found[f"{way}, by shape"] = _by_shape(way, pipeline, batch)
+    return found
+
+
+def _written_bytes() -> int:
+    with open("/proc/self/io", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("wchar:"))
+
+
+def _by_shape(way: str, pipeline: Any, batch: Any) -> int:
+    """Of the rank that sends most: the gradients' share of a ring, or the messages at this process's ends."""
+    import torch
+    from torch import distributed as dist
+
+    from gpipe_bench.pipeline.memory.boundary import Boundary
+    from gpipe_bench.pipeline.plan.collectives import all_reduce_sent_bytes
+
+    if way == "dp":
+        gradients = sum(p.nbytes for p in pipeline.parameters() if p.requires_grad)
+        return round(all_reduce_sent_bytes(gradients, dist.get_world_size()))
+    mine = torch.zeros(1, dtype=torch.int64)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            for layer in pipeline.stages[0].layers:
+                batch = layer(batch)
+        mine[0] = Boundary.of(batch).num_bytes
+    dist.broadcast(mine, 0)
+    return int(mine[0])
 
 
 class Job(NamedTuple):
-    """One grid as its processes see it."""
+    """One grid as its processes see it; `size` is a key of `SIZES`."""
 
     dp: int
     pp: int
-    sizes: dict[str, Any]
-    examples: int
-    num_steps: int
+    size: str
     seed: int
 
 
@@ -63,38 +244,24 @@ class Ran(NamedTuple):
     actions_s: list[dict[tuple[int, str, int], float]]
     gradient_bytes: list[list[list[int]]]
     boundary_bytes: int
-    sums_s: tuple[float, float]
+    sums_s: Sequence[float]
 
 
-def keys(profile: str) -> list[tuple[dict[str, Scalar], float]]:
-    found: list[tuple[dict[str, Scalar], float]] = [
-        ({"part": STEPS, "dp": dp, "pp": pp}, 20.0 if profile != "smoke" else 8.0) for dp, pp in GRIDS
-    ]
-    return [*found, ({"part": WAITING, "dp": 2, "pp": 2}, 12.0)]
+def _steps(job: Job) -> Outcome:
+    from gpipe_bench.experiments.timed.steps import run_processes
 
-
-def run(key: Mapping[str, Scalar], profile: str, seed: int) -> Outcome:
-    if key["part"] == WAITING:
-        return _waiting()
-    from gpipe_bench.experiments.measuring.processes import run_processes
-
-    size = "smoke" if profile == "smoke" else "short"
-    dp, pp = int(str(key["dp"])), int(str(key["pp"]))
-    job = Job(dp, pp, SIZES[size], EXAMPLES[size], NUM_STEPS[size], seed)
-    found: list[Ran] = run_processes(work, dp * pp, job)
+    found: list[Ran] = run_processes(work, job.dp * job.pp, job)
     link = link_of(found[0].sums_s, "measured before the steps")
-    replayed_s = laid_out_s(job, found, link)
     measured = from_samples("step", [1e3 * each for each in found[0].steps_s], "ms")
-    quantities = _beside(measured, 1e3 * replayed_s)
     facts = {
-        "sizes": job.sizes, "batch_size": job.examples, "num_microbatches": MICROBATCHES,
+        "sizes": SIZES[job.size], "batch_size": EXAMPLES[job.size], "num_microbatches": MICROBATCHES,
         "link": {"latency_s": link.latency_s, "bytes_per_s": link.bandwidth_bytes_per_s},
         "actions_ms": {
             f"{k}{kind}{m}": 1e3 * median(step[k, kind, m] for step in found[0].actions_s)
             for k, kind, m in found[0].actions_s[0]
         },
     }  # fmt: skip
-    return Outcome(quantities, facts)
+    return Outcome(_beside(measured, 1e3 * laid_out_s(job, found, link)), facts)
 
 
 def _waiting() -> Outcome:
@@ -130,28 +297,25 @@ def _beside(measured: Quantity, replayed_ms: float) -> tuple[Quantity, ...]:
 
 def laid_out_s(job: Job, found: Sequence[Ran], link: Link) -> float:
     """The step by the replay: the median of steps, each of which is as long as its slowest pipeline's."""
-    steps = zip(
-        *[[_step_s(job, ran, actions_s, link) for actions_s in ran.actions_s] for ran in found], strict=True
-    )
-    return float(median(map(max, steps)))
 
+    def step_s(ran: Ran, actions_s: Mapping[tuple[int, str, int], float]) -> float:
+        timeline = replay(
+            gpipe(job.pp, MICROBATCHES, "never"),
+            {(stage, Kind(kind), m): seconds for (stage, kind, m), seconds in actions_s.items()},
+            LINKS["loopback"],
+            activation_bytes=[ran.boundary_bytes] * (job.pp - 1),
+            reductions=[
+                data_parallel(sizes, job.dp, link, bucket_bytes=BUCKET_BYTES) for sizes in ran.gradient_bytes
+            ],
+        )
+        return float(timeline.makespan_s)
 
-def _step_s(job: Job, ran: Ran, actions_s: Mapping[tuple[int, str, int], float], link: Link) -> float:
-    buckets = [data_parallel(sizes, job.dp, link, bucket_bytes=BUCKET_BYTES) for sizes in ran.gradient_bytes]
-    timeline = replay(
-        gpipe(job.pp, MICROBATCHES, "never"),
-        {(stage, Kind(kind), m): seconds for (stage, kind, m), seconds in actions_s.items()},
-        LINKS["loopback"],
-        activation_bytes=[ran.boundary_bytes] * (job.pp - 1),
-        reductions=buckets,
-    )
-    return float(timeline.makespan_s)
+    by_process = [[step_s(ran, actions_s) for actions_s in ran.actions_s] for ran in found]
+    return float(median(map(max, zip(*by_process, strict=True))))
 
 
 def work(job: Job) -> Ran:
     """What each process does."""
-    import time
-
     import torch
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -160,18 +324,19 @@ def work(job: Job) -> Ran:
     from gpipe_bench.pipeline import Pipeline
 
     torch.manual_seed(job.seed)
-    layers = MODELS[MODEL](**job.sizes)
+    options = SIZES[job.size]
+    layers = MODELS[LANGUAGE](**options)
     sizes = [[p.nbytes for p in layer.parameters()] for layer in layers]
-    share = job.examples // job.dp
-    batch, target = example_batch(MODEL, share, **job.sizes)
-    loss = loss_fn(MODEL, **job.sizes)
+    share = EXAMPLES[job.size] // job.dp
+    batch, target = example_batch(LANGUAGE, share, **options)
+    loss = loss_fn(LANGUAGE, **options)
     mesh = init_device_mesh("cpu", (job.dp, job.pp), mesh_dim_names=("dp", "pp"))
     pipeline = Pipeline(
         layers, mesh=mesh, num_microbatches=MICROBATCHES, remat="never", bucket_bytes=BUCKET_BYTES
     )
-    sums_s = time_sums()
+    sums_s = [_median_s(partial(dist.all_reduce, torch.zeros(size // 4))) for size in SUM_BYTES]
     steps_s, actions_s = list[float](), list[dict[tuple[int, str, int], float]]()
-    for number in range(BEFORE + job.num_steps):
+    for number in range(BEFORE + NUM_STEPS[job.size]):
         dist.barrier()
         start_s = time.perf_counter()
         pipeline.step(batch, target, loss)
@@ -185,10 +350,27 @@ def work(job: Job) -> Ran:
             actions_s.append({(a.stage, str(a.kind), a.microbatch): seconds for a, seconds in events})
     cut = pipeline.partition
     pipeline.close()
-    return Ran(
-        steps_s,
-        actions_s,
-        [[sizes[layer] for layer in span] for span in cut],
-        4 * share // MICROBATCHES * int(job.sizes["seq_len"]) * int(job.sizes["d_model"]),
-        (sums_s[0], sums_s[1]),
-    )
+    gradient_bytes = [[sizes[layer] for layer in span] for span in cut]
+    boundary_bytes = 4 * share // MICROBATCHES * options["seq_len"] * options["d_model"]
+    return Ran(steps_s, actions_s, gradient_bytes, boundary_bytes, sums_s)
+
+
+def _median_s(collective: Callable[[], object], repeats: int = 9) -> float:
+    """Of a sum over all processes, which all call."""
+    from torch import distributed as dist
+
+    found = []
+    for _ in range(repeats):
+        dist.barrier()
+        start_s = time.perf_counter()
+        collective()
+        found.append(time.perf_counter() - start_s)
+    return median(found[2:])
+
+
+def link_of(sums_s: Sequence[float], source: str) -> Link:
+    """The link on which the ring of two takes as long as two sums did; both of its directions at a time."""
+    (small, large), (short_s, long_s) = SUM_BYTES, sums_s
+    per_byte_s = max(long_s - short_s, 1e-12) / (large - small)
+    latency_s = max(short_s - small * per_byte_s, 0.0) / 2  # two hops
+    return Link("sums of two processes", latency_s, 1 / per_byte_s, source=source)

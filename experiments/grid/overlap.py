@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_bench.experiments.measuring.waiting_layers import Waiting, slow_sums
+from gpipe_bench.experiments.schedules.waiting import Waiting, slow_sums
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.reductions import Bucket
 from gpipe_bench.pipeline.plan.replay import replay

@@ -28,10 +28,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gpipe_bench.experiments.measuring.processes import run_processes
-from gpipe_bench.experiments.measuring.turns import Measured, measure
-from gpipe_bench.harness.judging.stats import median_interval
-from gpipe_bench.harness.timing.rounds import against_itself, ratios, slowest
+from gpipe_bench.experiments.side_by_side import Found, measured, take_turns
+from gpipe_bench.experiments.timed.steps import run_processes
+from gpipe_bench.harness.rounds import against_itself, ratios, slowest
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
 
@@ -58,27 +58,7 @@ class Job(NamedTuple):
     sizes: dict[str, Any] = SIZES
 
 
-class Compared(NamedTuple):
-    """Seconds per step of the slowest process by arm, two samples in each round; ours over torch's and ours
-    over itself by round; and the largest difference of any gradient, relative to the largest gradient.
-    """
-
-    times: dict[str, list[float]]
-    ratio: list[float]
-    control: list[float]
-    difference: float
-
-
-def compare(job: Job) -> Compared:
-    """Starts a process for each replica and times both."""
-    found: list[tuple[Measured, float]] = run_processes(work, job.replicas, job)
-    times = slowest([measured.times for measured, _ in found])
-    return Compared(
-        times, ratios(times, OURS, TORCHS), against_itself(times, OURS), max(each for _, each in found)
-    )
-
-
-def work(job: Job) -> tuple[Measured, float]:
+def work(job: Job) -> Found:
     """What each process does. `RuntimeError` where the two do not compute the same."""
     torch.manual_seed(job.seed)
     model = MODELS[MODEL](**job.sizes)
@@ -99,7 +79,8 @@ def work(job: Job) -> tuple[Measured, float]:
         raise RuntimeError(
             f"the gradients of the two differ by {difference:.1e} of the largest; nothing was timed"
         )
-    return measure(steps, [model, twin], job.num_rounds, job.seed), difference
+    found = take_turns(steps, [model, twin], job.num_rounds, job.seed)
+    return found._replace(details={"difference": difference})
 
 
 def _ours(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Callable[[], object]:
@@ -174,23 +155,22 @@ def _own(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def lines(job: Job, found: Compared) -> list[str]:
-    """What was found, as text."""
-    shown = [f"{arm:24} {1e3 * median(samples):8.2f} ms" for arm, samples in found.times.items()]
+def lines(job: Job, found: Sequence[Found]) -> list[str]:
+    """What the processes found, as text: the slowest's steps, ours over torch's and ours over itself by
+    round, and the largest difference of any gradient, relative to the largest gradient.
+    """
+    times = slowest([each.times for each in found])
     theirs = "DistributedDataParallel" if job.zero is None else f"fully_shard, ZeRO-{job.zero}"
-    what = f"{job.replicas} replicas x {job.examples} examples, M = {job.num_microbatches}, torch: {theirs}"
+    ratio, control = (
+        measured(from_samples("", samples, "ratio"))
+        for samples in (ratios(times, OURS, TORCHS), against_itself(times, OURS))
+    )
+    difference = max(each.details["difference"] for each in found)
     return [
-        what,
-        *shown,
-        f"ours / torch's {_with_interval(found.ratio)}, control {_with_interval(found.control)}, gradients "
-        f"{found.difference:.0e}",
+        f"{job.replicas} replicas x {job.examples} examples, M = {job.num_microbatches}, torch: {theirs}",
+        *(f"{name:24} {1e3 * median(samples):8.2f} ms" for name, samples in times.items()),
+        f"ours / torch's {ratio}, control {control}, gradients {difference:.0e}",
     ]
-
-
-def _with_interval(values: Sequence[float]) -> str:
-    interval = median_interval(values)
-    shown = "" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
-    return f"{median(values):.3f}{shown}"
 
 
 def main() -> None:
@@ -203,15 +183,12 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=float, help="of ours; torch's have its default")
     options = parser.parse_args()
     for zero, num_microbatches in product(options.zero or [None], options.microbatches):
+        bucket_bytes = None if options.bucket_mib is None else int(options.bucket_mib * 2**20)
         job = Job(
-            options.replicas,
-            options.examples,
-            num_microbatches,
-            options.rounds,
-            bucket_bytes=None if options.bucket_mib is None else int(options.bucket_mib * 2**20),
+            options.replicas, options.examples, num_microbatches, options.rounds, bucket_bytes=bucket_bytes,
             zero=zero,
-        )
-        print("\n".join(lines(job, compare(job))), flush=True)
+        )  # fmt: skip
+        print("\n".join(lines(job, run_processes(work, job.replicas, job))), flush=True)
 
 
 if __name__ == "__main__":

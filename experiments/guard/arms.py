@@ -1,49 +1,167 @@
-"""The processes of the three arms: base, head, and the base once more as the control."""
+"""What a guard run measures, and the processes of its three arms: base, head, and the base as the control.
+
+Be it this project or somebody else's repository, the rounds and statistics are the same; what differs is
+which folder is measured, which benchmarks there are, and what the processes import.
+
+What is compared must live in processes of its own, or two versions of a package could not be loaded; and they
+must outlive the single measurement, or start-up would be measured. Lines of JSON cross the pipes, never
+pickles: the code at the other end may be any revision.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import select
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
-from gpipe_bench.harness.guard.judge import Sample
-from gpipe_bench.harness.guard.process import Worker
-from gpipe_bench.harness.guard.rounds import ARMS
-from gpipe_bench.harness.timing.rounds import SAMPLE_S, repeats_for
+from gpipe_bench.experiments.guard.trees import top_of
+from gpipe_bench.harness.guard import ARMS, Sample
+from gpipe_bench.harness.places import ROOT
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # an answer that takes longer is a hang
-CALIBRATION_SAMPLES = 4
+BUILD_TIMEOUT_S = 900  # for the command of `--build`
+TAIL_BYTES = 2000  # of a process's standard error, in the message about its failure
 
 
-class Timed(Protocol):
-    """What the guard must know of a benchmark; the processes know the rest."""
+class Timed(NamedTuple):
+    """What must be known of a benchmark outside of the processes that run it."""
 
-    @property
-    def describe(self) -> str: ...
+    describe: str
+    num_processes: int = 1
 
-    @property
-    def num_processes(self) -> int: ...
+
+OURS = {name: Timed(each.describe, each.num_processes) for name, each in BENCHMARKS.items()}
 
 
 @dataclass(frozen=True)
-class Program:
-    """What the processes run: a script, its own arguments, and the folders of a revision that it imports
-    from.
+class Subject:
+    """The folder that is measured, by what, and the folders in it that modules are imported from.
+
+    `engine` and `file` are what the processes time (`worker.py`); without both it is this project. `build` is
+    a command that makes a fresh checkout usable.
     """
 
-    script: Path = WORKER
-    arguments: tuple[str, ...] = ()
-    folders: tuple[str, ...] = (".",)
+    root: Path
+    benchmarks: Mapping[str, Timed]
+    folders: Sequence[str] = (".",)
+    engine: str = ""
+    file: str = ""
+    build: str = ""
 
-    def command(self, *arguments: object) -> list[str]:
-        return [sys.executable, "-P", str(self.script), *map(str, arguments), *self.arguments]
+    @property
+    def is_own(self) -> bool:
+        """Whether it is this project, with its own revisions."""
+        return not (self.engine or self.file)
+
+    def prepare(self, tree: Path) -> None:
+        """Runs the build command in a fresh checkout. Raises ValueError with the end of what it said."""
+        if not self.build:
+            return
+        try:
+            done = subprocess.run(
+                self.build, cwd=tree, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=BUILD_TIMEOUT_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"--build {self.build!r} has not ended for {BUILD_TIMEOUT_S} s") from error
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines()[-5:]
+            raise ValueError(
+                f"--build {self.build!r} failed with status {done.returncode} in the base's checkout: "
+                + " / ".join(said)
+            )
+
+
+def this_project() -> Subject:
+    """The checkout whose code is running."""
+    return Subject(ROOT, OURS)
+
+
+def repository(
+    folder: Path, engine: str, file: Path | None, folders: Sequence[str], build: str = ""
+) -> Subject:
+    """Somebody else's repository.
+
+    folder: in a git work tree; what is measured, as it lies there.
+    engine: `module:attribute` of a factory of engines (docs/own-engine.md), or "".
+    file: a Python file with a dictionary BENCHMARKS of functions, or None.
+    folders: where modules are imported from, below `folder`; none: itself, and its `src` if there is one.
+    build: a command to be run in the base's checkout before it is measured.
+
+    Raises ValueError, with the remedy, where nothing can be measured so, and WorkerError where the file
+    can't be loaded.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--repo {folder} is no folder; name the repository to be guarded")
+    root = folder.resolve()
+    if top_of(root) is None:
+        raise ValueError(
+            f"{root} is in no git repository that can be read; two revisions are compared, so name a clone"
+        )
+    if not engine and file is None:
+        raise ValueError(
+            "--repo needs what is to be timed there: --engine module:attribute for a pipeline engine "
+            "(docs/own-engine.md), --benchmarks FILE for functions of your own, or both"
+        )
+    module, colon, attribute = engine.partition(":")
+    parts = (*module.split("."), *attribute.split("."))
+    if engine and not (colon and all(part.isidentifier() for part in parts)):
+        raise ValueError(
+            f"engine {engine!r} is not module:attribute; write mine:MyEngine for MyEngine in mine.py"
+        )
+    if file is not None and not file.is_file():
+        raise ValueError(f"--benchmarks {file} is no file")
+    for each in folders:
+        if not (root / each).is_dir():
+            raise ValueError(f"--path {each}: {root} has no such folder")
+    if not folders:
+        folders = (".", "src") if (root / "src").is_dir() else (".",)
+    benchmarks = dict(OURS) if engine else {}
+    subject = Subject(
+        root, benchmarks, tuple(folders), engine, "" if file is None else str(file.resolve()), build
+    )
+    if file is not None:
+        with ExitStack() as stack:  # their code is not run in this process
+            arm = Arm("head", root, subject, 1, Path("unused"), stack)
+            arm.wait_until_started()
+            names = arm.names()
+        if twice := sorted(names.keys() & benchmarks.keys()):
+            raise ValueError(
+                f"{file} declares {', '.join(twice)}, which is a benchmark of every engine; rename it"
+            )
+        benchmarks |= {name: Timed(describe) for name, describe in names.items()}
+    return subject
+
+
+@contextmanager
+def arms_of(subject: Subject, base: Path, names: Sequence[str]) -> Iterator[dict[str, Arm]]:
+    """The arms for these benchmarks, in fresh processes that are gone afterwards.
+
+    The head is the subject's folder as it lies there. Raises WorkerError where a revision can't be loaded.
+    """
+    count = max(subject.benchmarks[name].num_processes for name in names)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="guard-")))
+        arms = {
+            name: Arm(name, subject.root if name == "head" else base, subject, count, folder / name, stack)
+            for name in ARMS
+        }
+        for arm in arms.values():
+            arm.wait_until_started()
+        yield arms
 
 
 class Built(NamedTuple):
@@ -57,40 +175,31 @@ class Arm:
     """One revision, loaded in a process per stage where a benchmark wants that, else all in the first."""
 
     def __init__(
-        self,
-        name: str,
-        tree: Path,
-        num_processes: int,
-        store: Path,
-        slow_down: float,
-        stack: ExitStack,
-        *,
-        benchmarks: Mapping[str, Timed] = BENCHMARKS,
-        program: Program | None = None,
+        self, name: str, tree: Path, subject: Subject, num_processes: int, store: Path, stack: ExitStack
     ) -> None:
-        self.name = name
-        self._benchmarks = benchmarks
+        self._benchmarks = subject.benchmarks
         self._workers = []
-        program = program or Program()
+        environment = environment_of(tree, subject.folders)
         for rank in range(num_processes):
-            command = program.command(tree, rank, num_processes, store, slow_down)
-            worker = Worker(f"{name} ({tree})", command, environment_of(tree, program.folders))
-            stack.callback(worker.kill)
-            self._workers.append(worker)
+            asked = (WORKER, tree, rank, num_processes, store, subject.engine, subject.file)
+            command = [sys.executable, "-P", *map(str, asked)]
+            self._workers.append(Worker(f"{name} ({tree})", command, environment))
+            stack.callback(self._workers[-1].kill)
 
     def wait_until_started(self) -> None:
         for worker in self._workers:
             worker.receive(START_S)
 
     def names(self) -> dict[str, str]:
-        """The benchmarks that the revision's own file declares, with what they are."""
-        self._workers[0].send({"do": "names"})
-        found: dict[str, str] = self._workers[0].receive(ANSWER_S)["names"]
-        return found
+        """The benchmarks that the repository's own file declares, with what they are."""
+        (reply,) = self._ask(1, {"do": "names"}, ANSWER_S)
+        names: dict[str, str] = reply["names"]
+        return names
 
     def build(self, benchmark: str) -> Built:
         """Builds it and takes its first step."""
-        replies = self._ask(benchmark, {"do": "build", "benchmark": benchmark}, BUILD_S)
+        count = self._benchmarks[benchmark].num_processes
+        replies = self._ask(count, {"do": "build", "benchmark": benchmark}, BUILD_S)
         return Built(
             next((reply["loss"] for reply in replies if reply.get("loss") is not None), None),
             next((reply["refused"] for reply in replies if "refused" in reply), ""),
@@ -98,61 +207,101 @@ class Arm:
 
     def sample(self, benchmark: str, repeats: int) -> Sample:
         """A step takes as long as its slowest process, and the processor time of all."""
-        found = self._ask(benchmark, {"do": "sample", "benchmark": benchmark, "repeats": repeats}, ANSWER_S)
+        count = self._benchmarks[benchmark].num_processes
+        found = self._ask(count, {"do": "sample", "benchmark": benchmark, "repeats": repeats}, ANSWER_S)
         return Sample(max(each["wall_s"] for each in found), sum(each["cpu_s"] for each in found))
 
-    def _ask(self, benchmark: str, request: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-        workers = self._workers[: self._benchmarks[benchmark].num_processes]
+    def _ask(self, count: int, request: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        workers = self._workers[:count]
         for worker in workers:
             worker.send(request)
         return [worker.receive(timeout_s) for worker in workers]
 
 
-@contextmanager
-def arms_of(
-    base: Path,
-    head: Path,
-    benchmarks: Mapping[str, Timed],
-    *,
-    slow_down: float = 0.0,
-    program: Program | None = None,
-) -> Iterator[dict[str, Arm]]:
-    """The arms, in fresh processes that are gone afterwards.
-
-    `slow_down` delays the head's engine by that share. Raises WorkerError where a revision can't be loaded.
-    """
-    num_processes = max(benchmark.num_processes for benchmark in benchmarks.values())
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="guard-")))
-        arms = {
-            name: Arm(
-                name, head if name == "head" else base, num_processes, folder / name,
-                slow_down if name == "head" else 0.0, stack, benchmarks=benchmarks, program=program,
-            )
-            for name in ARMS
-        }  # fmt: skip
-        for arm in arms.values():
-            arm.wait_until_started()
-        yield arms
-
-
-def environment_of(tree: Path, folders: Sequence[str] = (".",)) -> dict[str, str]:
+def environment_of(tree: Path, folders: Sequence[str]) -> dict[str, str]:
     """This environment with one thread, no GPU, the packages in `folders` of `tree` first, and nothing
     written into it.
     """
-    first = [str(tree / folder) for folder in folders]
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     before = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
-        **threads,
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([*first, *([before] if before else [])]),
+        "PYTHONPATH": os.pathsep.join(
+            [*(str(tree / folder) for folder in folders), *([before] if before else [])]
+        ),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "0",
     }
 
 
-def calibrate(arm: Arm, benchmark: str, sample_s: float = SAMPLE_S) -> int:
-    """Steps per sample, equal for all arms: as many as the base needs to fill it when undisturbed."""
-    return repeats_for([arm.sample(benchmark, 1).wall_s for _ in range(CALIBRATION_SAMPLES)], sample_s)
+class WorkerError(RuntimeError):
+    """A process failed, hung or said something else than a line of JSON."""
+
+
+class Worker:
+    """A process that is kept alive. Its standard error is kept, and shown when it fails.
+
+    It leads a session of its own, so that an interrupt at the keyboard ends it through us, after which it is
+    certainly gone. If we vanish, its standard input ends, and so does it.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.name = name
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        self._process = subprocess.Popen(
+            list(command), env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._errors, start_new_session=True, bufsize=0,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out, self.pid = self._process.stdin, self._process.stdout, self._process.pid
+        self._pending = b""
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Writes one line. Raises WorkerError if nobody reads it."""
+        try:
+            self._in.write(json.dumps(dict(request)).encode() + b"\n")
+        except OSError as error:
+            raise self._failure("ended") from error
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """The next line. Raises WorkerError if it says "error", does not come in time, or is no JSON."""
+        end_s = time.monotonic() + timeout_s
+        while b"\n" not in self._pending:
+            remaining_s = end_s - time.monotonic()
+            if remaining_s <= 0 or not select.select([self._out], [], [], remaining_s)[0]:
+                raise self._failure(f"has not answered for {timeout_s:.0f} s")
+            data = os.read(self._out.fileno(), 1 << 16)
+            if not data:
+                raise self._failure("ended")
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        try:
+            reply = json.loads(line)
+        except ValueError as error:
+            raise self._failure(f"answered {line[:200]!r}, which is no JSON") from error
+        if not isinstance(reply, dict):
+            raise self._failure(f"answered {line[:200]!r}, which is no object")
+        if "error" in reply:
+            raise WorkerError(f"{self.name}: {reply['error']}")
+        return reply
+
+    def kill(self) -> None:
+        """Ends the process and its children at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._in, self._out, self._errors):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+    def _failure(self, what: str) -> WorkerError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.2)  # so that its last words are there
+        status = self._process.poll()
+        how = "" if status is None else f" with exit status {status}"
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - TAIL_BYTES))
+        tail = self._errors.read().decode("utf-8", "backslashreplace").strip()
+        return WorkerError(f"the process of {self.name} {what}{how}" + (f":\n{tail}" if tail else ""))

@@ -2,17 +2,20 @@
 
 Some come from the schedule (length in slots, bubble, graphs alive), others are counted while the engine takes
 a step of a small model: actions, messages and bytes between stages, floating-point operations with every
-recomputation. None needs a clock, so they are equal on every machine, and any change is somebody's.
+recomputation. None needs a clock, so they are equal on every machine, and any change is somebody's. Such a
+number needs no tolerance either, and may not get better unnoticed: an unexplained win is as often something
+that was forgotten as something that was gained.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS, SEED
 
@@ -35,8 +38,7 @@ MODEL_OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class CounterCase:
+class Case(NamedTuple):
     """A step whose numbers are kept."""
 
     model: str
@@ -50,15 +52,15 @@ class CounterCase:
 
 
 CASES = (
-    CounterCase("transformer-lm", "gpipe", 1, 4, "always"),
-    CounterCase("transformer-lm", "naive", 4, 1, "never"),
-    CounterCase("transformer-lm", "gpipe", 4, 8, "never"),
-    CounterCase("transformer-lm", "gpipe", 4, 8, "except_last"),
-    CounterCase("transformer-lm", "gpipe", 4, 8, "always"),
-    CounterCase("transformer-lm", "gpipe", 8, 32, "always"),
-    CounterCase("transformer-lm", "1f1b", 4, 8, "never"),
-    CounterCase("transformer-lm", "1f1b", 4, 8, "always"),
-    CounterCase("amoebanet-d", "gpipe", 4, 4, "always"),
+    Case("transformer-lm", "gpipe", 1, 4, "always"),
+    Case("transformer-lm", "naive", 4, 1, "never"),
+    Case("transformer-lm", "gpipe", 4, 8, "never"),
+    Case("transformer-lm", "gpipe", 4, 8, "except_last"),
+    Case("transformer-lm", "gpipe", 4, 8, "always"),
+    Case("transformer-lm", "gpipe", 8, 32, "always"),
+    Case("transformer-lm", "1f1b", 4, 8, "never"),
+    Case("transformer-lm", "1f1b", 4, 8, "always"),
+    Case("amoebanet-d", "gpipe", 4, 4, "always"),
 )
 
 
@@ -67,7 +69,7 @@ def content() -> dict[str, Any]:
     return {"benchmarks": sorted(BENCHMARKS), "counters": {str(case): counters(case) for case in CASES}}
 
 
-def counters(case: CounterCase) -> dict[str, Any]:
+def counters(case: Case) -> dict[str, Any]:
     """The numbers of one case."""
     from gpipe_bench.pipeline.plan.schedule import SCHEDULES
 
@@ -91,7 +93,7 @@ def of_schedule(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def of_step(case: CounterCase, schedule: Schedule) -> dict[str, Any]:
+def of_step(case: Case, schedule: Schedule) -> dict[str, Any]:
     """What the engine does in one training step, counted while it does it."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -155,3 +157,55 @@ def of_step(case: CounterCase, schedule: Schedule) -> dict[str, Any]:
 def _each(numbers: Iterable[int]) -> str:
     """One number per stage, on one line of the file."""
     return " ".join(map(str, numbers))
+
+
+def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """One line for everything in which the content found differs from the file's; none where it is equal."""
+    before, now = expected.get("counters", {}), found["counters"]
+    lines = _gone_and_new(before, now)
+    for case in now:
+        if case in before:
+            lines += [f"{case}: {line}" for line in _of_case(before[case], now[case])]
+    changed = _gone_and_new(expected.get("benchmarks", []), found["benchmarks"])
+    return lines + [f"benchmark {line}" for line in changed]  # none that is timed vanishes unnoticed
+
+
+def _gone_and_new(expected: Collection[str], found: Collection[str]) -> list[str]:
+    lines = [f"{name}: missing, but in the file" for name in expected if name not in found]
+    return lines + [f"{name}: new, not in the file" for name in found if name not in expected]
+
+
+def _of_case(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    lines = [f"{name} is missing, but in the file" for name in expected if name not in found]
+    lines += [f"{name} = {found[name]} is new, not in the file" for name in found if name not in expected]
+    for name, value in found.items():
+        # A file may say 4.0 or true where 4 was counted; equality alone would let it.
+        if name in expected and (expected[name] != value or type(expected[name]) is not type(value)):
+            lines.append(f"{name} {expected[name]} -> {value}{_share(expected[name], value)}")
+    return lines
+
+
+def _share(before: Any, after: Any) -> str:
+    try:
+        old, new = Fraction(before), Fraction(after)
+    except (TypeError, ValueError):
+        return ""
+    return f" ({float(new / old - 1):+.3%})" if old else ""
+
+
+def encode(content: Mapping[str, Any]) -> str:
+    """The file's text: one quantity per line, so that a review shows what changed."""
+    return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The file's content. Raises ValueError, naming file and remedy, where there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist; write it with --update") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read: {error}; write it anew with --update") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; write it anew with --update")
+    return content

@@ -1,23 +1,34 @@
 """One guard run: every benchmark is measured, and once more in fresh processes where its result asks for it.
 
 Fresh, because two processes of the same code may differ for as long as they live, by where their memory
-happened to lie; a regression that is one finds itself confirmed by other processes.
+happened to lie; a regression that is one finds itself confirmed by other processes. What came of it is told
+as a table with a line for each run, and in a sentence for each benchmark.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from gpipe_bench.experiments.guard.arms import Arm, Built, Program, Timed, arms_of, calibrate
-from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
-from gpipe_bench.harness.guard.judge import LOOKS, Judgement, Look, confirmed, needs_another_run
-from gpipe_bench.harness.guard.process import WorkerError
-from gpipe_bench.harness.guard.rounds import run_rounds
-from gpipe_bench.harness.timing.rounds import SAMPLE_S
+from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of
+from gpipe_bench.harness.guard import (
+    LOOKS,
+    THRESHOLD,
+    Change,
+    Judgement,
+    Verdict,
+    confirmed,
+    needs_another_run,
+    run_rounds,
+    verdict_of,
+)
+from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.rounds import SAMPLE_S, repeats_for
 
 BUDGET_S = 150.0
 """Seconds for all that is timed, so that a whole run stays within three minutes on a busy machine too."""
@@ -26,6 +37,19 @@ FIRST_SHARE = 0.6
 """Of the time, for the first runs of all benchmarks: what nobody has time to confirm fails nothing."""
 
 AGAIN_S = 20.0  # a second run is not begun with less than this, which starting processes takes half of
+CALIBRATION_SAMPLES = 4
+
+HEADERS = (
+    "benchmark", "verdict", "base", "head", "head against base", "base against itself", "processor time",
+    "rounds", "noise floor", "detects",
+)  # fmt: skip
+
+LEGEND = f"""\
+Changes of the time per step with their intervals; + is slower. A regression lies above +{THRESHOLD:.0%} with
+its whole interval, and fails only if fresh processes confirm it. `base against itself` is the control: if its
+interval excludes 0, the run proves nothing (contaminated). Noise floor: how far that interval reaches; what
+looks like an improvement within it is none. Detects: the slow-down that a run this noisy finds four times in
+five. Processor time can't see waiting and decides nothing."""
 
 
 @dataclass
@@ -39,56 +63,83 @@ class Finding:
     refused: str = ""  # why there is nothing to time: neither revision can run it, or only the head can
 
     @property
-    def verdicts(self) -> list[str]:
+    def verdicts(self) -> list[Verdict]:
         return [run.verdict for run in self.runs]
 
     @property
     def confirmed(self) -> bool:
         """A regression, twice in a row: what fails a run of the guard."""
-        return confirmed([run.verdict for run in self.runs])
+        return confirmed(self.verdicts)
 
     @property
-    def needs_another_run(self) -> bool:
-        return not self.refused and needs_another_run([run.verdict for run in self.runs])
+    def is_told(self) -> bool:
+        """Whether this run says anything of it, good or bad."""
+        return not self.refused and self.verdicts[-1] in ("same", "improved")
+
+    def conclusion(self) -> str:
+        """Its outcome in a sentence."""
+        if self.refused:
+            return f"{self.benchmark}: not timed: {self.refused}"
+        last = self.runs[-1]
+        head = show(last.head)
+        if self.confirmed:
+            what = f"slower by {head}, in two runs one after the other"
+        elif last.verdict == "regression":
+            what = f"slower by {head}, not confirmed"
+        elif "regression" in self.verdicts:
+            what = f"a regression was not confirmed; then {last.verdict}, {head}"
+        elif last.verdict == "contaminated":
+            what = f"nothing proven: the base differs from itself by {show(last.control)}"
+        elif last.verdict == "inconclusive" and verdict_of(last.head) == "improved" and not last.out_of_time:
+            what = f"can't tell, {head} is within the noise floor of {last.noise_floor:.1%}"
+        elif last.verdict == "inconclusive":
+            what = f"can't tell, {head}; this machine now shows {last.smallest_detectable:.0%} or more"
+        else:
+            what = f"{last.verdict}, {head}"
+        late = ["out of time: --budget-s gives more"] if last.out_of_time else []
+        return "; ".join([f"{self.benchmark}: {what}", *self.notes, *late])
+
+    def as_data(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        runs = [
+            {**asdict(run), "noise_floor": run.noise_floor, "smallest_detectable": run.smallest_detectable}
+            for run in self.runs
+        ]
+        return {
+            "benchmark": self.benchmark, "confirmed": self.confirmed, "refused": self.refused,
+            "notes": self.notes, "runs": runs,
+        }  # fmt: skip
 
 
 def guard(
+    subject: Subject,
     base: Path,
-    head: Path,
     names: Sequence[str],
     seed: int,
     *,
     budget_s: float = BUDGET_S,
-    sample_s: float = SAMPLE_S,
-    looks: Sequence[Look] = LOOKS,
-    slow_down: float = 0.0,
-    benchmarks: Mapping[str, Timed] = BENCHMARKS,
-    program: Program | None = None,
     tell: Callable[[str], None] = lambda line: None,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
-    """Compares the trees `base` and `head` by `benchmarks`, in processes of `program` (the default is the one
-    for this project). Raises WorkerError where a benchmark can't be run.
+    """Compares the subject's folder with the tree `base` by these benchmarks.
+
+    Raises WorkerError where one can't be run.
     """
     begun_s = clock_s()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
-    chosen = {name: benchmarks[name] for name in names}
-    findings = [Finding(name) for name in chosen]
-    while pending := [finding for finding in findings if finding.needs_another_run]:
+    findings = [Finding(name) for name in names]
+    while pending := [each for each in findings if not each.refused and needs_another_run(each.verdicts)]:
         if pending[0].runs and clock_s() + AGAIN_S > deadline_s:
             for finding in pending:
                 finding.notes.append("no time left to measure again")
             break
-        needed = {finding.benchmark: chosen[finding.benchmark] for finding in pending}
-        with arms_of(base, head, needed, slow_down=slow_down, program=program) as arms:
+        with arms_of(subject, base, [finding.benchmark for finding in pending]) as arms:
             for index, finding in enumerate(pending):
                 now_s = clock_s()  # of what is left each gets its share, so that a busy machine starves none
                 until_s = deadline_s if finding.runs else first_deadline_s
                 share_s = (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
-                judgement = measure(
-                    arms, finding, run_seed, looks=looks, sample_s=sample_s, deadline_s=now_s + share_s
-                )
+                judgement = measure(arms, finding, run_seed, deadline_s=now_s + share_s)
                 if judgement is None:
                     tell(f"{finding.benchmark}: not timed: {finding.refused}")
                     continue
@@ -102,36 +153,95 @@ def measure(
     finding: Finding,
     seed: str,
     *,
-    looks: Sequence[Look] = LOOKS,
+    looks: Sequence[int] = LOOKS,
     sample_s: float = SAMPLE_S,
     deadline_s: float = math.inf,
 ) -> Judgement | None:
-    """One run of one benchmark; None where it is refused, which the finding then says."""
+    """One run of one benchmark; None where it is refused, which the finding then says.
+
+    A sample is as many steps, equal for all arms, as the base needs to fill `sample_s` when undisturbed.
+    Raises WorkerError where the head has unlearnt it.
+    """
     name = finding.benchmark
     built = {arm: each.build(name) for arm, each in arms.items()}
     finding.refused = _refused(name, built["base"], built["head"])
     if finding.refused:
         return None
     before, now = built["base"].loss, built["head"].loss
-    if before is not None and now is not None and _differ(before, now) and not finding.notes:
+    differ = before is not None and now is not None and not math.isclose(before, now, rel_tol=1e-4)
+    if differ and not finding.notes:
         finding.notes.append(f"computes something else: the first loss was {before:.6g} and is {now:.6g}")
-    repeats = calibrate(arms["base"], name, sample_s)
+    steps_s = [arms["base"].sample(name, 1).wall_s for _ in range(CALIBRATION_SAMPLES)]
+    repeats = repeats_for(steps_s, sample_s)
     judgement, rounds = run_rounds(
         lambda arm: arms[arm].sample(name, repeats), seed, looks=looks, deadline_s=deadline_s
     )
-    finding.samples_s = [sample.wall_s for each in rounds for sample in each.head]
+    finding.samples_s = [sample.wall_s for each in rounds for sample in each["head"]]
     return judgement
 
 
-def _differ(before: float, now: float) -> bool:
-    """By more than rounding."""
-    return not math.isclose(before, now, rel_tol=1e-4)
-
-
 def _refused(name: str, base: Built, head: Built) -> str:
-    """Why there is nothing to compare. Raises WorkerError where the head has unlearnt it."""
+    """Why there is nothing to compare."""
     if head.refused and not base.refused:
         raise WorkerError(f"{name}: the base runs it, the head refuses: {head.refused}")
     if base.refused and not head.refused:
         return f"the base refuses, the head runs it: {base.refused}"
     return head.refused
+
+
+def table(findings: Sequence[Finding]) -> Grid:
+    """A line for each run."""
+    lines = [
+        [
+            finding.benchmark, run.verdict + (" (out of time)" if run.out_of_time else ""),
+            f"{1e3 * run.base_s:.2f} ms", f"{1e3 * run.head_s:.2f} ms",
+            *map(show, (run.head, run.control, run.cpu)), str(run.rounds), f"{run.noise_floor:.1%}",
+            f"{run.smallest_detectable:.1%}",
+        ]
+        for finding in findings
+        for run in finding.runs
+    ]  # fmt: skip
+    return Grid(columns=HEADERS, lines=lines)
+
+
+def show(change: Change) -> str:
+    """`+1.2% [-0.3, +2.9]`"""
+    return f"{change.value:+.1%} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+
+
+def ending(failed: bool, findings: Sequence[Finding]) -> str:
+    """The last line. What could not be told has not passed."""
+    if failed:
+        return "guard: FAILED"
+    names = [finding.benchmark for finding in findings if not finding.is_told]
+    if not names:
+        return "guard: passed"
+    if len(names) == len(findings):
+        return "guard: inconclusive: nothing was measured well enough to tell"
+    return f"guard: passed, but nothing can be told of {', '.join(names)}"
+
+
+def trend(findings: Sequence[Finding], describe: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What was measured, as github-action-benchmark reads it (tool `customBiggerIsBetter`): two series for
+    each benchmark. A trend over months is for looking at, never for failing a change; nothing reads it back.
+    """
+    found = []
+    for finding in findings:
+        if not finding.runs:
+            continue
+        run, name = finding.runs[-1], finding.benchmark
+        low, high = 1 / (1 + run.head.high), 1 / (1 + run.head.low)
+        rates = [1 / sample for sample in finding.samples_s]
+        spread = statistics.stdev(rates) if len(rates) > 1 else 0.0
+        extra = f"{describe[name]}\nverdict: {run.verdict} after {run.rounds} rounds"
+        found += [
+            {
+                "name": name, "unit": "steps/s", "value": statistics.median(rates),
+                "range": f"± {spread:.3g}", "extra": extra,
+            },
+            {
+                "name": f"{name} against its base", "unit": "x", "value": 1 / (1 + run.head.value),
+                "range": f"{low:.4f} to {high:.4f}", "extra": extra,
+            },
+        ]  # fmt: skip
+    return found

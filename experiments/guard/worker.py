@@ -1,21 +1,26 @@
 """The process of one arm (one stage of it): builds benchmarks from its own revision, times steps when asked.
 
-    python -P experiments/guard/worker.py TREE RANK NUM_PROCESSES STORE SLOW_DOWN
+    python -P experiments/guard/worker.py TREE RANK NUM_PROCESSES STORE ENGINE FILE
 
-This file is always that of the working tree; `pipeline` and `models` are those of TREE, whose code need not
-know of any guard. Requests and answers are lines of JSON on standard input and output:
+This file is always that of the working tree. Where ENGINE and FILE are empty, TREE is a revision of this
+project: `pipeline` and `models` are its own, and need not know of any guard. Else TREE is somebody else's,
+and what is timed comes from there: the engine ENGINE (`module:attribute`), timed with our models and after
+our checks, and the functions of FILE, a Python file that is loaded as it lies in the working tree, in all
+arms, so that both revisions are asked the same.
 
-    {"do": "build", "benchmark": "transformer"}                 -> {"loss": 5.5, "forwards": 16}
+Requests and answers are lines of JSON on standard input and output:
+
+    {"do": "names"}                                             -> {"names": {"rows": "sums of many rows"}}
+    {"do": "build", "benchmark": "transformer"}                 -> {"loss": 5.5}
     {"do": "sample", "benchmark": "transformer", "repeats": 3}  -> {"wall_s": 0.012, "cpu_s": 0.012}
-
-SLOW_DOWN, 0.1 for ten percent, is for experiments on the guard itself: the engine then stays busy for that
-share of every step's own time.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -26,31 +31,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+OURS = Path(__file__).resolve().parents[2]
 WARM_UP_STEPS = 3
 
-
-def main(tree: str, rank: str, num_processes: str, store: str, slow_down: str) -> None:
-    """Answers until standard input ends."""
-
-    def begin() -> Arm:
-        start(Path(tree), int(rank), int(num_processes), store, float(slow_down))
-        return Arm()
-
-    serve(begin)
+Step = Callable[[], Any]
 
 
-def serve(begin: Callable[[], Any]) -> None:
-    """Says that what `begin` makes is there, or why not, then answers requests by its methods."""
+class RefusedError(ValueError):
+    """What an engine says that it can't do."""
+
+
+def main(*arguments: str) -> None:
+    """Says that the arm is there, or why not, then answers requests by its methods until input ends."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what others print goes where errors go, not between the answers
-    made = []
-    answer(out, lambda: made.append(begin()) or {})  # type: ignore[func-returns-value]
-    if not made:
-        return
-    (arm,) = made
+    arm = Arm(*arguments)
+    answer(out, arm.start)
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
-        answer(out, lambda request=request: getattr(arm, request.pop("do"))(**request))  # type: ignore[misc]
+        answer(out, functools.partial(getattr(arm, request.pop("do")), **request))
 
 
 def answer(out: Any, act: Callable[[], dict[str, Any]]) -> None:
@@ -63,114 +62,53 @@ def answer(out: Any, act: Callable[[], dict[str, Any]]) -> None:
     out.flush()
 
 
-def pin(rank: int) -> None:
-    """One core: the same one in all arms."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-
-
-def start(tree: Path, rank: int, num_processes: int, store: str, slow_down: float) -> None:
-    """One thread, one core, the packages of `tree` and no others, a group of the arm's processes."""
-    pin(rank)
-    import torch
-
-    torch.set_num_threads(1)
-    sys.path.insert(0, str(tree))
-    if not (tree / "gpipe_bench").is_dir():  # a revision that has the packages at its root only
-        alias = types.ModuleType("gpipe_bench")
-        alias.__path__ = [str(tree)]
-        sys.modules[alias.__name__] = alias
-    from gpipe_bench import models, pipeline
-
-    for package in (models, pipeline):
-        found = Path(str(package.__file__)).resolve()
-        if not found.is_relative_to(tree.resolve()):
-            raise RuntimeError(f"{package.__name__} comes from {found}, not from {tree}: nothing to compare")
-    if num_processes > 1:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_processes
-        )
-    if slow_down:
-        delay_engine(slow_down)
-
-
-def delay_engine(share: float) -> None:
-    """Keeps the engine busy after its actions for that share of the time they took."""
-    from gpipe_bench.pipeline import engine
-
-    run = engine.run
-
-    def slow(*arguments: Any, **options: Any) -> None:
-        begin_s = time.perf_counter()
-        run(*arguments, **options)
-        now_s = time.perf_counter()
-        end_s = now_s + share * (now_s - begin_s)
-        while time.perf_counter() < end_s:
-            pass
-
-    engine.run = slow
-
-
-def benchmarks() -> Any:
-    """The working tree's `guard_benchmarks`, though `experiments` may be another revision's."""
-    path = Path(__file__).with_name("benchmarks.py")
-    spec = importlib.util.spec_from_file_location("guard_benchmarks", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 class Arm:
-    """The benchmarks that were built in this process; each public method is a request."""
+    """The benchmarks that were built in this process; `names`, `build` and `sample` are the requests."""
 
-    def __init__(self) -> None:
-        self._module = benchmarks()
-        self._steps: dict[str, tuple[Callable[[], Any], Callable[[], None]]] = {}
+    def __init__(self, tree: str, rank: str, num_processes: str, store: str, engine: str, file: str) -> None:
+        self._tree = Path(tree).resolve()
+        self._rank, self._num_processes, self._store = int(rank), int(num_processes), store
+        self._engine, self._file = engine, file
+        self._steps: dict[str, tuple[Step, Step]] = {}
 
-    def build(self, benchmark: str) -> dict[str, Any]:
-        """Builds and warms up; checks that steps split the batch and recompute as the benchmark says."""
+    def start(self) -> dict[str, Any]:
+        """One thread, the same core in all arms, one `gpipe_bench`, a group of the arm's processes."""
+        if hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[self._rank % len(cores)]})
         import torch
 
-        from gpipe_bench.pipeline import Pipeline
-
-        what = self._module.BENCHMARKS[benchmark]
-        torch.manual_seed(self._module.SEED)
-        layers, inputs, target, loss_fn = what.subject(what.batch_size)
-        group = torch.distributed.group.WORLD if what.num_processes > 1 else None
-        pipeline = Pipeline(
-            layers,
-            num_stages=what.num_stages,
-            num_microbatches=what.num_microbatches,
-            remat=what.remat,
-            group=group,
-        )
-
-        def step() -> Any:
-            return pipeline.step(inputs, target, loss_fn)
-
-        def prepare() -> None:
-            pipeline.zero_grad(set_to_none=True)
-            gc.collect()
-            step()  # the first one after another arm's turn finds cold caches
-            if group is not None:
-                torch.distributed.barrier(group)
-
-        forwards, loss = count_forwards(list(pipeline.children()), step)
-        if forwards != {what.forwards}:
-            raise RuntimeError(
-                f"{benchmark}: a step runs its layers {sorted(forwards)} times forward, not {what.forwards} "
-                f"times: M = {what.num_microbatches} and remat = {what.remat} are not what is measured"
+        torch.set_num_threads(1)
+        root = OURS if self._engine or self._file else self._tree
+        package = types.ModuleType("gpipe_bench")  # and no other name: TREE may have `models/` of its own
+        package.__path__ = [str(root / "gpipe_bench"), str(root)]
+        sys.modules[package.__name__] = package
+        if self._num_processes > 1:
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{self._store}", rank=self._rank, world_size=self._num_processes
             )
+        return {}
+
+    def names(self) -> dict[str, Any]:
+        """The benchmarks of FILE, with the first line of what they say of themselves."""
+        found = self._functions.items()
+        return {"names": {name: (inspect.getdoc(build) or name).splitlines()[0] for name, build in found}}
+
+    def build(self, benchmark: str) -> dict[str, Any]:
+        """Builds it and warms up. What trains takes checked steps first: one that forgets micro-batches,
+        recomputations or gradients is not timed.
+        """
+        try:
+            make = self._function if benchmark in self._functions else self._training
+            loss, step, prepare = make(benchmark)
+        except RefusedError as refused:
+            return {"refused": str(refused)}
         for _ in range(WARM_UP_STEPS):
             step()
         gc.collect()
         gc.freeze()  # what lives from here on, so that collecting between samples is quick
         self._steps[benchmark] = (step, prepare)
-        return {"loss": float(loss), "forwards": what.forwards}
+        return {"loss": loss}
 
     def sample(self, benchmark: str, repeats: int) -> dict[str, Any]:
         """Mean seconds per step over `repeats` steps."""
@@ -182,22 +120,144 @@ class Arm:
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         return {"wall_s": wall_s / repeats, "cpu_s": cpu_s / repeats}
 
+    @functools.cached_property
+    def _functions(self) -> dict[str, Callable[[], Step]]:
+        """The dictionary BENCHMARKS of FILE. Raises ValueError where there is none."""
+        if not self._file:
+            return {}
+        found = getattr(loaded(Path(self._file)), "BENCHMARKS", None)
+        if not isinstance(found, dict) or not found or not all(callable(each) for each in found.values()):
+            raise ValueError(
+                f"{self._file} declares no benchmarks; give it BENCHMARKS = {{'name': function}}, where the "
+                "function builds what is timed and returns another one, which is called and timed"
+            )
+        return {str(name): build for name, build in found.items()}
 
-def count_forwards(layers: list[Any], step: Callable[[], Any]) -> tuple[set[int], Any]:
-    """How often each layer ran forward in a step, as a set, and what the step returned."""
-    counts = [0] * len(layers)
+    def _function(self, name: str) -> tuple[float | None, Step, Step]:
+        step = self._functions[name]()
+        if not callable(step):
+            raise TypeError(
+                f"{name} returned {type(step).__name__}; it must build what is timed and return a function, "
+                "one call of which is timed"
+            )
 
-    def hook(index: int) -> Callable[..., None]:
-        def count(*_: Any) -> None:
+        def prepare() -> None:
+            gc.collect()
+            step()  # the first one after another arm's turn finds cold caches
+
+        return number(step()), step, prepare
+
+    def _training(self, name: str) -> tuple[float | None, Step, Step]:
+        """A training step of ours, or of ENGINE."""
+        import torch
+
+        ours = loaded(Path(__file__).with_name("benchmarks.py"))
+        what = ours.BENCHMARKS[name]
+        torch.manual_seed(ours.SEED)
+        layers, *batch = what.subject(what.batch_size)
+        group = torch.distributed.group.WORLD if what.num_processes > 1 else None
+        make = self._their_engine if self._engine else self._our_pipeline
+        loss, step, clear = make(name, what, layers, batch, group)
+
+        def prepare() -> None:
+            clear()
+            gc.collect()
+            step()
+            if group is not None:
+                torch.distributed.barrier(group)
+
+        return number(loss), step, prepare
+
+    def _our_pipeline(
+        self, name: str, what: Any, layers: Any, batch: list[Any], group: Any
+    ) -> tuple[Any, Step, Step]:
+        """The loss of the first step, in which each layer must run forward as often as the benchmark says."""
+        from gpipe_bench import models, pipeline
+
+        for package in (models, pipeline):
+            check_origin(package, self._tree)
+        engine = pipeline.Pipeline(
+            layers, num_stages=what.num_stages, num_microbatches=what.num_microbatches, remat=what.remat,
+            group=group,
+        )  # fmt: skip
+        step = functools.partial(engine.step, *batch)
+        parts = list(engine.children())
+        counts = [0] * len(parts)
+
+        def count(index: int, *_: Any) -> None:
             counts[index] += 1
 
-        return count
+        hooks = [
+            part.register_forward_hook(functools.partial(count, index)) for index, part in enumerate(parts)
+        ]
+        loss = step()
+        for hook in hooks:
+            hook.remove()
+        if set(counts) != {what.forwards}:
+            raise RuntimeError(
+                f"{name}: a step runs its layers {sorted(set(counts))} times forward, not {what.forwards} "
+                f"times: M = {what.num_microbatches} and remat = {what.remat} are not what is measured"
+            )
+        return loss, step, functools.partial(engine.zero_grad, set_to_none=True)
 
-    handles = [layer.register_forward_hook(hook(index)) for index, layer in enumerate(layers)]
-    result = step()
-    for handle in handles:
-        handle.remove()
-    return set(counts), result
+    def _their_engine(
+        self, name: str, what: Any, layers: Any, batch: list[Any], group: Any
+    ) -> tuple[Any, Step, Step]:
+        """The loss of a step after `verify`; ENGINE must be TREE's, or it would be equal in all arms."""
+        import torch
+
+        from gpipe_bench.experiments.engines.checks import verify
+        from gpipe_bench.experiments.engines.setup import NoStepError, Setup, build, clear, resolve
+        from gpipe_bench.pipeline.plan.partition import partition
+
+        resolve(self._engine)
+        check_origin(
+            sys.modules[self._engine.partition(":")[0]], self._tree,
+            "; name the folder that holds it, such as --path src",
+        )  # fmt: skip
+        layers = list(layers)
+        setup = Setup(
+            layers, partition([1.0] * len(layers), what.num_stages), what.num_microbatches, what.remat,
+            torch.device("cpu"), group,
+        )  # fmt: skip
+        try:
+            engine = build(self._engine, setup)
+        except NoStepError:
+            raise
+        except ValueError as error:  # what an engine can't do, see docs/own-engine.md
+            raise RefusedError(str(error)) from error
+        verify(self._engine, engine, setup, *batch)
+        step = functools.partial(engine.step, *batch)
+        return step(), step, functools.partial(clear, setup.layers)
+
+
+def check_origin(module: Any, tree: Path, remedy: str = "") -> None:
+    """RuntimeError unless a module is this tree's: an installed one would be equal in all arms."""
+    found = getattr(module, "__file__", None)
+    if found is None or not Path(found).resolve().is_relative_to(tree.resolve()):
+        raise RuntimeError(
+            f"{module.__name__} comes from {found}, not from {tree}: nothing to compare{remedy}"
+        )
+
+
+@functools.cache
+def loaded(file: Path) -> types.ModuleType:
+    """The module of a Python file, apart from any package. Raises ValueError where it is none."""
+    spec = importlib.util.spec_from_file_location(f"guarded_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def number(value: Any) -> float | None:
+    """A loss, where what a step returns is one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 if __name__ == "__main__":

@@ -10,59 +10,56 @@ peaks are within a percent. About half an hour on two laptop cores, which should
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from gpipe_bench.experiments.plan.at_scale import case as at_scale
-from gpipe_bench.experiments.plan.at_scale import steps as published_steps
-from gpipe_bench.experiments.plan.elsewhere import case as elsewhere
+from gpipe_bench.experiments.plan import elsewhere, exact, on_paper, steps
 from gpipe_bench.experiments.plan.figures import figures
 from gpipe_bench.experiments.plan.models import MODELS
-from gpipe_bench.experiments.plan.running import peaks, steps, waiting
-from gpipe_bench.experiments.plan.text import tables
+from gpipe_bench.experiments.plan.tables import tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Record
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.verdict import Entry
 
 SECONDS = {
     steps.PART: {"smoke": 16.0, "short": 200.0, "full": 560.0},
-    peaks.PART: {"smoke": 8.0, "short": 25.0, "full": 25.0},
-    waiting.PART: {"smoke": 24.0, "short": 60.0, "full": 70.0},
+    exact.PEAKS: {"smoke": 8.0, "short": 25.0, "full": 25.0},
+    exact.WAITING: {"smoke": 24.0, "short": 60.0, "full": 70.0},
 }
 
 
 def cases(options: RunOptions) -> list[Case]:
-    profile = options.profile
+    profile, smoke = options.profile, options.profile == "smoke"
     found = [
         Case({"part": part, "model": model}, SECONDS[part][profile])
-        for part in (steps.PART, peaks.PART)
+        for part in (steps.PART, exact.PEAKS)
         for model in MODELS[profile]
     ]
-    found.append(Case({"part": waiting.PART}, SECONDS[waiting.PART][profile]))
-    if profile != "smoke":
-        found += [
-            Case({"part": at_scale.PART, "model": name}, scale.seconds)
-            for name, scale in at_scale.SCALES.items()
-        ]
-        found.append(Case({"part": published_steps.PART}, published_steps.SECONDS))
+    found.append(Case({"part": exact.WAITING}, SECONDS[exact.WAITING][profile]))
+    if not smoke:
+        scales = on_paper.SCALES.items()
+        found += [Case({"part": on_paper.AT_SCALE, "model": name}, each.seconds) for name, each in scales]
+        found.append(Case({"part": on_paper.PUBLISHED_STEPS}, on_paper.SECONDS))
     return found + [
         Case({"part": elsewhere.PART, "source": source}, seconds)
         for source, seconds in elsewhere.SECONDS.items()
-        if profile != "smoke" or seconds <= 2
+        if not smoke or seconds <= 2
     ]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    match case.key["part"]:
+    key: dict[str, Any] = case.key
+    match key["part"]:
         case steps.PART:
-            return steps.run(case.key, options)
-        case peaks.PART:
-            return peaks.run(case.key, options)
-        case waiting.PART:
-            return waiting.run(case.key, options)
-        case at_scale.PART:
-            return at_scale.run(case.key)
-        case published_steps.PART:
-            return published_steps.run()
-    return elsewhere.run(case.key)
+            return steps.run(key, options)
+        case exact.PEAKS:
+            return exact.run_peaks(key, options)
+        case exact.WAITING:
+            return exact.run_waiting(options)
+        case on_paper.AT_SCALE:
+            return on_paper.run_at_scale(key["model"])
+        case on_paper.PUBLISHED_STEPS:
+            return on_paper.run_published()
+    return elsewhere.run(key["source"])
 
 
 def cells(records: Sequence[Record]) -> list[Entry]:

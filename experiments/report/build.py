@@ -5,26 +5,32 @@ The verb `report` writes it as files, and the README takes its two answers from 
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.report.figures import Picture, pictures_of
+from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
 from gpipe_bench.experiments.report.readings import Reading, answers, readings
 from gpipe_bench.experiments.report.records import check_engine_is_there, folders, load_all, sources
-from gpipe_bench.experiments.report.tables import table_infos
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import lines_of
-from gpipe_bench.harness.report.page import Answer, table_views
-from gpipe_bench.harness.report.render import ExperimentView, Machine, Page, environment_facts
-from gpipe_bench.harness.report.side import SideBySide, side_by_side
-from gpipe_bench.harness.report.summary import summary
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.places import PUBLISHED, short_path
+from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, TableInfo, page_of
+from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side
+from gpipe_bench.harness.report.table import Row
+from gpipe_bench.harness.store import lines_of
+from gpipe_bench.harness.verdict import Comparison
 
 COMMAND = "nox -s report"
+NOT_TO_BE_RUN = PUBLISHED / "tables.toml"
+"""The published tables that no experiment answers, in words and with the reason.
+
+A cell that nobody ran must say why; "not run" alone would look like an oversight where the reason is a
+thousand TPU hours.
+"""
 
 
 def build(
@@ -40,48 +46,71 @@ def build(
     """
     experiments, warnings = load_all()
     places = folders(results)
-    known = {name for name, _ in places}
     for name, folder in others:
-        while name in known:
+        while name in dict(places):
             name += " (another)"
-        known.add(name)
         places.append((name, folder))
-    paper = load_paper()
     found: dict[str, list[Reading]] = {}
     for experiment in experiments:
         groups, problems = sources(experiment, places, engine)
         found[experiment.name], left_out = readings(experiment, groups)
         warnings += lines_of(problems) + [f"{short_path(group.folder)}: {line}" for group, line in left_out]
+    every = [reading for several in found.values() for reading in several]
     if engine is not None:
-        check_engine_is_there(engine, [each.source for several in found.values() for each in several])
-    given: dict[tuple[str, str, str, str, str], Answer] = {}
+        check_engine_is_there(engine, [reading.source for reading in every])
+    given: dict[tuple[str, ...], Row] = {}
+    for several in found.values():
+        for row in answers(several):
+            given.setdefault(row.comparison.key, row)  # an entry belongs to the first that reports it
+    shown = {name: _of_each_machine(several) for name, several in found.items()}
+    views = []
     for experiment in experiments:
-        for answer in answers(found[experiment.name]):
-            given.setdefault(answer.entry.key, answer)  # an entry belongs to the first that reports it
+        if not found[experiment.name]:
+            continue
+        pictures: list[Picture] = []
+        try:
+            if figures:
+                pictures = pictures_of(experiment, found[experiment.name][0].source)
+        except FAILURES as error:
+            text = f"{type(error).__name__}: {error}"
+            warnings.append(f"the figures of {experiment.name} can't be drawn: {text}")
+        views.append(_view(experiment, found[experiment.name], shown[experiment.name], pictures))
     profiles = {name: {each.source.profile for each in several} for name, several in found.items()}
-    tables = table_views(list(given.values()), paper, table_infos(experiments, profiles))
-    shown = {name: _shown(several) for name, several in found.items()}
-    pictures: list[Picture] = []
-    if figures:
-        drawing = [(e, reading.source) for e in experiments for reading in shown[e.name][:1]]
-        pictures, failed = pictures_of(drawing)
-        warnings += failed
-    return Page(
-        tables=tables,
-        summary=summary(tables, paper),
-        experiments=tuple(
-            _view(experiment, shown[experiment.name], pictures, _text(found[experiment.name]))
-            for experiment in experiments
-            if shown[experiment.name]
-        ),
-        machines=tuple(_machine(name, folder, found, own=n == 0) for n, (name, folder) in enumerate(places)),
-        side=_side(experiments, shown),
+    page = page_of(list(given.values()), load_paper(), table_infos(experiments, profiles))
+    return replace(
+        page,
+        experiments=tuple(views),
+        machines=tuple(_machine(name, folder, every, own=n == 0) for n, (name, folder) in enumerate(places)),
+        side=_side(shown),
         warnings=tuple(warnings),
         command=COMMAND,
     )
 
 
-def _shown(several: Sequence[Reading]) -> list[Reading]:
+def table_infos(experiments: Sequence[Experiment], profiles: Mapping[str, set[str]]) -> dict[str, TableInfo]:
+    """The published tables in words, with the reason for cells that no record answers: in the order
+    of the experiments, then those that none answers.
+
+    `profiles` are those that each experiment has records of.
+    """
+    infos = {}
+    for experiment in experiments:
+        having = profiles.get(experiment.name, set())
+        missing = f"the records of {experiment.name} do not report this number"
+        if not having:
+            missing = f"there is no record yet; `nox -s {experiment.name}` makes one"
+        elif having == {"smoke"}:
+            missing = f"only a smoke run is on record; `nox -s {experiment.name}` makes this number"
+        for name, table in experiment.paper_tables.items():
+            infos[name] = TableInfo(
+                title=table.title, short=table.short, about=table.about, experiment=experiment.name,
+                missing=missing,
+            )  # fmt: skip
+    others = tomllib.loads(NOT_TO_BE_RUN.read_text(encoding="utf-8"))
+    return infos | {name: TableInfo(**words) for name, words in others.items()}
+
+
+def _of_each_machine(several: Sequence[Reading]) -> list[Reading]:
     """One reading for each machine, the one its numbers are taken from."""
     first: dict[str, Reading] = {}
     for reading in several:
@@ -89,26 +118,18 @@ def _shown(several: Sequence[Reading]) -> list[Reading]:
     return list(first.values())
 
 
-def _text(several: Sequence[Reading]) -> str:
-    """What the first reading says, and what the same machine's other runs of that profile say, which had
-    other engines.
-    """
-    first = several[0].source if several else None
-    beside = [
-        each for each in several
-        if first is not None and (each.source.folder, each.source.profile) == (first.folder, first.profile)
-    ]  # fmt: skip
-    if len(beside) < 2:
-        return several[0].shown.text if several else ""
-    return "\n\n".join(
-        f"--engine {each.source.records[-1].options.get('engine')}\n\n{each.shown.text}" for each in beside
-    )
-
-
 def _view(
-    experiment: Experiment, several: Sequence[Reading], pictures: Sequence[Picture], text: str
+    experiment: Experiment, several: Sequence[Reading], shown: Sequence[Reading], pictures: Sequence[Picture]
 ) -> ExperimentView:
-    charts = several[0].charts
+    """What the first reading says, and how all the machines' records were made."""
+    first = several[0]
+    # the same machine's other runs of that profile had other engines
+    place = (first.source.folder, first.source.profile)
+    beside = [each for each in several if (each.source.folder, each.source.profile) == place]
+    texts = [each.shown.text for each in beside]
+    if len(beside) > 1:
+        engines = [each.source.records[-1].options.get("engine") for each in beside]
+        texts = [f"--engine {engine}\n\n{text}" for engine, text in zip(engines, texts, strict=True)]
     return ExperimentView(
         name=experiment.name,
         title=experiment.title,
@@ -119,29 +140,22 @@ def _view(
                 each.source.machine,
                 each.source.profile,
                 experiment.profiles.get(each.source.profile, ""),
-                _statuses(each.source.records),
+                ", ".join(
+                    f"{count} {status.replace('_', ' ')}"
+                    for status, count in Counter(record.status for record in each.source.records).items()
+                ),
             )
-            for each in several
+            for each in shown
         ),
-        text=text,
-        pictures=tuple(
-            picture
-            for picture in pictures
-            if picture.experiment == experiment.name and not (charts and picture.of_timelines)
-        ),
-        charts=tuple(chart for chart in charts if chart.boxes),
-        traces=tuple(chart for chart in charts if not chart.boxes),
+        text="\n\n".join(texts),
+        pictures=tuple(picture for picture in pictures if not (first.charts and picture.plot.of_timelines)),
+        charts=tuple(chart for chart in first.charts if chart.boxes),
+        traces=tuple(chart for chart in first.charts if not chart.boxes),
     )
 
 
-def _statuses(records: Sequence[Record]) -> str:
-    counts = Counter(record.status for record in records)
-    return ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.items())
-
-
-def _machine(name: str, folder: Path, found: dict[str, list[Reading]], *, own: bool) -> Machine:
-    sources = [each.source for several in found.values() for each in several]
-    records = [record for source in sources if source.folder == folder for record in source.records]
+def _machine(name: str, folder: Path, every: Sequence[Reading], *, own: bool) -> Machine:
+    records = [r for reading in every if reading.source.folder == folder for r in reading.source.records]
     return Machine(
         name=name,
         own=own,
@@ -151,23 +165,11 @@ def _machine(name: str, folder: Path, found: dict[str, list[Reading]], *, own: b
     )
 
 
-def _side(experiments: Sequence[Experiment], shown: dict[str, list[Reading]]) -> SideBySide | None:
+def _side(shown: Mapping[str, Sequence[Reading]]) -> SideBySide | None:
     """All experiments that at least two machines have records of, in one table."""
     compared: dict[str, list[Comparison]] = {}
     environments: dict[str, list[Mapping[str, Any]]] = {}
-    for experiment in experiments:
-        if len(shown[experiment.name]) < 2:
-            continue
-        for each in shown[experiment.name]:
-            machine = each.source.machine
-            compared.setdefault(machine, []).extend(each.shown.comparisons)
-            environments.setdefault(machine, []).extend(r.environment for r in each.source.records)
+    for each in (reading for several in shown.values() if len(several) > 1 for reading in several):
+        compared.setdefault(each.source.machine, []).extend(each.shown.comparisons)
+        environments.setdefault(each.source.machine, []).extend(r.environment for r in each.source.records)
     return side_by_side(compared, environments) if len(compared) > 1 else None
-
-
-def short_path(path: Path) -> str:
-    """As seen from here, where it lies below."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -2,37 +2,30 @@
 
 Drawing is slow and reading is fast, so a report takes the pictures that a run left behind. A picture of other
 records would be a lie, so beside each experiment's figures lies a digest of the records they were drawn from.
-What must be drawn anew, experiments draw side by side in processes of their own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpipe_bench.experiments.registry import load
 from gpipe_bench.experiments.report.records import Source
-from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.records.codec import encode
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.report.chart import data_url
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.experiment import Experiment, Plot
+from gpipe_bench.harness.record import Record, encode
+from gpipe_bench.harness.report.html import data_url
 
 FOLDER = "figures"
 DOTS_PER_INCH = 150
 FAILURES = (ValueError, LookupError, ArithmeticError, TypeError, OSError)
 """What an experiment may stumble over while it draws; that must not cost the page."""
 
-_TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
+_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 
 
 def plots_of(experiment: Experiment, records: Sequence[Record]) -> list[Plot]:
@@ -50,22 +43,20 @@ def draw(experiment: Experiment, records: Sequence[Record], folder: Path) -> lis
         return []
     import matplotlib
 
+    note = folder / f"{experiment.name}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    _note(experiment.name, folder).unlink(missing_ok=True)  # half a figure must not pass for a whole one
+    note.unlink(missing_ok=True)  # half a figure must not pass for a whole one
     os.environ.setdefault("SOURCE_DATE_EPOCH", "0")  # matplotlib writes the date into an SVG otherwise
-    with matplotlib.rc_context({"svg.hashsalt": experiment.name}):
-        paths = [path for plot in plots for path in _save(plot, folder)]
-    note = {"records_sha256": digest(records), "files": [path.name for path in paths]}
-    _note(experiment.name, folder).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
-    return paths
-
-
-def _save(plot: Plot, folder: Path) -> list[Path]:
-    paths = [folder / f"{plot.name}.{suffix}" for suffix in plot.suffixes]
-    with plot.style():  # fonts are looked up when a drawing is saved, not when it is made
-        drawing = plot.draw()
-        for path in paths:
-            drawing.savefig(path, dpi=DOTS_PER_INCH)
+    paths = []
+    for plot in plots:
+        # fonts are looked up when a drawing is saved, not when it is made
+        with matplotlib.rc_context({"svg.hashsalt": experiment.name}), plot.style():
+            drawing = plot.draw()
+            for suffix in plot.suffixes:
+                paths.append(folder / f"{plot.name}.{suffix}")
+                drawing.savefig(paths[-1], dpi=DOTS_PER_INCH)
+    found = {"records_sha256": digest(records), "files": [path.name for path in paths]}
+    note.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return paths
 
 
@@ -75,7 +66,7 @@ def drawn(experiment: Experiment, records: Sequence[Record], folder: Path) -> li
     A PNG alone is enough where the drawing of the same name is missing.
     """
     try:
-        note = json.loads(_note(experiment.name, folder).read_text(encoding="utf-8"))
+        note = json.loads((folder / f"{experiment.name}.json").read_text(encoding="utf-8"))
         files = [folder / Path(str(file)).name for file in note["files"]]
         fits = note["records_sha256"] == digest(records)
     except (OSError, ValueError, KeyError, TypeError):
@@ -91,123 +82,42 @@ def digest(records: Sequence[Record]) -> str:
     return hashlib.sha256(b"".join(lines)).hexdigest()
 
 
-def _note(name: str, folder: Path) -> Path:
-    return folder / f"{name}.json"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """A figure as the page needs it; `width` and `height` in pixels of the page.
+    """A figure as the page needs it; `width` and `height` in pixels of the page."""
 
-    `of_timelines`: it shows what the page may have as charts to point at.
-    """
-
-    name: str
-    experiment: str
+    plot: Plot
     machine: str
-    caption: str
-    alt: str
     url: str
     width: int
     height: int
-    of_timelines: bool
 
 
-def pictures_of(shown: Sequence[tuple[Experiment, Source]]) -> tuple[list[Picture], list[str]]:
-    """The figures of every experiment of its source, and a line for each that failed.
+def pictures_of(experiment: Experiment, source: Source) -> list[Picture]:
+    """The figures of the experiment of its source, the vector drawing of each where there is one.
 
     Figures that lie beside the records and show exactly them are taken as they are; others are drawn, into
     the folder of the user's own records or, for reference records, into a folder that is gone afterwards.
+    Raises one of FAILURES where they can't be drawn.
     """
+    plots = {plot.name: plot for plot in plots_of(experiment, source.records)}
     with tempfile.TemporaryDirectory() as scratch:
-        results: dict[Source, list[Path] | str] = {}
-        jobs = []
-        for experiment, source in shown:
-            found = _known(experiment, source)
-            if found is None:
-                jobs.append(
-                    (source, source.folder / FOLDER if source.own else Path(scratch) / source.machine)
-                )
-            else:
-                results[source] = found
-        results |= dict(zip([source for source, _ in jobs], _all(jobs), strict=True))
-        pictures: list[Picture] = []
-        warnings: list[str] = []
-        for experiment, source in shown:
-            result = results[source]
-            if isinstance(result, str):
-                warnings.append(f"the figures of {source.experiment} can't be drawn: {result}")
-            elif result:
-                plots = {plot.name: plot for plot in plots_of(experiment, source.records)}
-                pictures += [_picture(path, plots[path.stem], source) for path in _preferred(result)]
-    return pictures, warnings
-
-
-def _known(experiment: Experiment, source: Source) -> list[Path] | str | None:
-    """The figures if there is nothing to draw, or why there can't be any; None if they are to be drawn."""
-    try:
-        if not plots_of(experiment, source.records):
-            return []
-        return drawn(experiment, source.records, source.folder / FOLDER)
-    except FAILURES as error:
-        return _reason(error)
-
-
-def _all(jobs: Sequence[tuple[Source, Path]]) -> list[list[Path] | str]:
-    workers = min(os.cpu_count() or 1, len(jobs))
-    if workers < 2:
-        return [_draw(job) for job in jobs]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_draw, job) for job in jobs]
-    return [_result(future) for future in futures]
-
-
-def _result(future: Future[list[Path] | str]) -> list[Path] | str:
-    try:
-        return future.result()
-    except BrokenProcessPool:  # killed, as by a system that ran out of memory
-        return "a process that drew was killed"
-
-
-def _draw(job: tuple[Source, Path]) -> list[Path] | str:
-    """The files of one experiment, or why there are none."""
-    source, folder = job
-    try:
-        return draw(load(source.experiment), list(source.records), folder)
-    except FAILURES as error:
-        return _reason(error)
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _preferred(paths: Sequence[Path]) -> list[Path]:
-    """One file per figure: the vector drawing where there is one."""
-    by_name: dict[str, Path] = {}
-    for path in paths:
-        if path.suffix in _TYPES and (path.stem not in by_name or path.suffix == ".svg"):
-            by_name[path.stem] = path
-    return list(by_name.values())
+        beside = source.folder / FOLDER
+        paths = drawn(experiment, source.records, beside)
+        if paths is None:
+            paths = draw(experiment, source.records, beside if source.own else Path(scratch))
+        by_name = {path.stem: path for suffix in _TYPES for path in paths if path.suffix == suffix}
+        return [_picture(by_name[name], plot, source) for name, plot in plots.items() if name in by_name]
 
 
 def _picture(path: Path, plot: Plot, source: Source) -> Picture:
     content = path.read_bytes()
-    width, height = _size(content) if path.suffix == ".svg" else _png_size(content)
-    return Picture(
-        name=plot.name,
-        experiment=source.experiment,
-        machine=source.machine,
-        caption=plot.caption,
-        alt=plot.alt,
-        url=data_url(content, _TYPES[path.suffix]),
-        width=width,
-        height=height,
-        of_timelines=plot.of_timelines,
-    )
+    width, height = _svg_size(content) if path.suffix == ".svg" else _png_size(content)
+    url = data_url(content, _TYPES[path.suffix])
+    return Picture(plot=plot, machine=source.machine, url=url, width=width, height=height)
 
 
-def _size(svg: bytes) -> tuple[int, int]:
+def _svg_size(svg: bytes) -> tuple[int, int]:
     """Pixels of an SVG whose size is given in points."""
     match = re.search(rb'<svg[^>]*?\bviewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
     if match is None:

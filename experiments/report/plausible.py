@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.harness.judging.units import UNITS
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.record import Quantity, Record
-from gpipe_bench.harness.records.store import Store
-from gpipe_bench.harness.records.travel import Parcel
+from gpipe_bench.harness.record import Quantity, Record
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.units import UNITS
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, recomputes
 
 _SLACK = 1e-6  # relative; a median of the same samples differs by rounding alone
@@ -34,12 +33,12 @@ class Remark(NamedTuple):
     text: str
 
 
-def remarks(parcel: Parcel) -> list[Remark]:
-    """All that speaks against the records, and what a reader should know."""
+def remarks(given: Mapping[str, Sequence[Record]]) -> list[Remark]:
+    """All that speaks against the records of each experiment, and what a reader should know."""
     found: list[Remark] = []
-    if not any(parcel.records.values()):
+    if not any(given.values()):
         return [Remark("refused", "it holds no records")]
-    for name, records in parcel.records.items():
+    for name, records in given.items():
         if name not in EXPERIMENTS:
             found.append(Remark("refused", f"{name}.jsonl: no experiment of that name is known here"))
             continue
@@ -52,7 +51,7 @@ def remarks(parcel: Parcel) -> list[Remark]:
                 found.append(Remark("note", text))
                 continue
             found += [each._replace(text=f"{place}: {each.text}") for each in _of_record(record, exact)]
-    found += _of_all([record for records in parcel.records.values() for record in records])
+    found += _of_all([record for records in given.values() for record in records])
     return found
 
 

@@ -15,29 +15,20 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gpipe_bench.experiments.report.records import Source
-from gpipe_bench.experiments.report.timelines import charts_of
+from gpipe_bench.experiments.report.timelines import Chart, charts_of
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.environment import differences
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.compare import Comparison, compare
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.hypotheses import with_reasons
-from gpipe_bench.harness.records.environment import differences
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.report.chart import Chart
-from gpipe_bench.harness.report.page import Answer
-from gpipe_bench.harness.report.replies import replies_text
-from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.hypotheses import with_reasons
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.report.table import Row, replies_text, text_table
+from gpipe_bench.harness.verdict import Comparison, Entry
 
 T = TypeVar("T")
 
 UNREADABLE = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    AssertionError,
-)
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError,
+)  # fmt: skip
 """What an experiment may stumble over in records that something else wrote."""
 
 MOST_LINES = 5
@@ -69,8 +60,8 @@ def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
         raise RuntimeError(f"the cells of {experiment.name} can't be compared") from error
     tables = experiment.tables
     text = text_table(comparisons) if tables is None else tables(records, comparisons)
-    short = replies_text(comparisons)
-    return Shown(tuple(records), tuple(entries), tuple(comparisons), f"{short}\n\n{text}" if short else text)
+    parts = filter(None, [replies_text(comparisons), text])
+    return Shown(tuple(records), tuple(entries), tuple(comparisons), "\n\n".join(parts))
 
 
 def environment_warnings(records: Sequence[Record]) -> list[str]:
@@ -94,36 +85,30 @@ def readable(
     None where it stumbles over all: the mistake may then be the experiment's own. `name` is the experiment's.
     """
     shown, error = _tried(show, records)
-    if error is None:
+    if not error:
         return shown, []
-    kept: list[Record] = []
-    lines: list[str] = []
-    for record in records:
-        _, alone = _tried(show, [record])
-        if alone is None:
-            kept.append(record)
-        else:
-            lines.append(f"{name} can't read its record of {record.label} ({_cause(alone)}); left out")
+    alone = [_tried(show, [record])[1] for record in records]
+    lines = [
+        f"{name} can't read its record of {record.label} ({cause}); left out"
+        for record, cause in zip(records, alone, strict=True)
+        if cause
+    ]
+    kept = [record for record, cause in zip(records, alone, strict=True) if not cause]
     shown, rest = _tried(show, kept)
-    if not kept or rest is not None:
-        return None, [f"{name} can't be shown: {_cause(error)}"]
+    if not kept or rest:
+        return None, [f"{name} can't be shown: {error}"]
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"{name}: {len(lines) - MOST_LINES} more records are left out"]
     return shown, lines
 
 
-def _tried(
-    show: Callable[[Sequence[Record]], T], records: Sequence[Record]
-) -> tuple[T | None, Exception | None]:
+def _tried(show: Callable[[Sequence[Record]], T], records: Sequence[Record]) -> tuple[T | None, str]:
+    """What it makes of them, or what it stumbles over."""
     try:
-        return show(records), None
+        return show(records), ""
     except UNREADABLE as error:
-        return None, error
-
-
-def _cause(error: Exception) -> str:
-    cause = error.__cause__ or error
-    return f"{type(cause).__name__}: {cause}"
+        cause = error.__cause__ or error
+        return None, f"{type(cause).__name__}: {cause}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,28 +134,22 @@ def readings(
 
         reading, left_out = readable(experiment.name, group.records, read)
         lines += [(group, line) for line in left_out]
-        if reading is not None:
-            found.append(reading)
+        found += [] if reading is None else [reading]
     return found, lines
 
 
-def answers(found: Sequence[Reading]) -> list[Answer]:
-    """One answer for each entry that any of the readings reports, from the first that has a number."""
-    chosen: dict[tuple[str, str, str, str, str], Answer] = {}
-    for reading in found:
-        compared = {comparison.key: comparison for comparison in reading.shown.comparisons}
-        for entry in reading.shown.entries:
-            answer = Answer(
-                entry=entry,
-                comparison=compared[entry.key],
-                machine=reading.source.machine,
-                profile=reading.source.profile,
-                command=_command(entry, reading.source),
-            )
-            if entry.key not in chosen or (answer.answers and not chosen[entry.key].answers):
-                chosen[entry.key] = answer
+def answers(found: Sequence[Reading]) -> list[Row]:
+    """One row for each entry that any of the readings reports, from the first that has a number."""
+    chosen: dict[tuple[str, ...], Row] = {}
+    for source, shown in ((each.source, each.shown) for each in found):
+        compared = {comparison.key: comparison for comparison in shown.comparisons}
+        for entry in shown.entries:
+            row = Row(comparison=compared[entry.key], entry=entry)
+            if row.comparison.ours is not None or entry.status == "out_of_memory":
+                command = source.command if entry.record is None else entry.record.command
+                row = dataclasses.replace(
+                    row, machine=source.machine, profile=source.profile, command=command
+                )
+            if entry.key not in chosen or (row.machine and not chosen[entry.key].machine):
+                chosen[entry.key] = row
     return list(chosen.values())
-
-
-def _command(entry: Entry, source: Source) -> str:
-    return source.command if entry.record is None else entry.record.command

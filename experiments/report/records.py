@@ -16,8 +16,8 @@ from pathlib import Path
 from gpipe_bench.experiments.registry import EXPERIMENTS, load, suggestion
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.records.store import Problem, Store, latest
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.store import Problem, Store, latest
 
 _PROFILES = ("full", "short", "smoke")
 

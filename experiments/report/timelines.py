@@ -1,38 +1,92 @@
-"""The timelines that records keep, as charts for the report and as traces for Perfetto."""
+"""The timelines that records keep, as charts for the report and as traces for Perfetto.
+
+Positions are percentages, so that one drawing fits a phone, a screen and paper without being made again.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import gzip
+import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpipe_bench.experiments.report.drawing import NAMES
 from gpipe_bench.experiments.report.records import Source
-from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.report.chart import Box, Chart, trace_url, within
-from gpipe_bench.harness.shown import KeptTimeline
+from gpipe_bench.harness.experiment import Experiment, KeptTimeline
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.report.html import data_url
+from gpipe_bench.harness.units import show
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 MOST_BOXES = 9000
 """Boxes drawn on one page; a browser stays quick, and what is left out can still be downloaded."""
 
+LANE_PX = 26
+BOX_PX = 22
+_ROOM_FOR_TEXT = 1.9
+"""Percent of the width below which a box is too narrow for two digits on a screen."""
+_LAST_CENTRED = 96.0
+_TICKS = 6
+_STEPS = (1.0, 2.0, 5.0, 10.0)
 _WORK = {"setup": "setup", "update": "weight update"}
 _MEMBERS = frozenset({"num_stages", "events", "provenance"})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """One action, in percent of the width and pixels from the top. `title` says all, `text` fits inside."""
+
+    x: str
+    width: str
+    middle: str
+    y: float
+    kind: str
+    text: str
+    title: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """A Gantt chart, ready to be drawn; without boxes it is only its trace. `facts` are its caption.
+
+    `ticks` are (place in percent, label) of the axis; few and round.
+    """
+
+    name: str
+    title: str
+    facts: str
+    trace: str
+    lanes: tuple[str, ...] = ()
+    boxes: tuple[Box, ...] = ()
+    unit: str = "ms"
+    legend: tuple[tuple[str, str], ...] = ()
+    ticks: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def height(self) -> int:
+        """In pixels."""
+        return LANE_PX * len(self.lanes)
+
+    @property
+    def full_to_the_end(self) -> bool:
+        """Whether the last label of the axis lies so far right that it has to end there."""
+        return bool(self.ticks) and float(self.ticks[-1][0].rstrip("%")) > _LAST_CENTRED
+
+
 def charts_of(experiment: Experiment, source: Source) -> list[Chart]:
-    """A chart for every timeline that is shown; too many are reduced to their traces, the last first."""
+    """A chart for every timeline that is shown; beyond MOST_BOXES in all, some are only their traces."""
     if experiment.timelines is None:
         return []
-    charts = [_chart(source, kept) for kept in experiment.timelines(source.records)]
-    return [
-        chart if drawn else dataclasses.replace(chart, boxes=(), lanes=())
-        for chart, drawn in zip(charts, within(charts, MOST_BOXES), strict=True)
-    ]
+    drawn, charts = 0, []
+    for chart in map(_chart, experiment.timelines(source.records)):
+        fits = drawn + len(chart.boxes) <= MOST_BOXES
+        drawn += len(chart.boxes) if fits else 0
+        charts.append(chart if fits else replace(chart, boxes=(), lanes=()))
+    return charts
 
 
 def kept_timelines(records: Sequence[Record]) -> list[KeptTimeline]:
@@ -54,86 +108,88 @@ def timelines(
     details: Any, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
     """Every timeline (`Timeline.to_data`) inside the details of a record, with the keys that lead to it."""
-    if isinstance(details, Mapping):
-        if details.keys() >= _MEMBERS:
-            yield path, details
-            return
-        for key, value in details.items():
+    if isinstance(details, Mapping) and details.keys() >= _MEMBERS:
+        yield path, details
+    elif isinstance(details, Mapping | list):
+        inside = details.items() if isinstance(details, Mapping) else enumerate(details)
+        for key, value in inside:
             yield from timelines(value, (*path, str(key)))
-    elif isinstance(details, list):
-        for number, value in enumerate(details):
-            yield from timelines(value, (*path, str(number)))
 
 
-def _chart(source: Source, kept: KeptTimeline) -> Chart:
+def _chart(kept: KeptTimeline) -> Chart:
     record, timeline = kept.record, Timeline.from_data(kept.data)
-    unit, scale = (kept.unit, 1.0) if kept.unit else _unit(timeline)
-    boxes = [
-        Box(
-            lane=event.action.stage,
-            start=event.start_s * scale,
-            length=event.duration_s * scale,
-            kind=event.action.kind.name,
-            text=str(event.action.microbatch),
-            title=(
-                f"{event.action}: {NAMES[event.action.kind]}, stage {event.action.stage}, "
-                f"micro-batch {event.action.microbatch}, {_time(event.duration_s * scale, unit)}, "
-                f"from {_time(event.start_s * scale, unit)}"
-            ),
+    unit, scale = ("s", 1.0) if timeline.makespan_s >= 2 else ("ms", 1e3)
+    if kept.unit:
+        unit, scale = kept.unit, 1.0
+    span = timeline.makespan_s * scale
+
+    def time(seconds: float) -> str:
+        value = seconds * scale
+        return show(value, unit) if unit in ("s", "ms") else f"{value:.6g} {unit}"
+
+    def box(stage: int, start_s: float, duration_s: float, kind: str, text: str, what: str) -> Box:
+        start, length = start_s * scale, duration_s * scale
+        percent = 100 / span if span > 0 else 0.0
+        return Box(
+            x=_percent(start * percent),
+            width=_percent(length * percent),
+            middle=_percent((start + length / 2) * percent),
+            y=stage * LANE_PX + (LANE_PX - BOX_PX) / 2,
+            kind=kind,
+            text=text if length * percent >= _ROOM_FOR_TEXT else "",
+            title=f"{what}, {time(duration_s)}, from {time(start_s)}",
         )
+
+    events = [
+        (action.stage, event.start_s, event.duration_s, action.kind.name, str(action.microbatch),
+         f"{action}: {NAMES[action.kind]}, stage {action.stage}, micro-batch {action.microbatch}")
         for event in timeline.events
-    ]
-    boxes += [
-        Box(
-            lane=span.stage,
-            start=span.start_s * scale,
-            length=span.duration_s * scale,
-            kind=span.name if span.name in _WORK else "work",
-            text="",
-            title=(
-                f"{_WORK.get(span.name, span.name)}, stage {span.stage}, "
-                f"{_time(span.duration_s * scale, unit)}, from {_time(span.start_s * scale, unit)}"
-            ),
-        )
-        for span in timeline.work
-    ]
-    boxes.sort(key=lambda box: (box.lane, box.start))
+        for action in [event.action]
+    ]  # fmt: skip
+    work = [
+        (each.stage, each.start_s, each.duration_s, each.name if each.name in _WORK else "work", "",
+         f"{_WORK.get(each.name, each.name)}, stage {each.stage}")
+        for each in timeline.work
+    ]  # fmt: skip
     kinds = sorted({event.action.kind for event in timeline.events}, key=list(Kind).index)
-    legend = [(kind.name, NAMES[kind]) for kind in kinds]
-    legend += [(name, text) for name, text in _WORK.items() if any(s.name == name for s in timeline.work)]
     facts = [
         timeline.provenance,
-        f"{_time(timeline.makespan_s * scale, unit)}",
+        time(timeline.makespan_s),
         f"{timeline.bubble:.1%} idle",
         *([str(record.details["scale"])] if record.details.get("scale") else []),
         *(f"{key.replace('_', ' ')}: {value}" for key, value in timeline.conditions.items()),
     ]
+    name = f"{record.experiment} {record.label} {' '.join(kept.where)}".lower()
+    trace = json.dumps(timeline.to_chrome(), separators=(",", ":"), sort_keys=True)
+    devices = [f" ({name})" for name in timeline.devices] or [""] * timeline.num_stages
     return Chart(
-        name=re.sub(
-            r"[^a-z0-9]+", "-", f"{record.experiment} {record.label} {' '.join(kept.where)}".lower()
-        ).strip("-"),
+        name=re.sub(r"[^a-z0-9]+", "-", name).strip("-"),
         title=", ".join([kept.title, *kept.where]),
         facts=", ".join(facts),
-        machine=source.machine,
-        lanes=tuple(_lane(timeline, stage) for stage in range(timeline.num_stages)),
-        boxes=tuple(boxes),
-        span=timeline.makespan_s * scale,
+        trace=data_url(gzip.compress(trace.encode(), mtime=0), "application/gzip"),  # without a time of day
+        lanes=tuple(f"stage {stage}{device}" for stage, device in enumerate(devices)),
+        boxes=tuple(box(*each) for each in sorted(events + work, key=lambda each: each[:2])),
         unit=unit,
-        legend=tuple(legend),
-        trace=trace_url(timeline.to_chrome()),
+        legend=(
+            *((kind.name, NAMES[kind]) for kind in kinds),
+            *((name, text) for name, text in _WORK.items() if name in {each.name for each in timeline.work}),
+        ),
+        ticks=ticks(span),
     )
 
 
-def _lane(timeline: Timeline, stage: int) -> str:
-    return f"stage {stage}" + (f" ({timeline.devices[stage]})" if timeline.devices else "")
+def ticks(span: float) -> tuple[tuple[str, str], ...]:
+    """Places and labels of an axis that long: few, round and inside."""
+    if not span > 0:
+        return ()
+    power = 10.0 ** math.floor(math.log10(span / _TICKS))
+    step = power * next(step for step in _STEPS if step * power >= span / _TICKS * (1 - 1e-9))
+    count = math.floor(span / step * (1 + 1e-9))
+    return tuple((_percent(100 * n * step / span), f"{n * step:.6g}") for n in range(count + 1))
 
 
-def _unit(timeline: Timeline) -> tuple[str, float]:
-    return ("s", 1.0) if timeline.makespan_s >= 2 else ("ms", 1e3)
-
-
-def _time(value: float, unit: str) -> str:
-    return show(value, unit) if unit in ("s", "ms") else f"{value:.6g} {unit}"
+def _percent(value: float) -> str:
+    return f"{value:.3f}".rstrip("0").rstrip(".") + "%"
 
 
 def _title(record: Record) -> str:

@@ -10,88 +10,149 @@ have nothing else to do:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from gpipe_bench.experiments.measuring.speed_models import SUBJECTS
-from gpipe_bench.experiments.schedules import at_costs, grid, published, recomputing
-from gpipe_bench.experiments.schedules.beside import side_by_side
+from gpipe_bench.experiments.schedules import beside, laid_out, published, recomputing
 from gpipe_bench.experiments.schedules.figures import figures
-from gpipe_bench.experiments.schedules.text import tables
+from gpipe_bench.experiments.schedules.laid_out import NAMES, REMATS
+from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.records.record import Record
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.verdict import Comparison
 
-STAGES = {"smoke": (2, 4), "short": (2, 4, 8, 16), "full": (2, 4, 8, 16)}
-GRID_S = {2: 0.5, 4: 1.0, 8: 4.0, 16: 15.0}
+HOW = {"never": "without re-materialization", "always": "every micro-batch recomputed"}
 
 
 def cases(options: RunOptions) -> list[Case]:
     smoke = options.profile == "smoke"
+    again = [
+        Case({"part": recomputing.PART, "model": model}, seconds)
+        for model, seconds in recomputing.SECONDS.items()
+    ]
     return [
-        *(Case(key, seconds) for key, seconds in published.keys(smoke)),
-        *(
-            Case({"part": grid.GRID, "num_workers": workers}, GRID_S[workers])
-            for workers in STAGES[options.profile]
-        ),
-        *(
-            Case({"part": at_costs.PART, "model": model, "num_microbatches": number}, seconds)
-            for model in SUBJECTS
-            for number, seconds in at_costs.SECONDS[options.profile].items()
-            if not smoke or model == "transformer"
-        ),
-        *(
-            Case({"part": recomputing.PART, "model": model}, seconds)
-            for model, seconds in recomputing.SECONDS.items()
-            if not smoke
-        ),
-        *(Case(key, seconds) for key, seconds in side_by_side.keys(options.profile)),
+        *published.cases(smoke),
+        *laid_out.cases(options.profile),
+        *again[: 0 if smoke else None],
+        *(Case(key, seconds) for key, seconds in beside.keys(options.profile)),
     ]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    match case.key["part"]:
-        case published.PUBLISHED:
-            return published.run(case.key)
-        case at_costs.PART:
-            return at_costs.run(
-                str(case.key["model"]), options.profile, int(str(case.key["num_microbatches"]))
-            )
+    key: dict[str, Any] = case.key
+    match key["part"]:
+        case published.PART:
+            return published.run(key)
+        case laid_out.MEASURED:
+            return laid_out.run_measured(key["model"], options.profile, key["num_microbatches"])
         case recomputing.PART:
-            return recomputing.run(str(case.key["model"]))
-        case side_by_side.PART:
-            return side_by_side.run(case.key, options)
-    workers = int(str(case.key["num_workers"]))
-    kept = {"timelines": grid.charts(workers)} if workers == grid.CHART_WORKERS else {}
-    return Outcome(tuple(grid.quantities(workers)), kept)
+            return recomputing.run(key["model"])
+        case beside.PART:
+            return beside.run(key, options)
+    return laid_out.run_equal(key["num_workers"])
 
 
-def cells(records: Sequence[Record]) -> list[Entry]:
-    return published.cells(records)
+def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+    """The published numbers first, then ours."""
+    parts = [text_table(comparisons)] if comparisons else []
+    parts += beside.tables(records)
+    for of_part, table in ((laid_out.EQUAL, _equal), (laid_out.MEASURED, _measured)):
+        parts += [table(r, remat) for r in of_case(records, "done", part=of_part) for remat in REMATS]
+    for model in TABLE2:
+        parts += _table2(of_case(records, "done", part=laid_out.MEASURED, model=model), model)
+    return "\n\n".join(parts + recomputing.tables(records))
 
 
-PAPER_TABLES = {
-    published.RATES: PaperTable(
-        title="Bubble rates in the zero-bubble paper",
-        short="Zero bubble",
-        about="The share of a worker's time that is left idle, from the times printed beside it.",
-    ),
-    published.RATES_V: PaperTable(
-        title="Bubble rates of ZB-V in the zero-bubble paper",
-        short="Zero bubble, V",
-        about="Two stages per worker in a V, within the activations of 1F1B.",
-    ),
-    published.SPEEDS: PaperTable(
-        title="Speed over 1F1B in the zero-bubble paper",
-        short="Zero bubble, speed",
-        about="Measured there on up to 32 GPUs; here what the profiled times say.",
-    ),
-    published.ELSEWHERE: PaperTable(
-        title="Schedules in other projects",
-        short="Schedules elsewhere",
-        about="Bubbles, what is alive, and ratios to 1F1B that OLMo-core, torchtitan and Primus print.",
-    ),
-}
+def _text(title: str, columns: list[str], lines: list[list[str]]) -> str:
+    return Grid(title=title, columns=columns, lines=lines, right=numbers(columns)).text()
+
+
+def _equal(record: Record, remat: str) -> str:
+    found: dict[Any, Any] = {(each.name, *each.key.values()): each.value for each in record.quantities}
+    counts = sorted({count for _, _, count, _ in found})
+    lines = [
+        [
+            name,
+            *(
+                f"{found['step in slots', name, count, remat]:g}, "
+                f"{100 * found['bubble', name, count, remat]:.1f} %, "
+                f"{found['graphs alive', name, count, remat]:g}"
+                for count in counts
+            ),
+        ]
+        for name in NAMES
+    ]
+    title = (
+        f"K = {record.case['num_workers']}, {HOW[remat]}\n  slots of a step, bubble, graphs alive (replayed)"
+    )
+    return _text(title, ["", *(f"M={count}" for count in counts)], lines)
+
+
+def _measured(record: Record, remat: str) -> str:
+    count = record.case["num_microbatches"]
+    found: dict[Any, Any] = {(each.name, *each.key.values()): each.value for each in record.quantities}
+    workers = sorted({key[2] for key in found if key[0] == "step"})
+    split = [value for key, value in found.items() if key[0] == "(I + W) / B"]
+    lines = [
+        [
+            name,
+            *(
+                f"{found['step', name, worker, count, remat]:.4g} ms, "
+                f"{100 * found['bubble', name, worker, count, remat]:.0f} %, "
+                f"{found['peak memory', name, worker, count, remat]:.3g}"
+                if ("step", name, worker, count, remat) in found
+                else "-"
+                for worker in workers
+            ),
+        ]
+        for name in NAMES
+    ]
+    title = (
+        f"{record.details['title']} ({record.details['scale'] or 'full size'}), M = {count}\n"
+        f"  {HOW[remat]}; step and bubble replayed with the stages' measured times,\n"
+        "  MiB of the fullest worker modelled;\n"
+        f"  a split backward takes {min(split):.2f} to {max(split):.2f} times a whole one (measured)"
+    )
+    return _text(title, ["", *(f"K={worker}" for worker in workers)], lines)
+
+
+def _table2(records: Sequence[Record], model: str) -> Iterator[str]:
+    """The paper's Table 2 with GPipe's schedule and with the shortest one."""
+    steps: dict[Any, Any] = {
+        tuple(each.key[part] for part in ("M", "K", "remat", "schedule")): each.value
+        for record in records
+        for each in record.quantities
+        if each.name == "step"
+    }
+    unit = steps.get((1, 2, "always", "gpipe"))
+    if unit is None:
+        return
+    printed = {c.key: c.printed for c in load_paper() if c.source == "paper" and "table2" in c.table}
+    lines = []
+    for count, worker in sorted({key[:2] for key in steps}):
+        gpipe = steps[count, worker, "always", "gpipe"]
+        line = [
+            f"K={worker}, M={count}",
+            printed.get((f"table2-{model}", f"M={count}", f"K={worker}"), "-"),
+            f"{unit / gpipe:.2f}",
+        ]
+        for remat in REMATS[::-1]:
+            best, name = min(
+                ((step, key[3]) for key, step in steps.items() if key[:3] == (count, worker, remat)),
+                key=lambda found: found[0],
+            )
+            line += [f"{unit / best:.2f}", f"x{gpipe / best:.2f}", name]
+        lines.append(line)
+    yield _text(
+        f"Table 2 with the best schedule, {TABLE2[model]['full'].title}: throughput over GPipe's at K=2, "
+        "M=1\n"
+        "  (replayed with the stages' measured times; gains over GPipe with every micro-batch recomputed)",
+        ["", "paper", "gpipe", "best, recomputed", "gain", "schedule", "best, kept", "gain", "schedule"],
+        lines,
+    )
 
 
 EXPERIMENT = Experiment(
@@ -110,10 +171,10 @@ EXPERIMENT = Experiment(
     },
     cases=cases,
     run=run,
-    cells=cells,
+    cells=published.cells,
     tables=tables,
     figures=figures,
-    paper_tables=PAPER_TABLES,
+    paper_tables=published.PAPER_TABLES,
     docs="docs/schedules.md",
     options=("seed",),
 )

@@ -9,13 +9,14 @@ share of the peak, which is unknown; its range stands beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.records.record import Quantity, Scalar
+from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
+from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
 from gpipe_bench.pipeline.plan.remat import Remat, to_text
 from gpipe_bench.pipeline.plan.replay import replay
@@ -23,9 +24,8 @@ from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.schedules.known import named
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.published.accelerator_steps.full_size import FullSize
+    from gpipe_bench.experiments.predicted.sizes import FullSize
     from gpipe_bench.pipeline.memory.profile import ModelProfile
-    from gpipe_bench.pipeline.memory.stages.footprint import Footprint
     from gpipe_bench.pipeline.plan.partition import Partition
     from gpipe_bench.planner.accelerators import Accelerator
 
@@ -56,43 +56,19 @@ class Subject:
     num_microbatches: int
 
 
-def subject_of(model: str) -> Subject:
-    """AmoebaNet-D (18, 256) or Transformer-48."""
-    from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
-    from gpipe_bench.experiments.published.accelerator_steps.paper_models import table2
-    from gpipe_bench.models.paper import HALVES
-    from gpipe_bench.planner.accelerators import TPU_V2, TPU_V3
-
-    half = HALVES[model]
-    size = half.batch_size // half.num_microbatches
-    if model == "amoebanet":
-        profile, title = amoebanet(Reading(), 18, 256, size), "AmoebaNet-D (18, 256)"
-    else:
-        profile, title = transformer(Reading(), 48, size), "Transformer-48"
-    return Subject(
-        title,
-        table2(model),
-        profile,
-        TPU_V2 if model == "amoebanet" else TPU_V3,
-        half.cap_gib,
-        half.batch_size,
-        half.num_microbatches,
-    )
-
-
 @dataclass(frozen=True)
 class Found:
-    """The step of one way, its fullest worker, and what is recomputed; None where it does not fit."""
+    """The step of one way, its fullest worker, and what is recomputed."""
 
     step_s: float
     peak_bytes: int
     remat: Remat
-    bound_s: float
+    bound_s: float = 0.0
 
 
 def run(model: str) -> Outcome:
-    """All ways for all schedules and numbers of workers."""
-    subject = subject_of(model)
+    """All ways for all schedules and numbers of workers, of AmoebaNet-D (18, 256) or Transformer-48."""
+    subject = _subject_of(model)
     quantities: list[Quantity] = []
     choices: dict[str, str] = {}
     for num_workers in WORKERS:
@@ -100,11 +76,12 @@ def run(model: str) -> Outcome:
         assert cut is not None
         for name in SCHEDULES:
             by_share = {share: ways_of(subject, cut, name, share) for share in SHARES}
-            key: dict[str, Scalar] = {"schedule": name, "K": num_workers}
-            quantities += of_cell(key, by_share)
-            for way, found in by_share[SHARES[1]].items():
-                if way in ("per stage", "adaptive") and found is not None:
-                    choices[f"{name}, K={num_workers}, {way}"] = to_text(found.remat)
+            quantities += quantities_of({"schedule": name, "K": num_workers}, by_share)
+            choices |= {
+                f"{name}, K={num_workers}, {way}": to_text(found.remat)
+                for way, found in by_share[SHARES[1]].items()
+                if way in WAYS[2:]
+            }
     return Outcome(
         tuple(quantities),
         {
@@ -119,48 +96,59 @@ def run(model: str) -> Outcome:
     )
 
 
-def ways_of(subject: Subject, cut: Partition, name: str, share: float) -> Mapping[str, Found | None]:
-    """Each way's shortest step under the cap; "nothing" is there whether it fits or not."""
+def _subject_of(model: str) -> Subject:
+    from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
+    from gpipe_bench.experiments.predicted.sizes import of_the_paper
+    from gpipe_bench.models.paper import HALVES
+    from gpipe_bench.planner.accelerators import TPU_V2, TPU_V3
+
+    half = HALVES[model]
+    size = half.batch_size // half.num_microbatches
+    if model == "amoebanet":
+        title, accelerator, profile = "AmoebaNet-D (18, 256)", TPU_V2, amoebanet(Reading(), 18, 256, size)
+    else:
+        title, accelerator, profile = "Transformer-48", TPU_V3, transformer(Reading(), 48, size)
+    sizes = (half.cap_gib, half.batch_size, half.num_microbatches)
+    return Subject(title, of_the_paper("table2", model), profile, accelerator, *sizes)
+
+
+def ways_of(subject: Subject, cut: Partition, name: str, share: float) -> dict[str, Found]:
+    """The shortest step under the cap of each way that fits; "nothing" is there whether it fits or not."""
     from gpipe_bench.pipeline.memory.stages.rematerialized import held_by
     from gpipe_bench.pipeline.memory.stages.workers import peak_bytes, stage_footprints
 
-    footprints: tuple[Footprint, ...] = stage_footprints(subject.profile.layers, subject.profile.loss, cut)
+    footprints = stage_footprints(subject.profile.layers, subject.profile.loss, cut)
     num_workers, number, cap_bytes = len(cut), subject.num_microbatches, subject.cap_gib * GIB
+    peaks_of = partial(peak_bytes, footprints, optimizer=OPTIMIZER, receive_ahead=1)
     lay_out = partial(replay, action_s=_seconds(subject, cut, share))
 
     def found(remat: Remat) -> Found:
         schedule = named(name, num_workers, number, remat=remat)
-        peaks = peak_bytes(footprints, schedule, OPTIMIZER, receive_ahead=1)
-        return Found(lay_out(schedule).makespan_s, max(peaks), remat, 0.0)
+        return Found(lay_out(schedule).makespan_s, max(peaks_of(schedule=schedule)), remat)
 
-    words = {
-        word: peak_bytes(footprints, named(name, num_workers, number, remat=word), OPTIMIZER, receive_ahead=1)
-        for word in WORDS
-    }
-    ways: dict[str, Found | None] = dict.fromkeys(WAYS)
-    ways["nothing"] = found("never")
-    one = next((word for word in WORDS if max(words[word]) <= cap_bytes), None)
+    peaks = {word: peaks_of(schedule=named(name, num_workers, number, remat=word)) for word in WORDS}
+    ways = {"nothing": found("never")}
+    one = next((word for word in WORDS if max(peaks[word]) <= cap_bytes), None)
     if one is not None:
         ways["one word"] = found(one)
     # A worker's bytes hang on its own stage alone, and a recomputation more makes no step shorter: so the
     # first word that fits is the best one for each stage.
-    each = [next((w for w in WORDS if words[w][worker] <= cap_bytes), None) for worker in range(num_workers)]
-    if None not in each:
-        ways["per stage"] = found([word for word in each if word is not None])
+    fitting = [[word for word in WORDS if peaks[word][worker] <= cap_bytes] for worker in range(num_workers)]
+    if all(fitting):
+        ways["per stage"] = found([words[0] for words in fitting])
     schedule = named(name, num_workers, number)
     try:
         best = adaptive(schedule, lay_out, held_by(footprints, schedule, OPTIMIZER), cap_bytes)
-    except ValueError:
+    except ValueError:  # nothing fits
         return ways
-    peak = max(peak_bytes(footprints, best.schedule, OPTIMIZER, receive_ahead=1))
-    ways["adaptive"] = Found(best.step_s, peak, best.schedule.remat, best.bound_s)
-    return ways
+    peak = max(peaks_of(schedule=best.schedule))
+    return ways | {"adaptive": Found(best.step_s, peak, best.schedule.remat, best.bound_s)}
 
 
 def _seconds(subject: Subject, cut: Partition, share: float) -> dict[tuple[int, Kind], float]:
     """By stage and kind; a recomputation takes what a forward takes."""
     size = subject.batch_size // subject.num_microbatches
-    layers = subject.full.work.seconds(subject.accelerator, "float32", size, (share,))
+    layers = subject.full.seconds(subject.accelerator, "float32", size, (share,))
     found = {}
     for stage, span in enumerate(cut):
         found[stage, Kind.F] = found[stage, Kind.R] = sum(float(layers[i].forward[0]) for i in span)
@@ -168,34 +156,66 @@ def _seconds(subject: Subject, cut: Partition, share: float) -> dict[tuple[int, 
     return found
 
 
-def of_cell(
-    key: dict[str, Scalar], by_share: Mapping[float, Mapping[str, Found | None]]
+def quantities_of(
+    key: dict[str, Scalar], by_share: Mapping[float, Mapping[str, Found]]
 ) -> Iterator[Quantity]:
     """Steps and peaks of all ways, and what choosing saves of the step of one word."""
     middle = by_share[SHARES[1]]
     for way, found in middle.items():
-        if found is None:
-            continue
         own: dict[str, Scalar] = {**key, "recomputed": way}
         yield Quantity(name="step", key=own, value=1e3 * found.step_s, unit="ms", provenance="modelled")
         yield Quantity(
             name="peak memory", key=own, value=found.peak_bytes / GIB, unit="GiB", provenance="modelled",
             note="of the fullest worker",
         )  # fmt: skip
-    best = middle["adaptive"]
-    if best is not None:
+    if "adaptive" in middle:
         yield Quantity(
-            name="bound", key=key, value=1e3 * best.bound_s, unit="ms", provenance="modelled",
+            name="bound", key=key, value=1e3 * middle["adaptive"].bound_s, unit="ms", provenance="modelled",
             note="no choice under the cap has a shorter step",
         )  # fmt: skip
     for way in WAYS[1:3]:
-        saved = [
-            1 - ways["adaptive"].step_s / other.step_s  # type: ignore[union-attr]  # what one word fits, all do
-            for ways in by_share.values()
-            if (other := ways[way]) is not None
-        ]
+        saved = [1 - ways["adaptive"].step_s / ways[way].step_s for ways in by_share.values() if way in ways]
         if len(saved) == len(SHARES):
             yield Quantity(
                 name="saved", key={**key, "of": way}, value=saved[1], unit="ratio", provenance="modelled",
                 low=min(saved), high=max(saved), higher_is_better=True, note="of the step; over the shares",
             )  # fmt: skip
+
+
+def tables(records: Sequence[Record]) -> list[str]:
+    """What choosing the recomputations saves, a table for each model."""
+    columns = ["schedule, K", *WAYS, "at least", "saved of one word", "of per stage"]
+    return [
+        Grid(
+            title=(
+                f"{record.details['title']} on {record.details['accelerator']}s of "
+                f"{record.details['cap_gib']} GiB, mini-batch {record.details['batch_size']}, "
+                f"M = {record.details['num_microbatches']}: what is recomputed\n"
+                "  ms of a step (GiB of the fullest worker), replayed with modelled times at "
+                f"{record.details['shares_of_peak'][1]:.0%} of the peak;\n"
+                "  saved: for shares of the peak from "
+                f"{record.details['shares_of_peak'][0]:.0%} to {record.details['shares_of_peak'][2]:.0%}"
+            ),
+            columns=columns,
+            lines=[_line(record, name, number) for number in WORKERS for name in SCHEDULES],
+            right=numbers(columns),
+        ).text()
+        for record in of_case(records, "done", part=PART)
+    ]
+
+
+def _line(record: Record, name: str, num_workers: int) -> list[str]:
+    found: dict[Any, Any] = {(each.name, *each.key.values()): each for each in record.quantities}
+    cells = [f"{name}, K={num_workers}"]
+    for way in WAYS:
+        step = found.get(("step", name, num_workers, way))
+        if step is None:
+            cells.append("does not fit")
+        else:
+            gib = found["peak memory", name, num_workers, way].value
+            over = "" if gib <= record.details["cap_gib"] else ", too much"
+            cells.append(f"{step.value:.0f} ({gib:.3g}{over})")
+    bound = found.get(("bound", name, num_workers))
+    saved = [found.get(("saved", name, num_workers, way)) for way in WAYS[1:3]]
+    cells.append("-" if bound is None else f"{bound.value:.0f}")
+    return cells + ["-" if q is None else f"{q.value:.1%} [{q.low:.1%}, {q.high:.1%}]" for q in saved]

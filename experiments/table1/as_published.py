@@ -42,8 +42,8 @@ from gpipe_bench.experiments.table1.settings import (
     unknown,
 )
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.judging.unknowns import Value
-from gpipe_bench.harness.records.record import Quantity
+from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.unknowns import Value
 from gpipe_bench.models import example_batch
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column
 from gpipe_bench.pipeline.memory.profile import ModelProfile, fake_copy

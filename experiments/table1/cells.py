@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpipe_bench.experiments.measuring.tables.sentences import TABLE, word
 from gpipe_bench.experiments.table1.settings import (
     activation_choices,
     capacity_choices,
@@ -16,13 +15,12 @@ from gpipe_bench.experiments.table1.settings import (
     ranged,
     spread_of,
 )
-from gpipe_bench.harness.judging.allowed import at_least
-from gpipe_bench.harness.judging.compare import Comparison, compare
-from gpipe_bench.harness.judging.entry import Entry
-from gpipe_bench.harness.judging.spread import Spread
-from gpipe_bench.harness.judging.units import show
-from gpipe_bench.harness.records.record import Quantity, Record, find
+from gpipe_bench.experiments.timed.claims import TABLE, word
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.report.table import ours_text, paper_text, verdict_text
+from gpipe_bench.harness.units import show
+from gpipe_bench.harness.verdict import Comparison, Entry, Spread, at_least
 from gpipe_bench.models.paper import COLUMNS, HALVES
 
 BYTES_PER_PARAMETER = 12

@@ -19,9 +19,8 @@ from typing import Any
 from gpipe_bench.experiments.table1.cells import cells
 from gpipe_bench.experiments.table1.settings import hypotheses
 from gpipe_bench.experiments.table1.shown import figures, tables
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.records.record import Quantity
-from gpipe_bench.harness.shown import PaperTable
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.record import Quantity
 from gpipe_bench.models.paper import COLUMNS, HALVES, column
 
 PRECISIONS = ("float32", "bfloat16")

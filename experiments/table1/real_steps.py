@@ -24,8 +24,8 @@ from torch import nn
 from gpipe_bench.experiments.paper_profiles import meta_model
 from gpipe_bench.experiments.table1.largest import Placement, Setting, place_anyhow
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.records.record import Quantity
-from gpipe_bench.harness.running.execution import memory_error
+from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.paper import GIB, HALVES, Column, column
 from gpipe_bench.pipeline import Pipeline, devices, engine

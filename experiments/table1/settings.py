@@ -13,12 +13,12 @@ from functools import cache
 from itertools import product
 from statistics import median
 
-from gpipe_bench.harness.judging.hypotheses import Hypothesis, Key
-from gpipe_bench.harness.judging.paper import load_paper
-from gpipe_bench.harness.judging.spread import Part, Spread
-from gpipe_bench.harness.judging.units import convert
-from gpipe_bench.harness.judging.unknowns import Unknown, Value, load_unknowns
-from gpipe_bench.harness.records.record import Quantity, Record, find
+from gpipe_bench.harness.hypotheses import Hypothesis, Key
+from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.record import Quantity, Record, find
+from gpipe_bench.harness.units import convert
+from gpipe_bench.harness.unknowns import Unknown, Value, load_unknowns
+from gpipe_bench.harness.verdict import Part, Spread
 from gpipe_bench.models.paper import HALVES, Column
 
 SHARED = (

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.report.drawing import paper_style, without_frame
 from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.paper import PaperCell, load_paper
-from gpipe_bench.harness.judging.units import convert, show
-from gpipe_bench.harness.records.record import Record, find
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Record, find
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.shown import Plot
+from gpipe_bench.harness.units import convert, show
+from gpipe_bench.harness.verdict import Comparison
 from gpipe_bench.models.paper import COLUMNS, GIB, HALVES, Column
 
 if TYPE_CHECKING:

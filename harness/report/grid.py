@@ -1,16 +1,17 @@
 """A table of words: one object for every table that is printed, and the only place that lays columns out.
 
 Plain ASCII rules, no colours and no terminal control, so the same text serves a terminal, a log, a pipe and a
-page, where it stands between two markers: what is between them is made anew, the rest stays. Where a width
-is given (`width.within`) and the columns do not fit into it, each line is a card.
+page, where it stands between two markers: what is between them is made anew, the rest stays.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.harness.report.width import cards, fitted, width
+PROSE = 110
+"""Columns of a paragraph. Tables, code and commands that are to be copied are as wide as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,35 +29,34 @@ class Grid:
 
     def text(self) -> str:
         """For a terminal."""
-        found, widest = self._laid_out("simple"), width()
-        if widest is not None and max(map(len, found.split("\n"))) > widest:
-            found = cards(self.columns, self.lines)
-        title, notes = fitted(self.title), [fitted(note) for note in self.notes]
-        return "\n".join([*([title, ""] if title else []), found, *notes])
+        title = [self.title, ""] if self.title else []
+        return "\n".join([*title, self._laid_out("simple", self.columns, self.lines), *self.notes])
 
     def markdown(self) -> str:
         """For a markdown page: the title in bold, pipes escaped."""
-        parts = [*([f"**{self.title}**", ""] if self.title else []), self._laid_out("github"), *self.notes]
-        return "\n".join(parts)
+        title = [f"**{self.title}**", ""] if self.title else []
+        columns, *lines = [[escaped(str(cell)) for cell in line] for line in (self.columns, *self.lines)]
+        return "\n".join([*title, self._laid_out("github", columns, lines), *self.notes])
 
-    def _laid_out(self, style: str) -> str:
+    def _laid_out(self, style: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
         from tabulate import tabulate
 
-        lines: list[Sequence[object]] = [self.columns, *self.lines]
-        if style == "github":
-            lines = [[escaped(str(cell)) for cell in line] for line in lines]
         align = ["right" if place in self.right else "left" for place in range(len(self.columns))]
-        columns, *rest = lines
-        return str(
-            tabulate(
-                rest, columns, tablefmt=style, colalign=align if self.right else None, disable_numparse=True
-            )
-        )
+        aligned = align if self.right else None
+        return str(tabulate(lines, columns, tablefmt=style, colalign=aligned, disable_numparse=True))
 
 
 def numbers(columns: Sequence[str]) -> frozenset[int]:
     """The places of all columns but the first, which says what the numbers behind it are."""
     return frozenset(range(1, len(columns)))
+
+
+def fill(text: str, first: str = "", rest: str = "") -> str:
+    """One paragraph, wrapped between words; `first` and `rest` are what its lines begin with."""
+    return textwrap.fill(
+        text, PROSE, initial_indent=first, subsequent_indent=rest,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def escaped(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.harness.judging.hypotheses import Fit, Ranking
+from gpipe_bench.harness.hypotheses import Fit, Ranking
 from gpipe_bench.harness.report.grid import Grid, numbers
 
 

@@ -11,36 +11,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.records.environment import COMPARABLE_FIELDS
+from gpipe_bench.harness.environment import COMPARABLE_FIELDS
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import Part, ours_with_interval, part_of
+from gpipe_bench.harness.verdict import Comparison
 
 _ABSENT = "-"
 _EQUAL = "The environments are equal in every field that numbers depend on."
+_FIELDS = (
+    ("cpu_model", "processor"), ("cores_logical", "cores"), ("memory_total_gib", "memory, GiB"),
+    ("gpus", "GPUs"), ("system", "system"), ("container", "container"), ("python", "Python"),
+    ("versions", "packages"), ("torch_threads", "threads of torch"), ("cuda", "CUDA"),
+    ("variables", "variables"), ("git_commit", "commit"), ("git_dirty", "uncommitted changes"),
+    ("code_sha256", "digest of the code"),
+)  # fmt: skip
+"""The fields of an environment that a machine is described by, with their labels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideRow:
     """One cell on every machine, in the order of the machines; None where a machine has no such cell.
 
-    `part` is the question it answers, or that it is held against the number of `source`.
+    `known` is the first that has a number.
     """
 
-    table: str
-    part: Part
-    row: str
-    column: str
-    source: str
-    unit: str
-    printed: str
+    known: Comparison
     cells: tuple[Comparison | None, ...]
+
+    @property
+    def part(self) -> Part:
+        """The question it answers, or that it is held against the number of others."""
+        return part_of(self.known)
 
     @property
     def ratios(self) -> tuple[float | None, ...]:
         """Each machine's number over the first one's that is there."""
+        first = self.known.ours
         values = [None if cell is None else cell.ours for cell in self.cells]
-        first = next((value for value in values if value is not None), None)
         return tuple(value / first if value is not None and first else None for value in values)
 
 
@@ -63,22 +70,37 @@ def side_by_side(
     machines = tuple(comparisons)
     if len(machines) < 2:
         raise ValueError(f"side by side takes at least two machines, got {', '.join(machines) or 'none'}")
-    by_machine = {name: {c.key: c for c in comparisons[name]} for name in machines}
+    found = {name: {cell.key: cell for cell in comparisons[name]} for name in machines}
+    # a number that a machine did not run stands under the question of the file
     not_run = {
-        name: {c.key[:-1]: c for c in comparisons[name] if c.verdict == "not run"} for name in machines
+        name: {cell.key[:-1]: cell for cell in comparisons[name] if cell.verdict == "not run"}
+        for name in machines
     }
-    keys = dict.fromkeys(key for cells in by_machine.values() for key in cells)
     rows = []
-    for key in keys:
-        # a number that a machine did not run stands under the question of the file
-        cells = tuple(by_machine[name].get(key) or not_run[name].get(key[:-1]) for name in machines)
+    for key in dict.fromkeys(key for cells in found.values() for key in cells):
+        cells = tuple(found[name].get(key) or not_run[name].get(key[:-1]) for name in machines)
         known = next((cell for cell in cells if cell is not None and cell.ours is not None), None)
         if known is not None:
-            rows.append(
-                SideRow(table=known.table, part=part_of(known), row=known.row, column=known.column,
-                        source=known.source, unit=known.unit, printed=known.paper_text, cells=cells)
-            )  # fmt: skip
-    return SideBySide(machines=machines, rows=tuple(rows), differences=_differences(machines, environments))
+            rows.append(SideRow(known=known, cells=cells))
+    differences = {
+        field: texts
+        for field in COMPARABLE_FIELDS
+        if len(set(texts := tuple(_values(environments.get(name, ()), field) for name in machines))) > 1
+    }
+    return SideBySide(machines=machines, rows=tuple(rows), differences=differences)
+
+
+def environment_facts(environments: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """Label and text of every known field; where records differ, all values."""
+    known = ([each for each in environments if each.get(name) not in (None, [], {})] for name, _ in _FIELDS)
+    return tuple(
+        (label, _values(having, name)) for (name, label), having in zip(_FIELDS, known, strict=True) if having
+    )
+
+
+def _values(environments: Sequence[Mapping[str, Any]], field: str) -> str:
+    """All that a field is in them."""
+    return " | ".join(dict.fromkeys(value_text(each.get(field)) for each in environments))
 
 
 def value_text(value: Any) -> str:
@@ -90,20 +112,6 @@ def value_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(value_text(each) for each in value) or "none"
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _differences(
-    machines: Sequence[str], environments: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    for name in COMPARABLE_FIELDS:
-        texts = tuple(
-            " | ".join(dict.fromkeys(value_text(each.get(name)) for each in environments.get(machine, ())))
-            for machine in machines
-        )
-        if len(set(texts)) > 1:
-            found[name] = texts
-    return found
 
 
 def side_text(side: SideBySide) -> str:
@@ -128,15 +136,19 @@ def entry_text(entry: Comparison | None) -> str:
 def _grids(side: SideBySide) -> list[Grid]:
     """One for each table, and one for what the machines differ in."""
     columns = ["", "", "paper", *side.machines, f"{side.machines[-1]} / {side.machines[0]}"]
-    grids = []
-    for table, part in dict.fromkeys((row.table, row.part) for row in side.rows):
-        lines = []
-        for row in (row for row in side.rows if (row.table, row.part) == (table, part)):
-            last = row.ratios[-1]
-            ratio = _ABSENT if last is None else f"x{last:.3g}"
-            entries = [entry_text(cell) for cell in row.cells]
-            lines.append([row.row, row.column, row.printed or _ABSENT, *entries, ratio])
-        grids.append(Grid(title=f"{table}, {part}", columns=columns, lines=lines))
+    lines: dict[str, list[list[str]]] = {}
+    for row in side.rows:
+        last = row.ratios[-1]
+        lines.setdefault(f"{row.known.table}, {row.part}", []).append(
+            [
+                row.known.row,
+                row.known.column,
+                row.known.paper_text or _ABSENT,
+                *map(entry_text, row.cells),
+                _ABSENT if last is None else f"x{last:.3g}",
+            ]
+        )
+    grids = [Grid(title=title, columns=columns, lines=found) for title, found in lines.items()]
     if side.differences:
         fields = [[name, *values] for name, values in side.differences.items()]
         grids.append(Grid(columns=["the machines differ in", *side.machines], lines=fields))

@@ -1,33 +1,34 @@
-"""A table of the paper with our numbers in it: one object, shown as text, as markdown and as HTML.
+"""Numbers of the paper with ours beside them: tables in words, counts of verdicts, both replies.
 
-What was predicted for the paper's accelerators and what was found here are tables of their own, and so is
-what was held against the numbers of others. What stands in an entry is decided here, in words, and so is the
-layout of text and markdown: like the paper's table, the lines of an entry below each other. Where it stands
-on a page is the matter of its template.
+What was predicted for the paper's accelerators and what was found here are tables of their own and are never
+added up, and so is what was held against the numbers of others. What stands in an entry is decided here, and
+so is the layout of text and markdown: like the paper's table, the lines of an entry below each other. Where
+it stands on a page is the matter of its template.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Literal, cast
 
-from gpipe_bench.harness.judging.compare import Comparison
-from gpipe_bench.harness.judging.units import show, show_interval, show_with_interval
-from gpipe_bench.harness.judging.verdict import DIFFERS, JUDGED
-from gpipe_bench.harness.report.counts import counts_lines
-from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.report.width import fill
-
-_ABSENT = "-"
-_DIGITS = 5
-"""Significant digits of where a verdict turns: one more than a number has by itself."""
-_FAILS = "fails below / above"
+from gpipe_bench.harness.report.grid import Grid, fill, numbers
+from gpipe_bench.harness.units import show, show_interval, show_with_interval
+from gpipe_bench.harness.verdict import DIFFERS, JUDGED, QUESTIONS, Comparison, Entry, Question, Verdict
 
 Part = Literal["as published", "here", "others' numbers"]
 PARTS: tuple[Part, ...] = ("as published", "here", "others' numbers")
 """The tables that one table of the paper is shown as, in order: its two questions, and whatever is held
 against somebody else's numbers."""
+
+_ABSENT = "-"
+_DIGITS = 5
+"""Significant digits of where a verdict turns: one more than a number has by itself."""
+_FAILS = "fails below / above"
+_LINES = ("paper", "torchgpipe", "ours", "our range", "verdict", _FAILS)
 
 
 def part_of(cell: Comparison) -> Part:
@@ -37,10 +38,27 @@ def part_of(cell: Comparison) -> Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One entry: the paper's number, ours and the verdict. `marks` count the table's notes from 1."""
+    """One entry: the paper's number, ours and the verdict, and where ours comes from.
+
+    Args:
+        comparison: the numbers and the verdict
+        marks: the numbers of its notes, from 1
+        entry: ours, with its record; None where only the comparison is shown
+        machine: where our number was found; empty where there is none, and so are profile and command
+        profile: of the run
+        command: that made it
+        narrow: the verdict with every range half as wide
+        wide: and twice as wide
+    """
 
     comparison: Comparison
     marks: tuple[int, ...] = ()
+    entry: Entry | None = None
+    machine: str = ""
+    profile: str = ""
+    command: str = ""
+    narrow: Verdict = "not run"
+    wide: Verdict = "not run"
 
     @property
     def label(self) -> str:
@@ -49,16 +67,13 @@ class Row:
         return cell.row if cell.source == "paper" else f"{cell.row} ({cell.source}, {cell.question})"
 
 
-R = TypeVar("R", bound=Row)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table(Generic[R]):
+class Table:
     """Entries of one table of the paper that answer the same, in its order. `notes` are what marks count."""
 
     name: str
     part: Part
-    rows: tuple[R, ...]
+    rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
     @property
@@ -67,7 +82,7 @@ class Table(Generic[R]):
         return list(dict.fromkeys(row.comparison.column for row in self.rows))
 
     @property
-    def groups(self) -> list[tuple[str, list[R]]]:
+    def groups(self) -> list[tuple[str, list[Row]]]:
         """The rows by their label, in order."""
         labels = dict.fromkeys(row.label for row in self.rows)
         return [(label, [row for row in self.rows if row.label == label]) for label in labels]
@@ -80,27 +95,133 @@ class Table(Generic[R]):
     @property
     def diagonal(self) -> bool:
         """Whether it is one column or mostly empty, such as a diagonal, so that a list takes less room."""
-        places = len(self.columns) * len(self.groups)
-        return len(self.columns) == 1 or 2 * len(self.rows) <= places
+        return len(self.columns) == 1 or 2 * len(self.rows) <= len(self.columns) * len(self.groups)
+
+    @property
+    def run(self) -> bool:
+        """Whether it says more than that nothing of it was run."""
+        return any(row.comparison.verdict != "not run" for row in self.rows)
+
+    @property
+    def scores(self) -> tuple[Counts, Counts, Counts]:
+        """The counts of its rows, see `scores`."""
+        return scores(self.rows)
 
 
-def numbered(notes_of: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
+def numbered(notes_of: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
     """Each distinct note once, in order of appearance, and for every row the numbers of its own."""
     each = [tuple(notes) for notes in notes_of]
     number = {note: place for place, note in enumerate(dict.fromkeys(n for notes in each for n in notes), 1)}
     return tuple(number), [tuple(sorted(number[note] for note in notes)) for notes in each]
 
 
-def tables_of(comparisons: Sequence[Comparison]) -> list[Table[Row]]:
+def parts_of(name: str, rows: Sequence[Row], notes: tuple[str, ...]) -> tuple[Table, ...]:
+    """The tables that the rows of one table of the paper are shown as."""
+    return tuple(
+        Table(name=name, part=part, rows=found, notes=notes)
+        for part in PARTS
+        if (found := tuple(row for row in rows if part_of(row.comparison) == part))
+    )
+
+
+def tables_of(comparisons: Sequence[Comparison]) -> list[Table]:
     """The tables that the comparisons touch, part by part; their notes are numbered through all of them."""
-    notes, marks = numbered([*c.footnotes, *_made_of(c)] for c in comparisons)
+    notes, marks = numbered(
+        [*c.footnotes, *([f"Our range is over: {parts_text(c)}"] if range_text(c) else [])]
+        for c in comparisons
+    )
     rows = [Row(comparison=c, marks=of_row) for c, of_row in zip(comparisons, marks, strict=True)]
     return [
-        Table(name=name, part=part, rows=found, notes=notes)
+        table
         for name in dict.fromkeys(comparison.table for comparison in comparisons)
-        for part in PARTS
-        if (found := tuple(r for r in rows if r.comparison.table == name and part_of(r.comparison) == part))
+        for table in parts_of(name, [row for row in rows if row.comparison.table == name], notes)
     ]
+
+
+def text_table(comparisons: Sequence[Comparison]) -> str:
+    """Every table of the comparisons for a terminal, then the footnotes and the totals."""
+    return _shown(comparisons, markdown=False)
+
+
+def markdown_table(comparisons: Sequence[Comparison]) -> str:
+    """The same for a markdown page."""
+    return _shown(comparisons, markdown=True)
+
+
+def _shown(comparisons: Sequence[Comparison], *, markdown: bool) -> str:
+    tables = tables_of(comparisons)
+    notes = enumerate(tables[0].notes if tables else (), start=1)
+    if markdown:
+        parts = [_grid(table).markdown() for table in tables]
+        lines = [f"{number}. {note}" for number, note in notes]
+    else:
+        parts = [_grid(table).text() for table in tables]
+        lines = [fill(note, f"[{number}] ", " " * (len(str(number)) + 3)) for number, note in notes]
+    return "\n\n".join([*parts, *(["\n".join(lines)] if lines else []), "\n".join(counts_lines(comparisons))])
+
+
+def _grid(table: Table) -> Grid:
+    """The table as the paper prints it, or a line for each entry where that would be mostly empty."""
+    places = dict.fromkeys(row.comparison.location for row in table.rows if row.comparison.location)
+    hardware = dict.fromkeys(row.comparison.hardware for row in table.rows if row.comparison.hardware)
+    known = "; ".join([*places, *(f"paper on {name}" for name in hardware)])
+    title = f"{table.name}, {table.part}" + (f" ({known})" if known else "")
+    if table.diagonal:
+        shown = _found(table.rows, ("paper", "ours", "verdict"), ("our range", _FAILS))
+        lines = [
+            [row.label, row.comparison.column, *(_said(row, what, provenance=True) for what in shown)]
+            for row in table.rows
+        ]
+        return Grid(title=title, columns=["", "", *shown], lines=lines)
+    lines = []
+    for label, rows in table.groups:
+        at = {row.comparison.column: row for row in rows}
+        provenances = {row.comparison.provenance for row in rows} - {""}
+        uniform = len(provenances) == 1
+        names = {
+            "paper": "paper" if table.part != "others' numbers" else "theirs",
+            "ours": f"ours ({', '.join(provenances)})" if uniform else "ours",
+        }
+        shown = _found(rows, ("paper", "verdict"), ("torchgpipe", "ours", "our range", _FAILS))
+        lines += [
+            [
+                label if what == "paper" else "",
+                names.get(what, what),
+                *(_said(at.get(column), what, provenance=not uniform) for column in table.columns),
+            ]
+            for what in shown
+        ]
+    return Grid(title=title, columns=["", "", *table.columns], lines=lines)
+
+
+def _found(rows: Sequence[Row], always: Sequence[str], other: Sequence[str]) -> list[str]:
+    """The lines of an entry, in order: those that there always are, and others that any of the rows has."""
+    having = [what for what in other if any(_said(row, what) != _ABSENT for row in rows)]
+    return [what for what in _LINES if what in (*always, *having)]
+
+
+def _said(row: Row | None, what: str, *, provenance: bool = False) -> str:
+    """What the line `what` of an entry says."""
+    if row is None:
+        return _ABSENT
+    cell = row.comparison
+    match what:
+        case "paper":
+            return paper_text(cell, _ABSENT)
+        case "torchgpipe":
+            return cell.peer_printed or _ABSENT
+        case "ours":
+            number = ours_with_interval(cell, _ABSENT)
+            return f"{number} {cell.provenance}" if provenance and cell.ours is not None else number
+        case "our range":
+            return range_text(cell) or _ABSENT
+        case "verdict":
+            return verdict_text(cell) + (f" [{','.join(map(str, row.marks))}]" if row.marks else "")
+        case _:
+            return fails_text(cell, _ABSENT)
+
+
+# What stands in an entry ------------------------------------------------------------------------------------
 
 
 def paper_text(entry: Comparison | None, none: str = "–") -> str:
@@ -141,18 +262,17 @@ def parts_text(entry: Comparison) -> str:
 
 def fails_text(entry: Comparison, none: str = "–", between: str = " / ") -> str:
     """`3.1 / 4.2 GB`: a paper that printed less than the first, or more than the second, fails."""
-    if entry.verdict not in JUDGED or (entry.fails_below is None and entry.fails_above is None):
-        return none
-    if entry.fails_below is not None and entry.fails_above is not None:
-        return _pair(entry.fails_below, entry.fails_above, entry.unit, between)
     ends = (entry.fails_below, entry.fails_above)
+    if entry.verdict not in JUDGED or ends == (None, None):
+        return none
+    if None not in ends:
+        return _pair(*cast("tuple[float, float]", ends), entry.unit, between, _DIGITS)
     return between.join("never" if end is None else show(end, entry.unit, _DIGITS) for end in ends)
 
 
-def _pair(low: float, high: float, unit: str, between: str, digits: int = _DIGITS) -> str:
+def _pair(low: float, high: float, unit: str, between: str, digits: int) -> str:
     """The unit once, behind both, unless it scales them (`81.3M`)."""
-    first, second = show(low, unit, digits), show(high, unit, digits)
-    return f"{first.removesuffix(f' {unit}')}{between}{second}"
+    return f"{show(low, unit, digits).removesuffix(f' {unit}')}{between}{show(high, unit, digits)}"
 
 
 def verdict_text(entry: Comparison, times: str = " x") -> str:
@@ -169,104 +289,213 @@ def times_text(ratio: float) -> str:
     return next((text for digits in (3, 4, 5) if (text := f"{ratio:.{digits}g}") != "1"), "1")
 
 
-def text_table(comparisons: Sequence[Comparison]) -> str:
-    """Every table of the comparisons for a terminal, then the footnotes and the totals."""
-    tables = tables_of(comparisons)
-    notes = [
-        fill(note, f"[{number}] ", " " * (len(str(number)) + 3))
-        for number, note in enumerate(_notes(tables), start=1)
-    ]
-    return _joined([_grid(table).text() for table in tables], notes, comparisons)
+def apart_text(cell: Comparison) -> str:
+    """`above by at least a factor of 5.4`; only the verdict where there is no factor."""
+    if not cell.factor:
+        return cell.verdict
+    return f"{cell.verdict} by at least a factor of {times_text(max(cell.factor, 1 / cell.factor))}"
 
 
-def markdown_table(comparisons: Sequence[Comparison]) -> str:
-    """The same for a markdown page."""
-    tables = tables_of(comparisons)
-    notes = [f"{number}. {note}" for number, note in enumerate(_notes(tables), start=1)]
-    return _joined([_grid(table).markdown() for table in tables], notes, comparisons)
+# Counts -----------------------------------------------------------------------------------------------------
+
+Evidence = Literal["measured", "replayed", "modelled", "identity", "no number"]
+"""What a verdict rests on: how our number was made, or that it follows by arithmetic from others."""
+EVIDENCE: tuple[Evidence, ...] = ("measured", "replayed", "modelled", "identity", "no number")
 
 
-def _notes(tables: Sequence[Table[Row]]) -> tuple[str, ...]:
-    """The notes, which all the tables share."""
-    return tables[0].notes if tables else ()
+def evidence(cell: Comparison) -> Evidence:
+    """What the verdict on the cell rests on; "no number" also where memory ran out."""
+    if cell.kind == "identity" and cell.verdict in JUDGED:
+        return "identity"
+    return cast("Evidence", cell.provenance) if cell.provenance else "no number"
 
 
-def _made_of(cell: Comparison) -> list[str]:
-    """A note on a range that is more than an interval."""
-    return [f"Our range is over: {parts_text(cell)}"] if range_text(cell) else []
+class Counts(Counter[tuple[Evidence, Verdict]]):
+    """How many of the paper's numbers there are of each evidence and verdict.
+
+    A total that mixes what was measured with what follows by arithmetic says neither, so identities are
+    counted apart from what was judged.
+    """
+
+    @classmethod
+    def of(cls, cells: Iterable[Comparison]) -> Counts:
+        """Of those cells that count among the paper's numbers."""
+        return cls((evidence(cell), cell.verdict) for cell in cells if cell.counted)
+
+    def with_verdict(self, verdict: Verdict) -> int:
+        """Those with that verdict, whatever it rests on."""
+        return sum(self[rests_on, verdict] for rests_on in EVIDENCE)
+
+    def judged_as(self, verdict: Verdict) -> int:
+        """Those with that verdict that are no identities."""
+        return self.with_verdict(verdict) - self["identity", verdict]
+
+    @property
+    def judged(self) -> int:
+        """Those held against the paper that could have come out otherwise: no identities."""
+        return sum(map(self.judged_as, JUDGED))
+
+    @property
+    def identities(self) -> int:
+        """Those that follow by arithmetic, whether it comes out or not."""
+        return sum(count for (rests_on, _), count in self.items() if rests_on == "identity")
+
+    @property
+    def present(self) -> tuple[Evidence, ...]:
+        """What the verdicts on judged numbers and identities rest on, in order."""
+        return tuple(e for e in EVIDENCE if any(self[e, verdict] for verdict in JUDGED))
+
+    def __str__(self) -> str:
+        """`3 reproduced, 8 undecided of 11 judged; 14 identities; 2 not comparable; 30 not run`."""
+        if not self.total():
+            return "nothing counted"
+        found = [f"{n} {verdict}" for verdict in JUDGED if (n := self.judged_as(verdict))]
+        held, identities = self.with_verdict("identity"), self.identities
+        parts = [f"{', '.join(found)} of {self.judged} judged"] if found else []
+        if identities:
+            name = "identity" if identities == 1 else "identities"
+            parts.append(f"{held} {name}" if held == identities else f"{held} of {identities} {name} hold")
+        apart: tuple[Verdict, ...] = ("not comparable", "not run")
+        others = [f"{n} {verdict}" for verdict in apart if (n := self.with_verdict(verdict))]
+        return "; ".join([*(parts or ["nothing judged"]), *others])
 
 
-def _joined(parts: Sequence[str], notes: Sequence[str], comparisons: Sequence[Comparison]) -> str:
-    lines = "\n".join(counts_lines(comparisons))
-    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else []), lines])
+def scores(rows: Iterable[Row]) -> tuple[Counts, Counts, Counts]:
+    """The counts of the rows as judged, with every range half as wide, and twice as wide."""
+    counted = [(row, evidence(row.comparison)) for row in rows if row.comparison.counted]
+    return (
+        Counts((rests_on, row.comparison.verdict) for row, rests_on in counted),
+        Counts((rests_on, row.narrow) for row, rests_on in counted),
+        Counts((rests_on, row.wide) for row, rests_on in counted),
+    )
 
 
-def _grid(table: Table[Row]) -> Grid:
-    """The table as the paper prints it, or a line for each entry where that would be mostly empty."""
-    ranged = any(range_text(row.comparison) for row in table.rows)
-    judged = any(fails_text(row.comparison, "") for row in table.rows)
-    if table.diagonal:
-        columns = ["", "", "paper", "ours", *(["our range"] if ranged else []), "verdict"]
+def counts_of(cells: Iterable[Comparison]) -> dict[Question, Counts]:
+    """The counts of each question that any of the cells answers or leaves open, in order."""
+    found = list(cells)
+    each = {q: Counts.of(cell for cell in found if cell.question == q) for q in QUESTIONS}
+    return {question: counts for question, counts in each.items() if counts}
+
+
+def counts_lines(cells: Iterable[Comparison]) -> list[str]:
+    """A line for each question: `as published: 3 reproduced of 3 judged; 14 identities`."""
+    return [f"{question}: {counts}" for question, counts in counts_of(cells).items()] or ["nothing counted"]
+
+
+# Replies ----------------------------------------------------------------------------------------------------
+
+ASKED: Mapping[Question, str] = {
+    "as published": "Does our prediction for the paper's accelerators, at the paper's size, give the printed "
+    "number?",
+    "here": "Does what the paper says hold on the machines of these records?",
+}
+"""The two questions in words."""
+
+MOST = 3
+RULE = (
+    "The strongest differences are the judged numbers above or below whose range lies furthest from what the "
+    "paper admits, by the factor between the nearest ends: a wide range makes no difference look strong. "
+    "Where there is no number of ours there is no factor, and no place in this list."
+)
+"""How the differences that are named were chosen: by a rule and no choice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What the counted numbers say to one question.
+
+    `reproduced` are the tables in which anything judged is, each with how many of how many; `strongest` are
+    the differences named, largest first.
+    """
+
+    question: Question
+    counts: Counts
+    reproduced: tuple[tuple[str, int, int], ...]
+    strongest: tuple[Comparison, ...]
+
+    @property
+    def columns(self) -> tuple[Verdict, ...]:
+        """The verdicts that its table by evidence shows: those of what is judged, and identities if any."""
+        judged: tuple[Verdict, ...] = ("reproduced", "undecided", "above", "below")
+        return (*judged, "identity") if self.counts.with_verdict("identity") else judged
+
+    @property
+    def grid(self) -> Grid:
+        """A line for each evidence there is, a column for each verdict."""
         lines = [
-            [row.label, row.comparison.column, _paper(row), _ours(row, True),
-             *([_range(row)] if ranged else []), _verdict(row), *([_fails(row)] if judged else [])]
-            for row in table.rows
-        ]  # fmt: skip
-        return Grid(title=_title(table), columns=columns + [_FAILS] * judged, lines=lines)
-    columns = table.columns
-    lines = []
-    for label, rows in table.groups:
-        at = {row.comparison.column: row for row in rows}
-        entries = [at.get(column) for column in columns]
-        provenances = {row.comparison.provenance for row in rows if row.comparison.provenance}
-        uniform = provenances.pop() if len(provenances) == 1 else ""
-        lines.append([label, "paper" if table.part != "others' numbers" else "theirs", *map(_paper, entries)])
-        if any(row.comparison.peer_printed for row in rows):
-            lines.append(["", "torchgpipe", *map(_peer, entries)])
-        ours = f"ours ({uniform})" if uniform else "ours"
-        if provenances or uniform:
-            lines.append(["", ours, *(_ours(entry, not uniform) for entry in entries)])
-        if any(range_text(row.comparison) for row in rows):
-            lines.append(["", "our range", *map(_range, entries)])
-        lines.append(["", "verdict", *map(_verdict, entries)])
-        if any(fails_text(row.comparison, "") for row in rows):
-            lines.append(["", _FAILS, *map(_fails, entries)])
-    return Grid(title=_title(table), columns=["", "", *columns], lines=lines)
+            [name, *(self.counts[name, verdict] or "-" for verdict in self.columns)]
+            for name in self.counts.present
+        ]
+        columns = ["", *self.columns]
+        return Grid(columns=columns, lines=lines, right=numbers(columns))
+
+    def said_reproduced(self, names: Mapping[str, str]) -> str:
+        """`Table 1 3 of 10; Table 2 1 of 4`, by the tables' `names` in words."""
+        return "; ".join(f"{names.get(table, table)} {held} of {of}" for table, held, of in self.reproduced)
+
+    def differences(self, names: Mapping[str, str]) -> list[str]:
+        """The strongest: `34.51 GB where the paper has 6.26GB: above by at least a factor of 5.5; ...`."""
+        return [
+            f"{names.get(cell.table, cell.table)}, {cell.row}, {cell.column}: {ours_text(cell)}"
+            + (f" ({range_text(cell)})" if range_text(cell) else "")
+            + f" where the paper has {cell.paper_text}: {apart_text(cell)}; {cell.why}"
+            for cell in self.strongest
+        ]
 
 
-def _title(table: Table[Row]) -> str:
-    places = dict.fromkeys(row.comparison.location for row in table.rows if row.comparison.location)
-    hardware = dict.fromkeys(row.comparison.hardware for row in table.rows if row.comparison.hardware)
-    known = "; ".join([*places, *(f"paper on {name}" for name in hardware)])
-    name = f"{table.name}, {table.part}"
-    return f"{name} ({known})" if known else name
+def replies_to(cells: Iterable[Comparison]) -> tuple[Reply, ...]:
+    """The replies to the questions that any counted cell is about, in order."""
+    found = list(cells)
+    replies = []
+    for question, counts in counts_of(found).items():
+        mine = [cell for cell in found if cell.question == question]
+        by_table = {
+            name: Counts.of(cell for cell in mine if cell.table == name)
+            for name in dict.fromkeys(cell.table for cell in mine)
+        }
+        held = tuple(
+            (name, each.judged_as("reproduced"), each.judged)
+            for name, each in by_table.items()
+            if each.judged_as("reproduced")
+        )
+        replies.append(Reply(question=question, counts=counts, reproduced=held, strongest=_strongest(mine)))
+    return tuple(replies)
 
 
-def _paper(row: Row | None) -> str:
-    return paper_text(row.comparison if row else None, _ABSENT)
+def _strongest(cells: Iterable[Comparison]) -> tuple[Comparison, ...]:
+    """The judged cells that differ by the largest factors, see RULE; of equals the first."""
+    judged = [cell for cell in cells if cell.counted and evidence(cell) != "identity"]
+    differing = [(abs(math.log(cell.factor)), cell) for cell in judged if cell.factor]
+    return tuple(cell for _, cell in sorted(differing, key=lambda pair: -pair[0])[:MOST])
 
 
-def _peer(row: Row | None) -> str:
-    return _ABSENT if row is None or not row.comparison.peer_printed else row.comparison.peer_printed
+def replies_text(cells: Sequence[Comparison]) -> str:
+    """Both replies for a terminal; empty where no number of the paper is asked for."""
+    parts = []
+    for reply in replies_to(cells):
+        lines = [f"{reply.question.upper()}: {ASKED[reply.question]}", f"  {reply.counts}"]
+        if reply.counts.present:
+            lines += ["", textwrap.indent(reply.grid.text(), "  ")]
+        if reply.reproduced:
+            lines += ["", fill(f"reproduced: {reply.said_reproduced({})}", "  ", "    ")]
+        if reply.strongest:
+            lines += ["", "  strongest differences:"]
+            lines += [fill(text, f"  {n}. ", "     ") for n, text in enumerate(reply.differences({}), 1)]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
-def _ours(row: Row | None, with_provenance: bool) -> str:
-    if row is None or row.comparison.ours is None:
-        return _ABSENT
-    number = ours_with_interval(row.comparison)
-    return f"{number} {row.comparison.provenance}" if with_provenance else number
-
-
-def _range(row: Row | None) -> str:
-    return _ABSENT if row is None else range_text(row.comparison) or _ABSENT
-
-
-def _fails(row: Row | None) -> str:
-    return _ABSENT if row is None else fails_text(row.comparison, _ABSENT)
-
-
-def _verdict(row: Row | None) -> str:
-    if row is None:
-        return _ABSENT
-    marks = ",".join(map(str, row.marks))
-    return f"{verdict_text(row.comparison)} [{marks}]" if marks else verdict_text(row.comparison)
+def replies_markdown(cells: Sequence[Comparison], names: Mapping[str, str] | None = None) -> str:
+    """The same for a markdown page. `names` are those of the tables in words, by the name of paper.csv."""
+    parts, names = [], names or {}
+    for reply in replies_to(cells):
+        asked = ASKED[reply.question]
+        parts += [f"**{reply.question.capitalize()}**: {asked}", f"{str(reply.counts).capitalize()}."]
+        if reply.counts.present:
+            parts.append(reply.grid.markdown())
+        if reply.reproduced:
+            parts.append(f"Reproduced: {reply.said_reproduced(names)}.")
+        if reply.strongest:
+            lines = [f"{n}. {text}" for n, text in enumerate(reply.differences(names), start=1)]
+            parts += ["The strongest differences:", "\n".join(lines)]
+    return "\n\n".join(parts)

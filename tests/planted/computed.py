@@ -48,7 +48,7 @@ COMPUTED = (
 TESTED_REASONS = (
     Mutant(
         name="rounding is no excuse",
-        file="harness/judging/hypotheses.py",
+        file="harness/hypotheses.py",
         old="if accounts(value, cell):",
         new="if abs(value - cell.target) <= 0.1 * cell.target:",
         why="a setting would account for a number that the verdict says it does not meet",
@@ -59,7 +59,7 @@ TESTED_REASONS = (
     ),
     Mutant(
         name="fewer numbers rank higher",
-        file="harness/judging/hypotheses.py",
+        file="harness/hypotheses.py",
         old="(-len(fit.ratios), fit.overall, order",
         new="(fit.overall, order",
         why="a hypothesis that says nothing of the hard cells would be the best",
@@ -83,7 +83,7 @@ TESTED_REASONS = (
     ),
     Mutant(
         name="the makespan as the cost",
-        file="experiments/schedules/zero_bubble.py",
+        file="experiments/schedules/published.py",
         old="return max(events[-1].end_s - events[0].start_s for events in ends)",
         new="return max(events[-1].end_s for events in ends)",
         why="a schedule that keeps its skew from step to step would have a bubble that nobody sees",

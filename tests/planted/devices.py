@@ -84,11 +84,11 @@ ON_DEVICES = (
     ),
     Mutant(
         name="out of memory alone",
-        file="experiments/measuring/configuration.py",
+        file="experiments/timed/steps.py",
         old="    dist.all_gather_object(found, mine)\n",
         new="    found[0] = mine\n",
         why="a process that ran out of memory would leave the others waiting for it",
-        tests=("tests/test_timing.py::test_all_processes_give_up_together",),
+        tests=("tests/test_timed_steps.py::test_all_processes_give_up_together",),
     ),
     Mutant(
         name="one more size than torch keeps",

@@ -7,16 +7,16 @@ from planted.mutant import Mutant
 EXCHANGED = (
     Mutant(
         name="an altered file of records",
-        file="harness/records/travel.py",
-        old="if _entry(content) != manifest.files[name]:",
+        file="harness/bundle.py",
+        old="if _digest(contents) != digest:",
         new="if False:",
-        why="what was edited would pass for what was measured, as far as the manifest goes",
+        why="records that do not suit could be left out on the way",
         tests=("tests/test_travel.py::test_an_altered_file_is_refused_with_what_is_wrong",),
     ),
     Mutant(
         name="a name that leads out",
-        file="harness/records/travel.py",
-        old="if info.filename != MANIFEST and not _NAME.match(info.filename):",
+        file="harness/bundle.py",
+        old="if name is None or name[1] in contents:",
         new="if False:",
         why="a file could name a place outside of the folder that it is unpacked into",
         tests=("tests/test_travel.py::test_no_name_leads_out_and_nothing_is_written",),
@@ -32,8 +32,8 @@ EXCHANGED = (
     Mutant(
         name="a process that died",
         file="experiments/engines/isolated.py",
-        old='self.faults.append(Fault(f"{self._who(rank)} {_end_of(self.processes[rank])}"))',
-        new="self.found[rank] = None",
+        old='kind, content = "fault", Fault(f"{who[rank]} {_end_of(processes[rank])}")',
+        new='kind, content = "done", None',
         why="an engine that takes its process with it would pass for one that is done",
         tests=("tests/test_faulty_engines.py::test_what_becomes_of_a_bad_one_is_one_line",),
     ),
@@ -47,7 +47,7 @@ EXCHANGED = (
     ),
     Mutant(
         name="two rounds are judged",
-        file="experiments/side_by_side/peers_text.py",
+        file="experiments/peers.py",
         old="if control is not None and len(control.samples) < LEAST_ROUNDS:",
         new="if False:",
         why="an interval of two rounds holds the truth every second time: one engine would be two",
@@ -55,7 +55,7 @@ EXCHANGED = (
     ),
     Mutant(
         name="an interrupt reaches a process that is starting",
-        file="harness/running/stopping.py",
+        file="harness/signals.py",
         old="before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})",
         new="before = signal.pthread_sigmask(signal.SIG_BLOCK, set())",
         why="Ctrl-C would show a traceback out of the middle of an import for every process",
@@ -63,9 +63,9 @@ EXCHANGED = (
     ),
     Mutant(
         name="rounds are thrown away where time ends",
-        file="harness/guard/rounds.py",
-        old="        if len(rounds) < looks[0].rounds:\n",
-        new="        if len(rounds) < look.rounds:\n",
+        file="harness/guard.py",
+        old="        if len(rounds) < looks[0]:\n",
+        new="        if len(rounds) < look:\n",
         why="a slow-down that was measured would not be found on a busy machine",
         tests=("tests/test_guard.py::test_where_time_ends_between_two_looks_the_next_one_is_taken_there",),
     ),

@@ -16,17 +16,17 @@ CUTTING = "tests/test_cutting.py::"
 MODELLED = (
     Mutant(
         name="a stage alone waits for no round trip",
-        file="pipeline/plan/cutting/alone.py",
-        old="                    arrival = done[microbatch] + round_s\n",
-        new="                    arrival = done[microbatch] + 2 * round_s\n",
+        file="planner/cuts.py",
+        old="                arrival = done[microbatch] + round_s\n",
+        new="                arrival = done[microbatch] + 2 * round_s\n",
         why="bounds above real steps leave out the best cuts",
         tests=(CUTTING + "test_a_stage_alone_bounds_every_step_that_has_it",),
     ),
     Mutant(
         name="the search takes what recomputes most",
-        file="pipeline/plan/cutting/choices.py",
-        old="        self._fits, self._remats = fits, sorted(remats, key=order.__getitem__)\n",
-        new="        self._fits, self._remats = fits, sorted(remats, key=order.__getitem__, reverse=True)\n",
+        file="planner/cuts.py",
+        old="        self._fits, self._remats = fits, sorted(remats, key=REMATS.index)\n",
+        new="        self._fits, self._remats = fits, sorted(remats, key=REMATS.index, reverse=True)\n",
         why="everything is recomputed, whatever fits",
         tests=(CUTTING + "test_only_what_must_is_recomputed",),
     ),
@@ -56,7 +56,7 @@ MODELLED = (
     ),
     Mutant(
         name="a model fits only if greedy filling says so",
-        file="pipeline/plan/cutting/by_cost.py",
+        file="pipeline/plan/by_cost.py",
         old="    return bool(_suffix_counts(edges, num_layers, cap)[0] >> num_stages & 1)\n",
         new="    return False\n",
         why="filling to the brim may miss a split, and the largest model with it",

@@ -122,7 +122,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="a skip in every stage that it passes",
-        file="experiments/published/torchgpipe_memory.py",
+        file="experiments/predicted/torchgpipe.py",
         old="    count = 1 + num_skips\n",
         new="    count = len(entering.tensors)\n",
         why="torchgpipe sends it past the stages between",
@@ -132,7 +132,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="advice that does not help",
-        file="planner/shortfall.py",
+        file="planner/infeasible.py",
         old="        return least is not None and least.peak <= changed.usable_bytes\n",
         new="        return least is not None\n",
         why="whoever follows it would be refused again",
@@ -140,7 +140,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="the most micro-batches where fewer would do",
-        file="experiments/commands/sizing/given.py",
+        file="experiments/commands/size.py",
         old="        if fewer.peak <= request.usable_bytes:\n",
         new="        if False:\n",
         why="smaller micro-batches are slower",
@@ -148,26 +148,18 @@ OWN_MODELS = (
     ),
     Mutant(
         name="a tied weight's gradients are one",
-        file="planner/room.py",
-        old="            summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes,\n",
-        new="            gradient_bytes=stage.gradient_bytes - num_bytes,\n",
+        file="planner/memory.py",
+        old="        summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes,\n",
+        new="        gradient_bytes=stage.gradient_bytes - num_bytes,\n",
         why="each use has its own until the step ends, and a plan would not fit that was said to",
         tests=("tests/test_planning_search.py::test_a_tied_weight_takes_what_the_memory_model_says",),
     ),
     Mutant(
         name="a script forgets to divide the layers",
         file="planner/script.py",
-        old="        *(_divided(model) if candidate.tp > 1 else []),\n",
+        old="        *(_divided(source) if candidate.tp > 1 else []),\n",
         new="",
         why="every rank of tp would compute all of every layer, and call it a plan",
         tests=("tests/test_plan_verb.py::test_ones_own_plan_of_tensor_parallelism_is_applied",),
-    ),
-    Mutant(
-        name="tables are tables whatever the width",
-        file="harness/report/grid.py",
-        old='        if widest is not None and max(map(len, found.split("\\n"))) > widest:\n',
-        new="        if widest is not None and widest < 0:\n",
-        why="a terminal would cut their lines anywhere",
-        tests=("tests/test_widths.py::test_a_table_that_fits_is_a_table_and_one_that_does_not_is_cards",),
     ),
 )

@@ -1,0 +1,42 @@
+"""`check FILE`: whether a file of records is what it says, as a maintainer asks before taking it in.
+
+Exit status 0: nothing speaks against it; 1: it is foreign, truncated, altered or implausible; 2: there is no
+such file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from gpipe_bench.experiments.commands import exits
+from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.report.plausible import Remark, remarks
+from gpipe_bench.harness.bundle import records_of, unpack
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument("file", type=Path, metavar="FILE", help="what export wrote")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb. Raises ValueError for a file that can't be read."""
+    path = arguments.file
+    try:
+        found = remarks({name: records_of(name, content) for name, content in unpack(path).items()})
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}; give a file that export wrote") from error
+    except ValueError as error:
+        found = [Remark("refused", str(error))]
+    refused = any(remark.weight == "refused" for remark in found)
+    if arguments.json:
+        for remark in found:
+            print_line(json.dumps({"weight": remark.weight, "text": remark.text}).encode())
+        print_line(json.dumps({"file": str(path), "refused": refused}).encode())
+    else:
+        for remark in sorted(found, key=lambda remark: remark.weight != "refused"):
+            print(f"{remark.weight}: {remark.text}")
+        print(f"check: {path}: {'not to be taken in' if refused else 'nothing speaks against it'}")
+    return exits.VERDICT_FAILED if refused else exits.DONE

@@ -1,0 +1,61 @@
+"""`check-engine`: in seconds, whether an engine does what it must, before anything is timed.
+
+Exit status 0: everything that the engine does not refuse is right; 1: something is wrong, or it refuses
+everything; 2: the name leads to no engine; 3: it raised, hung or ended its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from itertools import groupby
+
+from gpipe_bench.experiments.commands import exits
+from gpipe_bench.experiments.commands.output import print_line, say
+
+
+def options(verb: argparse.ArgumentParser) -> None:
+    """Of the verb."""
+    verb.add_argument(
+        "engine", metavar="MODULE:ATTRIBUTE", help="your engine, or one by its name, such as gpipe"
+    )
+    verb.add_argument(
+        "--timeout-s", type=float, default=30.0, metavar="S",
+        help="after which a step counts as hung; default: %(default)g",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status of the verb. Raises ValueError for a name that leads nowhere."""
+    if arguments.timeout_s <= 0:
+        raise ValueError(f"--timeout-s is {arguments.timeout_s:g}; give seconds, such as 30")
+    from gpipe_bench.experiments.engines.examination import BROKEN, CANNOT, OK, examination, faults
+
+    engine = arguments.engine
+    rows = examination(engine, arguments.timeout_s)
+    verdicts, bad = [row.verdict for row in rows], faults(rows)
+    if not bad:
+        cannot = f", {verdicts.count(CANNOT)} that it can't" if CANNOT in verdicts else ""
+        conclusion = f"{engine}: {verdicts.count(OK)} checks passed{cannot}"
+    elif bad[0].verdict == CANNOT:
+        conclusion = f"{engine}: it can do nothing that was asked: {bad[0].text}"
+    else:
+        more = f" (and {len(bad) - 1} more below)" if len(bad) > 1 else ""
+        conclusion = f"{engine}: {bad[0].text} [{bad[0].check}, {bad[0].place}]{more}"
+    if arguments.json:
+        for row in rows:
+            print_line(json.dumps(asdict(row)).encode())
+        print(conclusion, file=sys.stderr)
+    else:
+        say(conclusion)
+        width = max(len(row.check) for row in rows)
+        for place, checks in groupby(rows, key=lambda row: row.place):
+            say(f"\nin {place}" if place == "one process" else f"\nover {place}, a stage each")
+            for row in checks:
+                verdict = "can't:" if row.verdict == CANNOT else row.verdict
+                say(f"  {row.check:{width}}  {verdict:9}  {row.text}")
+    if any(row.verdict == BROKEN for row in bad):
+        return exits.CASE_FAILED
+    return exits.VERDICT_FAILED if bad else exits.DONE

@@ -1,1 +1,0 @@
-"""The options of every verb, and what several verbs read from them."""

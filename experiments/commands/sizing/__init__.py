@@ -1,1 +1,0 @@
-"""What the verb `size` answers about a given model."""

@@ -1,0 +1,334 @@
+"""What each process of a case does in which engines take turns: build all, check all, time, check again.
+
+All work on the very same layers, cut at the same places, on the same mini-batch, so that nothing but the
+engine differs. What an engine's own cost is measured against, the bare layers and the plain model, are also
+engines here: any factory by its name (`setup.resolve`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
+from gpipe_bench.experiments.engines.isolated import Tell
+from gpipe_bench.experiments.engines.known import Ours
+from gpipe_bench.experiments.engines.setup import Engine, LossFn, NoStepError, Setup, build, clear
+from gpipe_bench.experiments.side_by_side import Found, take_turns
+from gpipe_bench.experiments.timed.replay import samples_of
+from gpipe_bench.experiments.timed.steps import layer_seconds
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline.memory.tracker import LiveMemory
+from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.timeline import Timeline
+
+WIDTH = 8  # of a layer that computes next to nothing
+PARTITION_MICROBATCHES = 4  # of the step that times single layers
+
+
+class Job(NamedTuple):
+    """One case as its processes see it.
+
+    `engines` maps each variant's name to its engine and its `remat`; one of them is "ours". `model` is one of
+    `gpipe_bench.models` or of `MADE_UP`, with its options. Stages are of equally many layers unless they are
+    `cut_by_time`.
+    """
+
+    model: str
+    options: dict[str, Any]
+    microbatch_size: int
+    num_stages: int
+    num_microbatches: int
+    engines: dict[str, tuple[str, str]]
+    in_process: bool = False
+    seed: int = 1811
+    cut_by_time: bool = False
+    with_peaks: bool = False
+
+    @property
+    def num_processes(self) -> int:
+        """One per stage, or one for all."""
+        return 1 if self.in_process else self.num_stages
+
+
+def work(job: Job, rounds: int) -> Found:
+    """What one process does for a case. RuntimeError where an engine does something else than it should."""
+    layers, batch, target, loss = trained(job)
+    spans = _cut(job, layers, loss)
+    setups: dict[str, Setup] = {}
+    engines: dict[str, Engine] = {}
+    refused: dict[str, str] = {}
+    for name, (engine, remat) in job.engines.items():
+        setup = setup_of(job, layers, spans, remat)
+        found, reason = built(engine, setup)
+        reason = _first_of_all(reason)
+        if reason or found is None:
+            refused[name] = reason
+        else:
+            engines[name], setups[name] = found, setup
+    ours = engines["ours"]
+    assert isinstance(ours, Ours)
+    # A plain model of layers that wait would wait for all stages in turn.
+    expected = {} if job.model == "waiting" else reference(setups["ours"], batch, target, loss)
+
+    def checked() -> dict[str, dict[str, Any]]:
+        found = {}
+        for name, engine in engines.items():
+            if not is_idle(engine):
+                made_up = isinstance(engine, Bare) and engine.stage is not None
+                wanted = {} if made_up else expected
+                found[name] = verify(name, engine, setups[name], batch, target, loss, wanted)
+        return found
+
+    checks = checked()
+    steps: dict[str, Callable[[], object] | None] = {
+        name: None if is_idle(engine) else partial(engine.step, batch, target, loss)
+        for name, engine in engines.items()
+    }
+    measured = take_turns(steps, layers, rounds, job.seed)
+    actions_s = mean_actions_s(ours.timeline)
+    checked()  # still right after all rounds
+    peaks = {
+        name: peak_bytes(step, setups[name])
+        for name, step in steps.items()
+        if step is not None and job.with_peaks
+    }  # behind the timing, which must not meet what this leaves behind
+    details = {
+        "checks": checks, "refused": refused, "partition": spans, "actions_s": actions_s, "peak_bytes": peaks,
+    }  # fmt: skip
+    return measured._replace(details=details)
+
+
+def details_of(job: Job, found: Sequence[Found]) -> dict[str, Any]:
+    """For a record: who took part, what each really did in every process, how the model was cut, and the mean
+    of each action in our latest step.
+    """
+    first = found[0].details
+    return {
+        "engines": {
+            name: {"engine": engine, "remat": remat} for name, (engine, remat) in job.engines.items()
+        },
+        "checks": [each.details["checks"] for each in found],  # by process
+        "refused": first["refused"],
+        "partition": [[span.start, span.stop] for span in first["partition"]],
+        "actions_ms": {name: 1e3 * s for each in found for name, s in each.details["actions_s"].items()},
+    }
+
+
+def work_told(tell: Tell, job: Job, rounds: int) -> Found:
+    """`work`, where it is given up when it takes too long."""
+    return work(job, rounds)
+
+
+def tried(tell: Tell, job: Job, name: str) -> None:
+    """Lets one engine do what it will be timed for, before the others depend on it. Raises what it raises,
+    RuntimeError where it does something else; nothing if it can't run this.
+    """
+    layers, batch, target, loss = trained(job)
+    engine_name, remat = job.engines[name]
+    setup = setup_of(job, layers, partition([1.0] * len(layers), job.num_stages), remat)
+    expected = reference(setup, batch, target, loss)
+    tell("the plain model's gradients are known")
+    engine, reason = built(engine_name, setup)
+    if not _first_of_all(reason) and engine is not None:
+        verify(name, engine, setup, batch, target, loss, expected)
+
+
+def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
+    """Layers, mini-batch, targets and loss; the same in every process."""
+    torch.manual_seed(job.seed)
+    size = job.microbatch_size * job.num_microbatches
+    if job.model in MADE_UP:
+        layers, mse = MADE_UP[job.model](**job.options), nn.functional.mse_loss
+        return layers, torch.randn(size, WIDTH), torch.randn(size, WIDTH), mse
+    layers = list(MODELS[job.model](**job.options))
+    loss: LossFn = loss_fn(job.model, **job.options)
+    return layers, *example_batch(job.model, size, **job.options), loss
+
+
+def setup_of(job: Job, layers: Sequence[nn.Module], spans: Partition, remat: str) -> Setup:
+    """What an engine is built from in this process."""
+    group = None if job.in_process else dist.group.WORLD
+    return Setup(layers, spans, job.num_microbatches, remat, torch.device("cpu"), group)
+
+
+def _cut(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Partition:
+    layers_s: Sequence[float] = [1.0] * len(layers)
+    if job.cut_by_time:
+        count, (_, remat) = PARTITION_MICROBATCHES, job.engines["ours"]
+        example = example_batch(job.model, job.microbatch_size * count, **job.options)
+        layers_s = layer_seconds(layers, count, loss, *example, remat=remat)
+    return partition(layers_s, job.num_stages)
+
+
+def built(name: str, setup: Setup) -> tuple[Engine | None, str]:
+    """The engine, or why it can't run this. NoStepError where it is none."""
+    try:
+        return build(name, setup), ""
+    except NoStepError:
+        raise
+    except ValueError as error:
+        return None, str(error)
+
+
+def _first_of_all(reason: str) -> str:
+    """The first reason that any process has; an engine that one process can't build is none for all."""
+    reasons: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next((each for each in reasons if each), "")
+
+
+def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:
+    """Most bytes that a step's operations have alive at a time in this process. None where that is less than
+    the gradients, which it surely makes: then the operations run in threads of its own.
+    """
+    clear(setup.layers)
+    if dist.is_initialized():
+        dist.barrier()
+    with LiveMemory() as memory:
+        step()
+    gradients = [p.grad for p in named_parameters(setup).values() if p.grad is not None]
+    least = sum(gradient.nbytes for gradient in gradients)
+    clear(setup.layers)
+    peak = memory.peak_bytes[""]
+    return peak if peak >= least else None
+
+
+def mean_actions_s(timeline: Timeline) -> dict[str, float]:
+    """Mean of each stage's actions in a step: {"0F": seconds}."""
+    found = samples_of([timeline])
+    return {f"{stage}{kind.value}": mean(samples) for (stage, kind), samples in found.items()}
+
+
+# What an engine's own cost is measured against
+
+OVER_NETWORK, BARE, PLAIN, PLAIN_ALONE = (
+    f"{__name__}:{name}" for name in ("OverNetwork", "Bare", "Plain", "PlainAlone")
+)
+"""Names of the factories below, for `Job.engines`."""
+
+
+class OverNetwork(Ours):
+    """This project's engine without memory that neighbours on one host share."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, share_memory=False)
+
+
+class _MicroBatches:
+    """Divides a mini-batch once, since only its steps are timed."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.count = setup, setup.num_microbatches
+        self.batch: Tensor | None = None
+        self.parts: list[tuple[Tensor, Tensor]] = []
+
+    def divide(self, batch: Tensor, target: Tensor) -> None:
+        if batch is not self.batch:
+            self.batch, self.parts = batch, self.divided(batch, target)
+
+    def divided(self, batch: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(batch.chunk(self.count), target.chunk(self.count), strict=True))
+
+
+class Plain(_MicroBatches):
+    """The plain model in this process, micro-batch by micro-batch."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.model = nn.Sequential(*setup.layers)
+
+    def step(self, batch: Tensor, target: Tensor, loss_fn: LossFn) -> None:
+        self.divide(batch, target)
+        for inputs, wanted in self.parts:
+            (loss_fn(self.model(inputs), wanted) / self.count).backward()  # type: ignore[no-untyped-call]
+
+
+class PlainAlone(Plain):
+    """The plain model in the first process, while the others wait."""
+
+
+def is_idle(engine: object) -> bool:
+    """Whether this process has no part in an engine's steps."""
+    return isinstance(engine, PlainAlone) and dist.get_rank() > 0
+
+
+class Bare(_MicroBatches):
+    """This process's layers alone: the same micro-batches and recomputations, but no engine and no messages.
+    Where they are one stage of several, what it would receive is made up, and so are its gradients.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.stage = None if setup.group is None else setup.group.rank()
+        self.is_last = self.stage in (None, setup.num_stages - 1)
+        self.model = nn.Sequential(*setup.local_layers)
+        self.gradient: Tensor | None = None
+
+    def divided(self, batch: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+        before = range(self.stage or 0)
+        with torch.no_grad():
+            arriving = nn.Sequential(*(each for k in before for each in self.setup.stage_layers(k)))(batch)
+            parts = super().divided(arriving, target)
+            self.gradient = None if self.is_last else torch.ones_like(self.model(parts[0][0]))
+        return parts
+
+    def step(self, batch: Tensor, target: Tensor, loss_fn: LossFn) -> None:
+        self.divide(batch, target)
+        if self.setup.remat == "never":
+            outputs = []
+            for value, wanted in self.parts:
+                own = value if self.stage is None else value.detach().requires_grad_(self.stage > 0)
+                output = self.model(own)
+                outputs.append(loss_fn(output, wanted) / self.count if self.is_last else output)
+            for output in reversed(outputs):
+                output.backward(self.gradient)
+            return
+        again = self.parts if self.setup.remat == "always" else self.parts[:-1]
+        with torch.no_grad():
+            for inputs, wanted in again:
+                loss_fn(self.model(inputs), wanted)
+        for inputs, wanted in reversed(self.parts):
+            (loss_fn(self.model(inputs), wanted) / self.count).backward()  # type: ignore[no-untyped-call]
+
+
+class _Wait(torch.autograd.Function):
+    """Waits in both directions as a device would compute, using hardly any core: there is one addition."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor, wait_s: float) -> Tensor:
+        ctx.wait_s = wait_s
+        time.sleep(wait_s)
+        return value + weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(ctx.wait_s)
+        return gradient, gradient, None
+
+
+class Waiting(nn.Module):
+    """A layer that takes `wait_s` for every action. Micro-batches of one example: (1, d) -> (1, d)."""
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, WIDTH))
+        self.wait_s = wait_s
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = _Wait.apply(value, self.weight, self.wait_s)  # type: ignore[no-untyped-call]
+        return result
+
+
+MADE_UP: dict[str, Callable[..., list[nn.Module]]] = {
+    "waiting": lambda num_layers, wait_s: [Waiting(wait_s) for _ in range(num_layers)],
+    "linear": lambda num_layers: [nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)],
+}
+"""Models that compute next to nothing: builders of their layers."""

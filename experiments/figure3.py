@@ -1,0 +1,228 @@
+"""Figure 3 of the paper's first version: speed-ups of ResNet-101 and of AmoebaNet-D (4, 512).
+
+Expected: re-materialization costs ResNet-101 on one device a fifth to a quarter; a pipeline overtakes the
+naive split on two devices and grows with K.
+
+    python -m experiments run figure3
+
+naive-k: k stages, the whole mini-batch at once, nothing recomputed. pipeline-k: k stages, 16 micro-batches of
+half that size each, since the paper chose every batch for throughput, everything recomputed. Actions are
+timed in whole steps of 4 micro-batches with all stages in one process and laid out on k devices (`replayed`);
+k = 2 also runs on two (`measured`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gpipe_bench.experiments.engines.setup import ENGINES
+from gpipe_bench.experiments.predicted import records as predictions
+from gpipe_bench.experiments.predicted.records import as_published, hypotheses_of, prediction_text, timed
+from gpipe_bench.experiments.report.drawing import picture
+from gpipe_bench.experiments.report.timelines import kept_timelines
+from gpipe_bench.experiments.timed import claims
+from gpipe_bench.experiments.timed.replay import results
+from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.verdict import Comparison, Entry
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NUM_MICROBATCHES = 16  # v1 Table 1; the figure's own is not stated
+TIMED_MICROBATCHES = 4  # that really run
+STAGES = (1, 2, 4, 8)
+BASELINES = {"resnet101": 1, "amoebanet": 2}
+"""k of the naive-k that a model's speeds are divided by."""
+ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
+ESTIMATE_S = {"smoke": 10.0, "short": 80.0, "full": 120.0}
+ROW = "normalized throughput"
+COLORS = {
+    "paper (TPU)": "#0173b2",
+    "torchgpipe (P40)": "#949494",
+    "ours, replayed": "#029e73",
+    "ours, measured": "#de8f05",
+    "bound": "#d9d9d9",
+}
+"""Of who made a number; the same in every panel."""
+
+
+def cases(options: RunOptions) -> list[Case]:
+    steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in VERSION1]
+    return steps + predictions.cases("figure3", options)
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    if predictions.is_prediction(case):
+        return predictions.run("figure3", case, options)
+    from gpipe_bench.experiments.timed.steps import measure, num_devices
+
+    name = str(case.key["model"])
+    workload = VERSION1[name][options.profile]
+    stages = STAGES[:2] if options.profile == "smoke" else STAGES
+    plan = configurations(name, workload.batch_size, stages, num_devices(options.device))
+    job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
+    quantities, details = results(job, measure(job))
+    return Outcome(tuple(quantities), details)
+
+
+def configurations(name: str, batch_size: int, stages: Sequence[int], real: int) -> tuple[Configuration, ...]:
+    """The baseline first, to which all others are relative. `real` is the number of devices at hand."""
+    base, count = BASELINES[name], TIMED_MICROBATCHES
+    of = partial(Configuration, num_microbatches=count, batch_size=count * max(1, batch_size // 2))
+    return (
+        Configuration(base, 1, batch_size, "never", base == real > 1, label=f"naive-{base}"),
+        *(
+            of(k, runs_for_real=k == real > 1, counts=(NUM_MICROBATCHES, count), label=f"pipeline-{k}")
+            for k in stages
+            if k >= base
+        ),
+    )
+
+
+def _done(records: Sequence[Record]) -> dict[str, Record]:
+    return claims.by_model(timed(records), VERSION1)
+
+
+def _places(model: str, record: Record) -> dict[str, tuple[str, str, str]]:
+    """Where each configuration on record stands in the paper."""
+    return {label: (f"figure3-{model}", ROW, label) for label in record.details["cells"]}
+
+
+def cells(records: Sequence[Record]) -> list[Entry]:
+    """An entry for each number of the figure and for the sentences about it."""
+    done = _done(records)
+    found = [cell for model, record in done.items() for cell in _cells(timed(records), model, record)]
+    found += [claim for model, record in done.items() for claim in _sentences(timed(records), model, record)]
+    return found + as_published(records)
+
+
+def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Entry]:
+    scale = record.details["scale"]
+    note = (f"A scaled model ({scale}), M = {NUM_MICROBATCHES}; " if scale else "") + (
+        "the paper's batch and M are not stated"
+    )
+    printed = {(row, column) for _, row, column in claims.published(f"figure3-{model}")}
+    for table, row, label in _places(model, record).values():
+        quantity = record.quantity("normalised throughput", **record.details["cells"][label]["key"])
+        for place in ((table, row, label), (table, f"{row} by the text", label)):
+            if quantity is not None and place[1:] in printed:
+                yield claims.entry(records, record, place, quantity, note, moves="as the step grows")
+
+
+def _sentences(records: Sequence[Record], model: str, record: Record) -> Iterator[Entry]:
+    """What v1 says: an almost linear speed-up, and a quarter more time for recomputation."""
+    of = {
+        label: record.quantity("normalised throughput", **facts["key"])
+        for label, facts in record.details["cells"].items()
+    }
+    if model == "amoebanet":
+        row, column = "AmoebaNet-D (4, 512): share of a linear speed-up", "pipeline-8 over naive-2"
+        pair = of.get("pipeline-8"), of.get("naive-2")
+        found = claims.derived("share of a linear speed-up", lambda many, few: many / few / 4, *pair)
+        note = "throughput with 8 stages over naive-2's, over four"
+    else:
+        row, column = "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101"
+        pair = of.get("naive-1"), of.get("pipeline-1")
+        found = claims.derived("extra time", lambda naive, one: 100 * (naive / one - 1), *pair, unit="%")
+        note = "seconds of a step with re-materialization over those without, less one"
+    yield from claims.sentence(records, record, row, column, found, note)
+
+
+def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+    """Everything that `run` and `compare` print."""
+    verdicts = claims.verdicts_here(comparisons)
+    parts = [
+        claims.throughput_text(record, _title(record), _places(model, record), verdicts)
+        for model, record in _done(records).items()
+    ]
+    parts += [claims.replay_errors(timed(records)), prediction_text(records)]
+    parts.append(text_table(comparisons) if comparisons else "")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _title(record: Record) -> str:
+    scale = record.details["scale"]
+    return (
+        f"{record.details['title']}: throughput, {next(iter(record.details['cells']))} is 1"
+        + (f"; scaled to this machine: {scale}" if scale else "")
+        + f"\n  naive-k: one micro-batch, nothing recomputed; pipeline-k: M = {NUM_MICROBATCHES} if not "
+        f"said otherwise, all recomputed; actions timed with M = {TIMED_MICROBATCHES}"
+    )
+
+
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """Bars per model, the paper's beside ours."""
+    done = _done(records)
+    bars = picture(
+        name="figure3",
+        caption="Figure 3 of the first version: speed-up over the number of partitions",
+        alt="Ours beside the paper's and torchgpipe's speed-ups for each number of partitions.",
+        draw=partial(_bars, done),
+    )
+    return [bars] if done else []
+
+
+def _bars(done: Mapping[str, Record]) -> Figure:
+    import pandas
+    import seaborn
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.8 * len(done), 3.6), layout="constrained")
+    every = figure.subplots(1, len(done), squeeze=False)[0]
+    for axes, (model, record) in zip(every, done.items(), strict=True):
+        known, rows = claims.published(f"figure3-{model}"), []
+        y = f"throughput, {next(iter(record.details['cells']))} is 1"
+        for label, facts in record.details["cells"].items():
+            if facts["num_microbatches"] == TIMED_MICROBATCHES:
+                continue  # laid out only to be held against the real step
+            values = [known.get((source, ROW, label)) for source in ("paper", "torchgpipe")] + [
+                record.quantity(f"normalised {what}throughput", **facts["key"])
+                for what in ("", "real ", "bound ")
+            ]
+            rows += [
+                {"": label, "who": who, y: each.value}
+                for who, each in zip(COLORS, values, strict=True)
+                if each is not None
+            ]
+        seaborn.barplot(pandas.DataFrame(rows), x="", y=y, hue="who", palette=COLORS, ax=axes)
+        axes.set_title(claims.scaled(record.details), fontsize=9)
+        axes.legend(title="", fontsize=7, loc="upper left")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="figure3",
+    title="Figure 3 of v1: speed-ups of ResNet-101 and AmoebaNet-D (4, 512)",
+    source="arXiv v1, Figure 3",
+    describe=(
+        "naive-k and pipeline-k for k = 1, 2, 4 and 8: actions measured in one process and laid out on k "
+        "devices, beside real steps on k = 2."
+    ),
+    profiles=PROFILES | {"smoke": "tiny models, k up to 2"},
+    cases=cases,
+    run=run,
+    cells=cells,
+    paper_tables={
+        "figure3-amoebanet": PaperTable(
+            title="Figure 3(a) of the first version: AmoebaNet-D (4, 512) speed-up",
+            short="Figure 3, AmoebaNet-D",
+            about="Throughput over partitions, relative to naive-2.",
+        ),
+        "figure3-resnet101": PaperTable(
+            title="Figure 3(b) of the first version: ResNet-101 speed-up",
+            short="Figure 3, ResNet-101",
+            about="Throughput over partitions, relative to one device without re-materialization.",
+        ),
+    },
+    tables=tables,
+    figures=figures,
+    timelines=kept_timelines,
+    hypotheses=hypotheses_of,
+    options=("device", "engine"),
+    engines=tuple(ENGINES),
+)

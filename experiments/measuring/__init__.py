@@ -1,1 +1,0 @@
-"""Timing steps and actions, laying them out on more devices, and the models that are timed."""

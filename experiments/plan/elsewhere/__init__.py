@@ -1,1 +1,0 @@
-"""Configurations that others measured, in the order of our predictions."""

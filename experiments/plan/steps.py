@@ -1,0 +1,377 @@
+"""A case that plans and runs: layers are timed on two processes, all ways predicted, and ten of them run.
+
+What is ranked is what the search of `plan` lays out, the function that users ask, where it may choose among
+ways that two processes can take: so errors, rank correlation and regret are those of its answers. It is asked
+for each kind of re-materialization alone, because with all the memory that there is it would recompute
+nothing. The best five are run, and five others that lie evenly in the rest of the ranking, so that a plan
+that is wrong about the slow ones is found out, too.
+
+The plan is made from the probes before any of its candidates has taken a step, and is not touched again.
+Then the candidates take turns, there and back in every round, and before and after each step stands the
+reference step of the probes: a prediction is for a machine as fast as it was when the layers were timed, and
+that can be told only by something else that was timed both times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpipe_bench.experiments.plan.models import MODELS, Planned
+from gpipe_bench.experiments.plan.rules import CHOSEN, MOST_DRIFT, OTHERS, Compared
+from gpipe_bench.experiments.side_by_side import void_of
+from gpipe_bench.harness.experiment import Outcome, RunOptions
+from gpipe_bench.harness.record import Quantity, Record, Scalar
+from gpipe_bench.harness.rounds import Usage, against_itself, turns, used_by_others
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.pipeline.plan.links import FREE
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.planner.candidate import Candidate, Prediction
+from gpipe_bench.planner.costs import Costs
+from gpipe_bench.planner.predict import Layout, predict, schedule_of
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.space import Space
+
+if TYPE_CHECKING:
+    from gpipe_bench.planner.probes import Bench
+
+PART = "steps"
+NUM_WORKERS = 2
+SEED = 1811
+MEMORY_BYTES = 2**40  # no cap: what is asked is time
+STEP, BY_THE_CLOCK, PREDICTED = "step", "step by the clock", "predicted step"
+WAYS = (
+    ("gpipe", 1, "never"), ("gpipe", 1, "always"), ("gpipe", 1, "except_last"), ("1f1b", 1, "never"),
+    ("1f1b", 1, "always"), ("zb-h1", 1, "never"), ("zb-h2", 1, "never"), ("interleaved", 2, "never"),
+    ("interleaved", 2, "always"), ("breadth-first", 2, "never"), ("zb-v", 2, "never"), ("v-half", 2, "never"),
+)  # fmt: skip
+"""Schedule, stages per worker, re-materialization."""
+REPLICATED = (("1f1b", "never"), ("1f1b", "always"))
+"""The same of two replicas of the whole model, which is one stage each; in 1F1B they hold the least."""
+
+
+class Ran(NamedTuple):
+    """One candidate in one process: seconds of its steps, two in each round, with the optimizer's step of
+    this process's layers, and how many times as long as in the probes the reference took around each.
+    """
+
+    step_s: list[float]
+    speeds: list[float]
+
+
+class Found(NamedTuple):
+    """What one process found; plan and costs are the same in all."""
+
+    costs: Costs
+    ranking: list[Prediction]
+    places: list[int]  # of those that ran, in the ranking
+    ran: list[Ran]
+    probes_s: float  # seconds that the probes took
+    plan_s: float  # and the plan
+    drift: float  # the reference in the rounds over that in the probes
+    usage: Usage
+    conditions: dict[str, str]
+
+
+def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
+    from gpipe_bench.experiments.timed.steps import run_processes
+
+    planned = MODELS[options.profile][str(key["model"])]
+    arguments = (planned, SEED + options.seed, options.device)
+    return outcome(planned, run_processes(work, NUM_WORKERS, *arguments, device=options.device))
+
+
+def work(planned: Planned, seed: int, device: str) -> Found:
+    """What one process does: time the layers, plan, and only then run what the plan has ranked."""
+    import torch
+
+    from gpipe_bench.pipeline.times.clock import conditions
+    from gpipe_bench.planner.measured import measured, profiles_of
+    from gpipe_bench.planner.probes import Bench, ProbeJob, probe
+    from gpipe_bench.planner.timing import settle
+
+    torch.manual_seed(seed)
+    sizes = tuple(sorted(planned.batch_size // number for number in planned.numbers))
+    bench = Bench(ProbeJob(planned.subject, sizes, planned.rounds, planned.optimizer, seed, device))
+    start_s = perf_counter()
+    everyone = bench.everyone(probe(bench))
+    probes_s = perf_counter() - start_s
+    costs = measured(everyone, "", profiles_of(planned.subject))
+    start_s = perf_counter()
+    asked = request_of(costs, planned)
+    ranking = bench.everyone(ranked(costs, asked, planned.numbers) if bench.rank == 0 else None)[0]
+    plan_s = perf_counter() - start_s
+    chosen = with_replicas(to_run(ranking, planned.chosen, planned.others), ranking)
+    runs = {title(each.candidate): _Run(bench, each) for _, each in chosen}
+    for each in runs.values():
+        for _ in range(2):
+            each.step()
+    settle()
+    first = bench.reference()
+    start = Usage.now()
+    for name in turns(list(runs), planned.turns, seed):
+        runs[name].take()
+        bench.reference()
+    used = Usage.now().since(start)
+    for each in runs.values():
+        each.pipeline.close()
+    return Found(
+        replace(costs, profiles=None),
+        ranking,
+        [place for place, _ in chosen],
+        [each.ran() for each in runs.values()],
+        probes_s,
+        plan_s,
+        median(bench.references[first:]) / bench.reference_s,
+        used,
+        conditions(),
+    )
+
+
+class _Run:
+    """A candidate over all processes."""
+
+    def __init__(self, bench: Bench, prediction: Prediction) -> None:
+        from gpipe_bench.planner.probes import Trained
+
+        candidate = prediction.candidate
+        schedule = schedule_of(candidate)
+        # torch divides parameters in place, and for good.
+        layers = bench.fresh_layers() if candidate.fsdp > 1 else bench.layers
+        self.pipeline, self._step = bench.pipeline(
+            schedule, candidate.microbatch_size(prediction.batch_size), candidate.cut,
+            over=processes_of(candidate, bench.device.type), layers=layers,
+        )  # fmt: skip
+        self.bench = bench
+        self.trained = bench.trained if layers is bench.layers else Trained(layers, bench.job.optimizer)
+        worker = bench.rank % candidate.num_workers
+        self._mine = [layer for stage in schedule.stages_of(worker) for layer in candidate.cut[stage]]
+        self._taken: list[tuple[int, float]] = []
+
+    def step(self) -> float:
+        """One step and the optimizer's, in seconds of this process."""
+        from gpipe_bench.planner.timing import time_step
+
+        seconds = time_step(self._step, self.trained.layers, device=self.bench.device)
+        start_s = perf_counter()
+        self.trained.update(self._mine, self.bench.device)
+        return seconds + perf_counter() - start_s
+
+    def take(self) -> None:
+        """A step that counts, between two references."""
+        self._taken.append((len(self.bench.references) - 1, self.step()))
+
+    def ran(self) -> Ran:
+        speeds = [self.bench.speed(before, self.bench.reference_s) for before, _ in self._taken]
+        return Ran([seconds for _, seconds in self._taken], speeds)
+
+
+def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, Any]:
+    """What a `Pipeline` is given of the processes: a pipeline over all of them, or a replica or a share in
+    each; all must call.
+    """
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from gpipe_bench.planner.probes import sharded_over
+
+    if candidate.fsdp > 1:
+        return sharded_over(candidate.fsdp, candidate.fsdp_level, device_type)
+    if candidate.dp == 1:
+        return {"group": dist.group.WORLD}
+    sizes = (candidate.dp, candidate.num_workers)
+    return {"mesh": init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "pp"))}
+
+
+def request_of(costs: Costs, planned: Planned) -> Request:
+    """What was asked of the plan."""
+    return Request(
+        accelerators=NUM_WORKERS, memory_bytes=MEMORY_BYTES, batch_size=planned.batch_size,
+        link=costs.link or FREE, optimizer=planned.optimizer,
+    )  # fmt: skip
+
+
+def ranked(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Prediction]:
+    """Predictions of all that the search lays out, the fastest first. The costs have profiles, because the
+    search asks what fits.
+    """
+    alone = replace(costs, profiles=None)  # seconds are asked of a prediction, bytes of another case
+    found = [predict(each, alone, request, parts=False) for each in searched(costs, request, numbers)]
+    return sorted(found, key=lambda each: each.step_s)
+
+
+def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Candidate]:
+    """What the search of `plan` lays out where it may choose among `WAYS` and `REPLICATED` alone, each with
+    its best cut: of as many accelerators as there are processes, with every number of micro-batches in
+    `numbers`, of which replicas have their shares, for sizes that there are costs of. Equal ones once.
+    """
+    from gpipe_bench.planner.search import Search  # imports torch
+
+    shares = tuple(sorted({number // NUM_WORKERS for number in numbers if number % NUM_WORKERS == 0}))
+    found: dict[Any, Candidate] = {}  # by rows and cuts: with few micro-batches some schedules are the same
+    for remat in REMAT_MODES:
+        pipelines = tuple(name for name, _, what in WAYS if what == remat)
+        replicas = tuple(name for name, what in REPLICATED if what == remat)
+        for pp, schedules, counts in ((NUM_WORKERS, pipelines, tuple(numbers)), (1, replicas, shares)):
+            if not schedules or not counts or (pp == 1 and not costs.parameter_bytes):
+                continue  # of replicas nothing is known of what they would sum
+            space = Space(schedules=schedules, microbatches=counts, pp=(pp,), remats=(remat,), fewer=False)
+            for each in Search(costs, request, space).run(kept=None, of_each=lambda way: way):
+                one = each.candidate
+                rows = schedule_of(one)
+                found.setdefault((rows.actions, rows.placement, one.cut, one.dp, one.fsdp_level), one)
+    return list(found.values())
+
+
+def replicated(
+    num_layers: int, batch_size: int, numbers: Sequence[int], sizes: Container[int]
+) -> list[Candidate]:
+    """Two replicas of the whole model, whose micro-batches are as large as those of so many for one."""
+    return [
+        Candidate(
+            cut=(range(num_layers),), schedule=name, num_microbatches=number // NUM_WORKERS, remat=(remat,),
+            num_workers=1, dp=NUM_WORKERS,
+        )
+        for number in numbers
+        if number % NUM_WORKERS == 0 and batch_size % number == 0 and batch_size // number in sizes
+        for name, remat in REPLICATED
+    ]  # fmt: skip
+
+
+def to_run(
+    ranking: Sequence[Prediction], chosen: int = CHOSEN, others: int = OTHERS
+) -> list[tuple[int, Prediction]]:
+    """Those that are run, with their places in the ranking from 0: the first ones, and others evenly from
+    the rest, the last one among them.
+    """
+    places = list(range(min(chosen, len(ranking))))
+    rest = range(len(places), len(ranking))
+    if len(rest) > others:
+        places += [rest[round((step + 1) * (len(rest) - 1) / others)] for step in range(others)]
+    else:
+        places += rest
+    return [(place, ranking[place]) for place in places]
+
+
+def with_replicas(
+    chosen: Sequence[tuple[int, Prediction]], ranking: Sequence[Prediction]
+) -> list[tuple[int, Prediction]]:
+    """Those, and the best one of replicas, and of each level of shares, where none is among them."""
+    kinds = {each.candidate.fsdp_level for _, each in chosen if each.candidate.replicas > 1}
+    found = list(chosen)
+    for place, each in enumerate(ranking):
+        if each.candidate.replicas > 1 and each.candidate.fsdp_level not in kinds:
+            kinds.add(each.candidate.fsdp_level)
+            found.append((place, each))
+    return sorted(found, key=lambda one: one[0])
+
+
+def title(candidate: Candidate) -> str:
+    """`zb-v, M = 4, always`."""
+    remat = sorted(set(candidate.remat))
+    again = "" if remat == ["never"] else ", remat " + " / ".join(remat)
+    grid = "" if candidate.dp == 1 else f"dp = {candidate.dp}, "
+    if candidate.fsdp > 1:
+        grid += f"fsdp = {candidate.fsdp} (ZeRO-{candidate.fsdp_level}), "
+    return f"{grid}{candidate.schedule}, M = {candidate.num_microbatches}{again}"
+
+
+def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
+    """What the processes of a case found, as numbers."""
+    first = found[0]
+    request = request_of(first.costs, planned)
+    quantities: list[Quantity] = []
+    steps: dict[str, list[float]] = {}
+    for place, number in enumerate(first.places):
+        prediction = first.ranking[number]
+        ran = [each.ran[place] for each in found]
+        name = title(prediction.candidate)
+        key: dict[str, Scalar] = {"configuration": name}
+        steps[name] = at_reference_s(prediction, first.costs, request, ran)
+        clock = [max(samples) for samples in zip(*(each.step_s for each in ran), strict=True)]
+        quantities += [
+            Quantity(
+                name=PREDICTED, key=key, value=1e3 * prediction.step_s, low=1e3 * prediction.low_s,
+                high=1e3 * prediction.high_s, unit="ms", provenance="replayed", higher_is_better=False,
+                note="made before any step of it; 95 % of single steps",
+            ),
+            from_samples(
+                STEP, [1e3 * each for each in steps[name]], "ms", key=key, higher_is_better=False,
+                note="at the speed that the machine had when the layers were timed",
+            ),
+            from_samples(BY_THE_CLOCK, [1e3 * each for each in clock], "ms", key=key, higher_is_better=False),
+        ]  # fmt: skip
+    quantities += [
+        from_samples(
+            "control", [ratio for name in steps for ratio in against_itself(steps, name)], "ratio",
+            note="first sample of a round / second, of all configurations",
+        ),
+        Quantity(
+            name="used by others", value=used_by_others([each.usage for each in found]), unit="ratio",
+            provenance="measured", higher_is_better=False,
+            note="share of the machine's cores that other programs used meanwhile",
+        ),
+        *(
+            Quantity(
+                name="drift", key={"process": number}, value=each.drift, unit="ratio", provenance="measured",
+                note="the reference step while the plan ran, over the same while the layers were timed",
+            )
+            for number, each in enumerate(found)
+        ),
+    ]  # fmt: skip
+    costs = {name: each for name, each in first.costs.to_data().items() if name != "jitter"}
+    ranking = [
+        {"name": title(each.candidate), "cut": [len(stage) for stage in each.candidate.cut],
+         "step_ms": 1e3 * each.step_s, "low_ms": 1e3 * each.low_s, "high_ms": 1e3 * each.high_s}
+        for each in first.ranking
+    ]  # fmt: skip
+    details: dict[str, Any] = {
+        "title": planned.title,
+        "scale": planned.scale,
+        "batch_size": planned.batch_size,
+        "chosen": min(planned.chosen, len(steps)),
+        "plan": {"ranking": ranking, "places": first.places},
+        "costs": {**costs, "probes_s": first.probes_s, "plan_s": first.plan_s},
+        "pinned_cores": [each.conditions["pinned_cores"] for each in found],
+        "threads": [each.conditions["threads"] for each in found],
+        **void_of(quantities),
+    }
+    off = [each.drift for each in found if not 1 / MOST_DRIFT <= each.drift <= MOST_DRIFT]
+    if off:
+        details["void"] = (
+            f"a core's speed drifted by a factor of {off[0]:.2f} between the probes and the steps"
+        )
+    return Outcome(tuple(quantities), details)
+
+
+def at_reference_s(prediction: Prediction, costs: Costs, request: Request, ran: Sequence[Ran]) -> list[float]:
+    """The steps of all processes at the speed that the machine had when the layers were timed.
+
+    A worker that was slower around a step makes the replayed step longer by so much, and the step that ran is
+    made shorter by as much.
+    """
+    layout = Layout(prediction.candidate, costs, request)
+    plain_s = float(layout.timeline().makespan_s)
+    speeds = zip(*(each.speeds for each in ran), strict=True)
+    steps_s = zip(*(each.step_s for each in ran), strict=True)
+    return [
+        max(step_s) * plain_s / float(layout.timeline(around).makespan_s)
+        for step_s, around in zip(steps_s, speeds, strict=True)
+    ]
+
+
+def compared(record: Record) -> list[Compared]:
+    """The configurations of a record, in the order of the plan; none of a void one."""
+    if record.status != "done" or record.details.get("void"):
+        return []
+    found = []
+    for place, quantity in enumerate(each for each in record.quantities if each.name == PREDICTED):
+        step = record.quantity(STEP, **quantity.key)
+        if step is not None and step.value and quantity.value is not None:
+            name, seconds = str(quantity.key["configuration"]), (quantity.value / 1e3, step.value / 1e3)
+            chosen = place < record.details["chosen"]
+            found.append(Compared(str(record.details["title"]), name, *seconds, chosen))
+    return found

@@ -1,0 +1,337 @@
+"""Predictions of the paper's tables as cases, and read back from their records: answers, text, hypotheses.
+
+What is on record is the middle, the range over all admitted combinations, what each setting does alone, and
+what was tried; so nothing is predicted again, and neither torch nor numpy is needed to read.
+
+How far the predictions are off is known from numbers that others published and that they were not made for
+(see the experiment `predictions`). Only the middle that the rule gives counts there: a prediction that may be
+chosen among many is always right somewhere. Ratios and absolute numbers are told apart, since the unknown
+share of the peak moves an absolute number as a whole and leaves a ratio nearly alone.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from statistics import median
+from typing import Any, NamedTuple
+
+from gpipe_bench.experiments.timed.claims import SMOKE, admitted
+from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
+from gpipe_bench.harness.hypotheses import Hypothesis
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
+from gpipe_bench.harness.report.grid import Grid, fill, numbers
+from gpipe_bench.harness.units import show
+from gpipe_bench.harness.verdict import Entry, Spread
+
+Cell = tuple[str, str, str]
+"""Table, row and column, as in results/paper.csv."""
+
+PART = "as published"
+"""Of the key of a case that predicts; its other key is the model."""
+
+ESTIMATE_S = {
+    ("table2", "amoebanet"): 25.0, ("table2", "transformer"): 8.0, ("table3", "amoebanet"): 22.0,
+    ("table3", "transformer"): 6.0, ("figure3", "resnet101"): 14.0, ("figure3", "amoebanet"): 20.0,
+    ("table4", "resnet101"): 16.0,
+}  # fmt: skip
+"""By experiment and model, everything that is predicted."""
+SMOKE_S = 5.0
+
+NOT_TRIED = {"table2": ("share_of_peak",)}
+"""By experiment, settings of which hypotheses take the middle alone."""
+OTHERS = "torchgpipe"
+"""Whose published numbers tell how far predictions are off."""
+
+
+# Cases ------------------------------------------------------------------------------------------------------
+
+
+def cases(experiment: str, options: RunOptions) -> list[Case]:
+    """One for each model of the experiment that is predicted."""
+    smoke = options.profile == "smoke"
+    return [
+        Case({"part": PART, "model": model}, SMOKE_S if smoke else estimate_s)
+        for (name, model), estimate_s in ESTIMATE_S.items()
+        if name == experiment
+    ]
+
+
+def is_prediction(case: Case) -> bool:
+    """Whether the case predicts, rather than times."""
+    return case.key.get("part") == PART
+
+
+def run(experiment: str, case: Case, options: RunOptions) -> Outcome:
+    """Predicts one model's numbers. In the smoke profile, of a tiny model and in the middle alone."""
+    from gpipe_bench.experiments.predicted import tables, torchgpipe
+
+    quick = options.profile == "smoke"
+    found = tables.predict(experiment, str(case.key["model"]), quick=quick)
+    quantities, details = found.quantities(_unit)
+    details |= found.to_data(NOT_TRIED.get(experiment, ()))
+    if not quick:
+        details["elsewhere"] = torchgpipe.middles()
+    return Outcome(tuple(quantities), details)
+
+
+def _unit(cell: Cell) -> str:
+    table, row, _ = cell
+    return "%" if table.startswith("breakdown") or row == "extra time by recomputation" else "ratio"
+
+
+def timed(records: Sequence[Record]) -> list[Record]:
+    """The records of what ran here, without the predictions."""
+    return [record for record in records if record.case.get("part") != PART]
+
+
+# Answers ----------------------------------------------------------------------------------------------------
+
+
+class Number(NamedTuple):
+    """One predicted number of a record."""
+
+    cell: Cell
+    quantity: Quantity
+    spread: Spread | None  # None where nothing is open
+
+
+def predicted_numbers(record: Record) -> list[Number]:
+    """All of them, in their order."""
+    spreads = {
+        tuple(each["cell"]): Spread.from_data(each["spread"]) for each in record.details.get("predicted", ())
+    }
+    found = []
+    for quantity in record.quantities:
+        table, row, column = (str(quantity.key[name]) for name in ("table", "row", "column"))
+        found.append(Number((table, row, column), quantity, spreads.get((table, row, column))))
+    return found
+
+
+def as_published(records: Sequence[Record]) -> list[Entry]:
+    """Our prediction for every number of the paper that the records predict."""
+    paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
+    found = []
+    for record in of_case(records, "done", part=PART):
+        for cell, quantity, spread in predicted_numbers(record):
+            assert spread is not None
+            note = (
+                f"Predicted for {record.details['title']} on the paper's accelerators; the range is over "
+                f"{spread.combinations:,} combinations of what the paper leaves open."
+            )
+            found.append(
+                Entry(
+                    table=cell[0], row=cell[1], column=cell[2], question="as published", quantity=quantity,
+                    spread=spread,
+                    allowed=admitted(paper[cell]) if cell in paper else None,
+                    record=record,
+                    not_comparable=SMOKE if record.profile == "smoke" else "",
+                    note=f"{note} {record.details['note']}".strip(),
+                )
+            )  # fmt: skip
+    return found
+
+
+class Errors(NamedTuple):
+    """|predicted / published - 1| of some numbers."""
+
+    ratios: tuple[float, ...]
+    absolute: tuple[float, ...]
+
+    @property
+    def sentence(self) -> str:
+        """Of both kinds: median and worst."""
+        parts = [
+            f"{kind} median {100 * median(found):.0f} %, worst {100 * max(found):.0f} % of {len(found)}"
+            for kind, found in (("ratios", self.ratios), ("absolute speeds", self.absolute))
+            if found
+        ]
+        return (
+            "The same code on torchgpipe's published numbers, which it was not made for, in the middle of "
+            f"the same unknowns, errs by: {'; '.join(parts)}. See the experiment predictions."
+        )
+
+
+def errors(elsewhere: Iterable[Mapping[str, Any]]) -> Errors | None:
+    """Of predictions {"cell": [table, row, column], "value": middle} of others' published numbers; None where
+    there are none.
+    """
+    published = {cell.key: cell for cell in load_paper() if cell.source == OTHERS}
+    known = [
+        (published[key], each["value"]) for each in elsewhere if (key := tuple(each["cell"])) in published
+    ]
+    ratios, absolute = (
+        tuple(abs(value / cell.value - 1) for cell, value in known if (cell.unit == "ratio") is is_ratio)
+        for is_ratio in (True, False)
+    )
+    return Errors(ratios, absolute) if known else None
+
+
+# Text -------------------------------------------------------------------------------------------------------
+
+
+def prediction_text(records: Sequence[Record]) -> str:
+    """The predictions of all models on record, and how far the same code is off elsewhere."""
+    done = of_case(records, "done", part=PART)
+    parts = [_grid(record) for record in done]
+    found = errors(done[0].details.get("elsewhere", ())) if done else None
+    return "\n\n".join(parts + ([fill(found.sentence)] if found else []))
+
+
+def predicted_text(records: Sequence[Record], table: str, row: str, column: str) -> str:
+    """`2.98 (2.60 to 3.10)`: middle and range of one prediction, or a dash."""
+    for record in of_case(records, "done", part=PART):
+        for cell, quantity, spread in predicted_numbers(record):
+            if cell == (table, row, column) and spread is not None and quantity.value is not None:
+                is_open = spread.low < spread.high
+                return f"{quantity.value:.2f}" + (
+                    f" ({spread.low:.2f} to {spread.high:.2f})" if is_open else ""
+                )
+    return "-"
+
+
+def _grid(record: Record) -> str:
+    printed = {
+        cell.key: "in words" if cell.form == "words" else cell.printed
+        for cell in load_paper()
+        if cell.source == "paper"
+    }
+    lines = [
+        [
+            "\n".join(textwrap.wrap(f"{cell[1]}, {cell[2]}", 44)),
+            printed.get(cell, "-"),
+            show(quantity.value, quantity.unit, 3),
+            f"{show(spread.low, quantity.unit, 3)} to {show(spread.high, quantity.unit, 3)}",
+            f"{spread.combinations:,}",
+            widest(spread),
+        ]
+        for cell, quantity, spread in predicted_numbers(record)
+        if quantity.value is not None and spread is not None and spread.low < spread.high
+    ]
+    reference = ", ".join(f"{name} {_text(value)}" for name, value in record.details["reference"].items())
+    middle = textwrap.fill(f"middle: {reference}", 100, initial_indent="  ", subsequent_indent="    ")
+    title = f"As published: {record.details['title']} at the paper's size, predicted\n{middle}"
+    headers = ["", "paper", "middle", "range", "combinations", "widest alone"]
+    notes = textwrap.wrap(record.details["note"], 100, initial_indent="  ", subsequent_indent="  ")
+    return Grid(title=title, columns=headers, lines=lines, notes=notes, right=numbers(headers)).text()
+
+
+def widest(spread: Spread) -> str:
+    """The setting that moves a number most when it alone changes."""
+    most = max(spread.parts, key=lambda part: part.high - part.low, default=None)
+    return "-" if most is None else f"{most.what} ({most.low:.3g} to {most.high:.3g})"
+
+
+def _text(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+# Hypotheses -------------------------------------------------------------------------------------------------
+
+TRIED = "combinations tried"
+"""Of the settings of the best one: how many it is the best of."""
+EACH_M = "one batch for each M: "
+
+
+def hypotheses_of(records: Sequence[Record], paper: Sequence[PaperCell] | None = None) -> list[Hypothesis]:
+    """The settings of each prediction as hypotheses: the middle, every setting changed alone, and the best of
+    all. The best is chosen by the paper's numbers, which a prediction never is; it says of how many. `paper`
+    is the file's numbers by default.
+    """
+    cells = load_paper() if paper is None else paper
+    printed = {cell.key: cell.target for cell in cells if cell.source == "paper" and cell.kind == "result"}
+    return [
+        hypothesis
+        for record in of_case(records, "done", part=PART)
+        for hypothesis in _of_record(record, printed)
+    ]
+
+
+def _of_record(record: Record, printed: Mapping[Cell, float]) -> Iterator[Hypothesis]:
+    title, reference = record.details["title"], dict(record.details["reference"])
+    found = predicted_numbers(record)
+    judged = {number: each.cell for number, each in enumerate(found) if each.cell in printed}
+    yield Hypothesis(
+        name=f"{title}: the middle of everything",
+        values={cell: float(found[number].quantity.value or 0) for number, cell in judged.items()},
+        settings=reference,
+    )
+    for each in record.details["changed"]:
+        yield Hypothesis(
+            name=f"{title}: {each['setting']} {_text(each['value'])}",
+            # A share of nothing has no ratio to the paper's, so it accounts for nothing.
+            values={
+                cell: each["values"][number] for number, cell in judged.items() if each["values"][number] > 0
+            },
+            settings=reference | {each["setting"]: each["value"]},
+        )
+    tried = record.details["tried"]
+    names = list(tried["settings"])
+    combinations = [
+        (
+            dict(zip(names, combination, strict=True)),
+            {cell: tried["values"][number][place] for number, cell in judged.items()},
+        )
+        for place, combination in enumerate(product(*tried["settings"].values()))
+    ]
+    options, count = _options(combinations, {cell: printed[cell] for cell in judged.values()})
+    best = min(options, key=lambda each: _distance(each[1], printed), default=None)
+    if best is not None and _distance(best[1], printed) < math.inf:
+        yield Hypothesis(
+            name=f"{title}: the best of {count:,} combinations",
+            values=best[1],
+            settings=reference | best[0] | {TRIED: count},
+        )
+
+
+Settings = dict[str, Scalar]
+Values = dict[Cell, float]
+
+
+def _options(
+    combinations: Iterable[tuple[Settings, dict[Cell, float | None]]], printed: Mapping[Cell, float]
+) -> tuple[list[tuple[Settings, Values]], int]:
+    """Those of which one is the best, and of how many: each that has all numbers, and, where every row of a
+    table may have its own batch, the best of each row beside a given one for the first. The distance adds up
+    over rows, so the best of each are the best together.
+    """
+    found: list[tuple[Settings, Values]] = []
+    by_first: dict[tuple[Scalar, ...], tuple[Settings, dict[str, Values]]] = {}
+    count = 0
+    for settings, values in combinations:
+        batch, known = str(settings.get("batch_size", "")), {c: v for c, v in values.items() if v is not None}
+        if batch.startswith(EACH_M):
+            own, first = batch.removeprefix(EACH_M).split(", first ")
+            others = {name: value for name, value in settings.items() if name != "batch_size"}
+            by_first.setdefault((*others.values(), first), (others, {}))[1][own] = known
+        elif len(known) == len(values):
+            count += 1
+            found.append((settings, known))
+    for others, by_batch in by_first.values():
+        rows: dict[str, dict[str, Values]] = {}  # row -> batch -> the numbers in it, where it has them all
+        for row in dict.fromkeys(cell[1] for cell in printed):
+            members = [cell for cell in printed if cell[1] == row]
+            rows[row] = {
+                batch: {cell: of[cell] for cell in members}
+                for batch, of in by_batch.items()
+                if all(cell in of for cell in members)
+            }
+        if all(rows.values()):
+            count += math.prod(map(len, rows.values()))
+            best = {row: min(of, key=lambda batch: _distance(of[batch], printed)) for row, of in rows.items()}
+            batches = EACH_M + ", ".join(f"{row}: {batch}" for row, batch in best.items())
+            together = {
+                cell: value for row, batch in best.items() for cell, value in rows[row][batch].items()
+            }
+            found.append(({**others, "batch_size": batches}, together))
+    return found, count
+
+
+def _distance(values: Mapping[Cell, float], printed: Mapping[Cell, float]) -> float:
+    """Sum of squares of the logarithms of ours over the paper's; infinite where ours is 0."""
+    return sum(
+        math.log(value / printed[cell]) ** 2 if value > 0 else math.inf for cell, value in values.items()
+    )

@@ -1,0 +1,302 @@
+"""All allowed settings of a table, and what each gives.
+
+The unknowns of results/unknowns.toml are gone through in full: every listed value, and both ends and the
+middle of every range. Which combination stands for all is given by a rule that knows no result:
+
+    a range        its geometric middle
+    numbers        the lower middle of the list, then the next larger, the next smaller, and so on
+    words          the first of the list
+
+and where these cannot go together (a batch that does not fit), the admitted combination the fewest steps away
+from them, in which the settings that stand first keep theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpipe_bench.harness.record import Quantity, Scalar
+from gpipe_bench.harness.unknowns import Unknown, Value, load_unknowns
+from gpipe_bench.harness.verdict import Part, Spread
+
+Array = NDArray[Any]
+Cell = tuple[str, str, str]
+"""Table, row and column, as in results/paper.csv."""
+
+LINK = ("share_of_peak", "link_bytes_per_s", "link_latency_s")
+"""The settings over which steps are laid out at once."""
+CUT = ("partition_cost", "partition_rule")
+
+ONE_BATCH, EACH_M, EACH_ENTRY = (
+    "one batch for the table",
+    "one batch for each M",
+    "one batch for each entry",
+)
+"""Ways to adjust the batch, as in results/unknowns.toml."""
+
+IN_THE_MIDDLE = ("num_classes", "memory_cap_bytes", "link_bytes_per_s", "link_latency_s")
+"""Settings that are not tried one against the other: their part in the range says what each does."""
+DIGITS = 6
+
+
+def points(unknown: Unknown) -> tuple[Value, ...]:
+    """The values that are gone through; of a range its low end, its geometric middle and its high end."""
+    if unknown.low is None or unknown.high is None:
+        return unknown.allowed
+    return (unknown.low, math.sqrt(unknown.low * unknown.high), unknown.high)
+
+
+def ranks(unknown: Unknown) -> tuple[int, ...]:
+    """For each of `points`, how many steps it is from the middle; 0 for the middle itself."""
+    values = points(unknown)
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return tuple(range(len(values)))
+    middle = (len(values) - 1) // 2
+    order = sorted(range(len(values)), key=lambda place: (abs(place - middle), place < middle))
+    return tuple(order.index(place) for place in range(len(values)))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting in a sweep: its values, and how many steps each is from the middle. What is known of a table,
+    or chosen anew under all others, is none of the prediction's settings.
+    """
+
+    name: str
+    values: tuple[Scalar, ...]
+    ranks: tuple[int, ...]
+    is_setting: bool = True
+
+    @classmethod
+    def of(cls, unknown: Unknown, *, quick: bool = False) -> Axis:
+        """An unknown's axis; `quick` keeps the middle alone."""
+        values, steps = points(unknown), ranks(unknown)
+        if quick:
+            return cls(unknown.setting, (values[steps.index(0)],), (0,))
+        return cls(unknown.setting, values, steps)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Settings in their order. An array over it has a dimension for each of them, of length 1 where the
+    setting does not matter, so that arrays broadcast against each other.
+    """
+
+    axes: tuple[Axis, ...]
+
+    @classmethod
+    def of(
+        cls,
+        table: str,
+        names: Sequence[str],
+        *,
+        quick: bool = False,
+        whole: Sequence[str] = (),
+        chosen: str = "",
+        **fixed: Scalar,
+    ) -> Sweep:
+        """Of a table of the file of unknowns.
+
+        Args:
+            table: as in the file
+            names: of the settings
+            quick: take the middle of each alone, but of those in `whole`
+            whole: settings of which a quick sweep has all values, too
+            chosen: the setting that is chosen anew under all others
+            fixed: what a setting is where the table does not have it as an unknown
+        """
+        settings = load_unknowns()
+        has = settings.of(table)
+        return cls(
+            tuple(
+                Axis(name, (fixed[name],), (0,), is_setting=False)
+                if name in fixed and name not in has
+                else replace(
+                    Axis.of(settings.find(table, name), quick=quick and name not in whole),
+                    is_setting=name != chosen,
+                )
+                for name in names
+            )
+        )
+
+    def __getitem__(self, name: str) -> tuple[Any, ...]:
+        """The values of a setting."""
+        return self.axes[self.place(name)].values
+
+    def place(self, name: str) -> int:
+        """The dimension of a setting, from behind, so that it holds beside further ones."""
+        return [axis.name for axis in self.axes].index(name) - len(self.axes)
+
+    def over(self, function: Callable[..., Any], *names: str, gives: Sequence[str] = ()) -> Array:
+        """What a function gives for each combination of some settings, as an array over the sweep.
+
+        The settings are its arguments by name; what it returns is a number, or an array over `gives`.
+        """
+        found = [
+            np.asarray(function(**dict(zip(names, values, strict=True))))
+            for values in product(*(self[name] for name in names))
+        ]
+        known = [self.place(name) for name in (*names, *gives)]
+        lengths = [len(self.axes[place].values) for place in known]
+        shape = [
+            len(axis.values) if number in known else 1
+            for number, axis in enumerate(self.axes, -len(self.axes))
+        ]
+        return np.stack(found).reshape(lengths).transpose(np.argsort(known)).reshape(shape)
+
+    def along(self, name: str, function: Callable[[Any], Array]) -> Array:
+        """The arrays over the sweep that a function gives for each value of a setting, side by side."""
+        return np.concatenate([function(value) for value in self[name]], axis=self.place(name))
+
+    def values(self, name: str) -> Array:
+        """The values of a setting as an array over the sweep."""
+        return self.over(lambda **given: given[name], name)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What every combination of settings gives for every cell.
+
+    Args:
+        title: names the model and its size
+        axes: the settings
+        values: of each cell, an array with a dimension for each axis; NaN where it is not admitted
+        reference: the place on every axis of the combination that stands for all
+        parts: of Spread, in the order of the axes: what is changed alone, as (name, axis, places)
+        note: what has to be said of it
+    """
+
+    title: str
+    axes: tuple[Axis, ...]
+    values: Mapping[Cell, Array]
+    reference: tuple[int, ...]
+    parts: tuple[tuple[str, int, tuple[int, ...]], ...]
+    note: str = ""
+
+    @classmethod
+    def by_rule(
+        cls,
+        title: str,
+        axes: Sequence[Axis],
+        values: Mapping[Cell, Array],
+        *,
+        parts: Mapping[str, Sequence[tuple[str, range]]] | None = None,
+        note: str = "",
+    ) -> Prediction:
+        """With the reference that the rule gives. Values have a dimension for each of the axes; what is no
+        setting, of length 1, is left out. An axis is a part by itself, unless `parts` names others of it.
+
+        Raises ValueError where nothing is admitted.
+        """
+        known = tuple(number for number, axis in enumerate(axes) if not axis.is_setting)
+        axes = [axis for axis in axes if axis.is_setting]
+        shape = tuple(len(axis.values) for axis in axes)
+        every = {
+            cell: np.broadcast_to(np.squeeze(value, axis=known), shape) for cell, value in values.items()
+        }
+        admitted = np.all([np.isfinite(value) for value in every.values()], axis=0)
+        if not admitted.any():
+            raise ValueError(
+                f"no combination of {', '.join(axis.name for axis in axes)} is admitted for all cells"
+            )
+        places = np.argwhere(admitted)
+        steps = np.stack([np.array(axis.ranks)[at] for axis, at in zip(axes, places.T, strict=True)])
+        fewest = places[
+            np.lexsort((*steps[::-1], steps.sum(axis=0)))[0]
+        ]  # the first of equals is a rule, too
+        alone = tuple(
+            (name, number, tuple(places))
+            for number, axis in enumerate(axes)
+            for name, places in (parts or {}).get(axis.name, [(axis.name, range(len(axis.values)))])
+        )
+        return cls(title, tuple(axes), every, tuple(map(int, fewest)), alone, note)
+
+    @property
+    def settings(self) -> dict[str, Scalar]:
+        """The reference's."""
+        return {axis.name: axis.values[place] for axis, place in zip(self.axes, self.reference, strict=True)}
+
+    def middle(self, cell: Cell) -> float:
+        """What the reference gives."""
+        return self.values[cell][self.reference].item()  # type: ignore[no-any-return]
+
+    def spread(self, cell: Cell) -> Spread:
+        """The range over all admitted combinations, and what each setting does alone."""
+        values = self.values[cell]
+        found = values[np.isfinite(values)]
+        parts = []
+        for name, axis, places in self.parts:
+            alone = self._alone(values, axis)[list(places)]
+            alone = alone[np.isfinite(alone)]
+            if len(alone) and len(places) > 1:
+                parts.append(Part(what=name, low=float(alone.min()), high=float(alone.max())))
+        return Spread(
+            low=float(found.min()), high=float(found.max()), parts=tuple(parts), combinations=len(found)
+        )
+
+    def changed(self) -> list[dict[str, Any]]:
+        """Every single setting changed against the reference, all else in the middle. Of parts of one axis
+        the first counts.
+        """
+        first = {part[1]: part for part in reversed(self.parts)}
+        found = []
+        for name, axis, places in (first[axis] for axis in sorted(first)):
+            for place in places:
+                values = [float(self._alone(values, axis)[place]) for values in self.values.values()]
+                if place != self.reference[axis] and all(map(math.isfinite, values)):
+                    found.append({"setting": name, "value": self.axes[axis].values[place], "values": values})
+        return found
+
+    def _alone(self, values: Array, axis: int) -> Array:
+        return np.asarray(np.moveaxis(values, axis, -1)[*self.reference[:axis], *self.reference[axis + 1 :]])
+
+    def quantities(self, unit: Callable[[Cell], str]) -> tuple[list[Quantity], dict[str, Any]]:
+        """The middle of every number, and what a record keeps of all combinations."""
+        found = [quantity(cell, self.middle(cell), unit(cell)) for cell in self.values]
+        kept = [{"cell": list(cell), "spread": self.spread(cell).to_data()} for cell in self.values]
+        return found, {"title": self.title, "reference": self.settings, "predicted": kept}
+
+    def to_data(self, not_tried: Sequence[str] = ()) -> dict[str, Any]:
+        """What hypotheses are made of later without predicting again: each setting changed alone, and the
+        numbers of all combinations of the listed ones, with links, memory and `not_tried` in the middle.
+        """
+        changed = [{**each, "values": [_rounded(v) for v in each["values"]]} for each in self.changed()]
+        kept = [
+            [self.reference[number]] if axis.name in (*IN_THE_MIDDLE, *not_tried) else _listed(axis)
+            for number, axis in enumerate(self.axes)
+        ]
+        settings = {
+            axis.name: [axis.values[place] for place in places]
+            for axis, places in zip(self.axes, kept, strict=True)
+            if len(places) > 1
+        }
+        tried = [
+            [
+                _rounded(value) if math.isfinite(value) else None
+                for value in values[np.ix_(*kept)].ravel().tolist()
+            ]
+            for values in self.values.values()
+        ]
+        return {"note": self.note, "changed": changed, "tried": {"settings": settings, "values": tried}}
+
+
+def quantity(cell: Cell, value: float, unit: str) -> Quantity:
+    """A predicted number."""
+    key: dict[str, Scalar] = dict(zip(("table", "row", "column"), cell, strict=True))
+    return Quantity(name="prediction", key=key, value=value, unit=unit, provenance="modelled")
+
+
+def _listed(axis: Axis) -> list[int]:
+    """Without a batch for each entry: with so many, something explains everything."""
+    return [place for place, value in enumerate(axis.values) if not str(value).startswith(EACH_ENTRY)]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,366 @@
+"""The paper's performance tables predicted for its accelerators, at its sizes.
+
+Every operation of the full model takes what the accelerator's published peaks allow, and the step is laid out
+as the replay does it, over everything that the paper leaves open (results/unknowns.toml).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from gpipe_bench.experiments.predicted.sizes import FullSize, of_the_paper
+from gpipe_bench.experiments.predicted.sweep import (
+    CUT,
+    EACH_ENTRY,
+    EACH_M,
+    LINK,
+    ONE_BATCH,
+    Array,
+    Axis,
+    Cell,
+    Prediction,
+    Sweep,
+)
+from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.pipeline.plan.breakdown import PARTS
+from gpipe_bench.planner.accelerators import P100_12, P100_16, TPU_V2, TPUS, Accelerator
+
+TITLES = {
+    ("table2", "amoebanet"): "AmoebaNet-D (18, 256)", ("table2", "transformer"): "Transformer-48",
+    ("table3", "amoebanet"): "AmoebaNet-D (18, 128)", ("table3", "transformer"): "Transformer-24",
+    ("figure3", "resnet101"): "ResNet-101", ("figure3", "amoebanet"): "AmoebaNet-D (4, 512)",
+    ("table4", "resnet101"): "ResNet-101",
+}  # fmt: skip
+"""By experiment and model: what is predicted."""
+
+NOTHING_FITS = (
+    "No allowed batch fits into the memory of an allowed accelerator in every entry: at the width of Table 1 "
+    "parameters, optimizer state and gradients alone take more. So the memory bounds nothing here."
+)
+MODEL = ("num_classes", "accelerator", "activation_format")
+
+
+def predict(experiment: str, model: str, *, quick: bool = False) -> Prediction:
+    """All numbers of an experiment's tables for one model; `quick` is of a tiny one, the middle alone."""
+    make = {"table2": table2, "table3": table3, "figure3": figure3, "table4": table4}[experiment]
+    return make(model, quick=quick)
+
+
+def _rates(
+    sweep: Sweep,
+    make: Callable[[int], FullSize],
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    remat: str = "always",
+    hardware: str = "accelerator",
+    accelerators: Mapping[Any, Accelerator] = TPUS,
+) -> Array:
+    """Examples per second over a sweep; NaN where layers cannot be cut. `make` has the model by its number of
+    classes, `accelerators` what each value of a setting stands for.
+    """
+    batches, links = sweep["batch_size"], [sweep[name] for name in LINK]
+    shape = (len(batches), *map(len, links))
+
+    def rate(**given: Any) -> Array:
+        full = make(given["num_classes"])
+        cut = full.cut(given["partition_cost"], given["partition_rule"], num_stages)
+        if cut is None:
+            return np.full(shape, np.nan)
+        device, kept = accelerators[given[hardware]], given["activation_format"]
+        steps = full.steps(device, kept, cut, batches, num_microbatches, links=links, remat=remat)
+        found = np.array(batches, dtype=float)[:, None, None, None] / steps.makespan_s()
+        return np.broadcast_to(found, shape)  # a single stage has no links
+
+    names = dict.fromkeys(("num_classes", hardware, "activation_format", *CUT))
+    return sweep.over(rate, *names, gives=("batch_size", *LINK))
+
+
+def _fits(
+    sweep: Sweep,
+    full: FullSize,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    remat: str = "always",
+    caps: Array | None = None,
+) -> Array:
+    """Whether a step stays under the memory of an accelerator. The number of classes makes no difference."""
+    caps = sweep.values("memory_cap_bytes") if caps is None else caps
+
+    def peaks(activation_format: str, partition_cost: str, partition_rule: str) -> list[float]:
+        cut = full.cut(partition_cost, partition_rule, num_stages)
+        return full.peaks(
+            activation_format, cut, sweep["batch_size"], num_microbatches, remat, float(caps.max())
+        )
+
+    return sweep.over(peaks, "activation_format", *CUT, gives=("batch_size",)) <= caps
+
+
+# Table 2 ----------------------------------------------------------------------------------------------------
+
+_CONSTANT = "throughput without pipelining, over the accelerators"
+Ratio = tuple[tuple[int, int], tuple[int, int], float]
+"""The (K, M) whose throughput is divided by that of another, and by a number."""
+SENTENCES: dict[str, dict[tuple[str, str], Ratio]] = {
+    "table2-amoebanet": {
+        (_CONSTANT, "AmoebaNet-D (18, 256): K=8 / K=2, M=1"): ((8, 1), (2, 1), 1.0),
+        ("AmoebaNet-D: share of a linear speed-up", "K=8 over K=2, M=32"): ((8, 32), (2, 32), 4.0),
+    },
+    "table2-transformer": {
+        (_CONSTANT, "Transformer-48: K=8 / K=2, M=1"): ((8, 1), (2, 1), 1.0),
+        ("Transformer-48: speed-up with four times the accelerators", "K=8 / K=2, M=32"): (
+            (8, 32), (2, 32), 1.0,
+        ),
+        ("Transformer-48: share of a linear speed-up at M >> K", "K=8 over K=2, M=32"): (
+            (8, 32), (2, 32), 4.0,
+        ),
+    },
+}  # fmt: skip
+
+CAPS_OF = {"TPUv2 core": "table2-amoebanet", "TPUv3 core": "table2-transformer"}
+"""Where the memory of an accelerator's core stands: a constraint of the unknowns."""
+
+
+def table2(model: str, *, quick: bool = False) -> Prediction:
+    """Normalised throughput over K and M; K=2, M=1 is 1. The paper "adjusted" the mini-batch to fit memory,
+    in one of three ways; each of them is a setting.
+    """
+    table, unknowns = f"table2-{model}", load_unknowns()
+    known = Sweep.of(table, (*MODEL, *CUT, *LINK, "batch_size"), quick=quick, whole=("batch_size",),
+                     num_classes=1000)  # fmt: skip
+    cap_of = {name: unknowns.find(CAPS_OF[name], "memory_cap_bytes") for name in known["accelerator"]}
+    cap = Axis.of(next(iter(cap_of.values())), quick=quick)
+    ends = ("middle",) if quick else ("low end", "middle", "high end")[-len(cap.values) :]
+    sweep = Sweep((*known.axes[:3], Axis("memory_cap_bytes", ends, cap.ranks), *known.axes[3:]))
+    caps_of = {
+        name: dict(zip(ends, Axis.of(one, quick=quick).values, strict=True)) for name, one in cap_of.items()
+    }
+    caps = sweep.over(
+        lambda accelerator, memory_cap_bytes: caps_of[accelerator][memory_cap_bytes],
+        "accelerator", "memory_cap_bytes",
+    )  # fmt: skip
+    make = partial(of_the_paper, "table2", model, quick=quick)
+    grid = [(k, m) for m in (1, 4, 32) for k in (2, 4, 8)]
+    rates = {(k, m): _rates(sweep, make, k, m) for k, m in grid}
+    fits = {(k, m): _fits(sweep, make(), k, m, caps=caps) for k, m in grid}
+    bounded = fits_somewhere(fits.values())
+    if not bounded:
+        fits = {(k, m): sweep.values("batch_size") >= m for k, m in grid}
+    wanted: dict[Cell, Ratio] = {(table, f"M={m}", f"K={k}"): ((k, m), grid[0], 1.0) for k, m in grid}
+    wanted |= {("claims-text", *place): ratio for place, ratio in SENTENCES[table].items()}
+    batch, values = adjusted(sweep.axes[-1], rates, fits, wanted)
+    count = len(sweep["batch_size"])
+    return Prediction.by_rule(
+        TITLES["table2", model],
+        (*sweep.axes[:-1], batch),
+        values,
+        parts={
+            "batch_size": [
+                ("batch_size", range(count)),
+                ("batch_adjustment", range(len(batch.values))),
+            ]
+        },
+        note="" if bounded else NOTHING_FITS,
+    )
+
+
+def fits_somewhere(fits: Iterable[Array]) -> bool:
+    """Whether some setting admits a batch in every entry. The batch is the last dimension."""
+    return bool(np.all([each.any(axis=-1) for each in fits], axis=0).any())
+
+
+def adjusted(
+    batch: Axis,
+    rate: Mapping[tuple[int, int], Array],
+    fits: Mapping[tuple[int, int], Array],
+    wanted: Mapping[Cell, Ratio],
+) -> tuple[Axis, dict[Cell, Array]]:
+    """The ratios with another axis in the place of the batch: which batches, under each way to adjust them.
+
+    One batch for the table: the same in all entries. One for each M: the row's and that of the first row, to
+    which it is relative. One for each entry: its own and that of the entry it is divided by. A batch must fit
+    wherever it is used.
+
+    Args:
+        batch: the batches, the last dimension of `rate` and `fits`
+        rate, fits: examples per second by (K, M), and whether they fit
+        wanted: by cell
+    """
+    first_row = next(iter(rate))[1]
+    rows = {m: np.all([fits[key] for key in fits if key[1] == m], axis=0) for _, m in fits}
+    everywhere = np.all(list(fits.values()), axis=0)
+    row_by_row = np.all([row.any(axis=-1) for row in rows.values()], axis=0)[..., None, None]
+    one_by_one = np.all([each.any(axis=-1) for each in fits.values()], axis=0)[..., None, None]
+    diagonal = np.eye(len(batch.values), dtype=bool)
+    values: dict[Cell, Array] = {}
+    for cell, (over, under, divisor) in wanted.items():
+        same = rate[over] / rate[under] / divisor
+        crossed = rate[over][..., :, None] / rate[under][..., None, :] / divisor
+        of_row = same[..., :, None] if over[1] == under[1] else crossed
+        in_row = row_by_row & rows[over[1]][..., :, None] & rows[first_row][..., None, :]
+        in_entry = one_by_one & fits[over][..., :, None] & fits[under][..., None, :]
+        if over[1] == first_row:
+            in_row &= diagonal
+        if over == under:
+            in_entry &= diagonal
+        pairs = [np.where(in_row, of_row, np.nan), np.where(in_entry, crossed, np.nan)]
+        flat = [each.reshape(*each.shape[:-2], -1) for each in pairs]
+        values[cell] = np.concatenate([np.where(everywhere, same, np.nan), *flat], axis=-1)
+    labels = [f"{ONE_BATCH}: {size}" for size in batch.values]
+    steps = list(batch.ranks)
+    for rank, way in enumerate((EACH_M, EACH_ENTRY), start=1):
+        for own, ahead in zip(batch.values, batch.ranks, strict=True):
+            labels += [f"{way}: {own}, first {first}" for first in batch.values]
+            steps += [rank + ahead + other for other in batch.ranks]
+    return Axis(batch.name, tuple(labels), tuple(steps)), values
+
+
+# Table 3 ----------------------------------------------------------------------------------------------------
+
+P100_OF = {12 * 2**30: P100_12, 16 * 2**30: P100_16}
+
+
+def table3(model: str, *, quick: bool = False) -> Prediction:
+    """Normalised throughput over K without a fast link, on P100s over PCI Express; K=2 is 1. All entries have
+    one mini-batch and the stated M.
+    """
+    table = f"table3-{model}"
+    m = next(
+        int(one.value)
+        for one in load_unknowns().stated
+        if table in one.tables and one.setting == "num_microbatches"
+    )
+    names = ("num_classes", "activation_format", "memory_cap_bytes", *CUT, "batch_size", *LINK)
+    # A quick sweep takes both memories, since its batch must fit into one of them.
+    sweep = Sweep.of(table, names, quick=quick, whole=("batch_size", "memory_cap_bytes"), num_classes=1000)
+    make = partial(of_the_paper, "table3", model, quick=quick)
+    stages = (2, 4, 8)
+    rates = {k: _rates(sweep, make, k, m, hardware="memory_cap_bytes", accelerators=P100_OF) for k in stages}
+    admitted = np.all([_fits(sweep, make(), k, m) for k in stages], axis=0)
+    bounded = bool(admitted.any())
+    values = {
+        (table, f"M={m}", f"K={k}"): np.where(admitted | (not bounded), rates[k] / rates[2], np.nan)
+        for k in stages
+    }
+    note = "" if bounded else NOTHING_FITS
+    return Prediction.by_rule(TITLES["table3", model], sweep.axes, values, note=note)
+
+
+# Figure 3 ---------------------------------------------------------------------------------------------------
+
+
+def figure3(model: str, *, quick: bool = False) -> Prediction:
+    """Speed over partitions of TPUv2 cores; the naive split is 1. Each column has the fastest of the batches
+    that fit.
+    """
+    table = f"figure3-{model}"
+    sweep = Sweep.of(
+        table,
+        (*MODEL, "memory_cap_bytes", "num_microbatches", "naive_remat", *CUT, "batch_size", *LINK),
+        quick=quick,
+        whole=("batch_size",),
+        chosen="batch_size",
+        num_classes=1000,
+        accelerator=TPU_V2.name,
+        naive_remat="never",  # the text says so of ResNet-101's
+    )
+    make = partial(of_the_paper, "figure3", model, quick=quick)
+
+    def fastest(k: int, m: int, remat: str) -> Array:
+        """Of the batches that fit."""
+        fits = _fits(sweep, make(), k, m, remat=remat)
+        rates = np.where(fits, _rates(sweep, make, k, m, remat=remat), np.nan)
+        return np.asarray(np.fmax.reduce(rates, axis=sweep.place("batch_size"), keepdims=True))
+
+    stages = (1, 2, 4, 8) if model == "resnet101" else (2, 4, 8)
+    base = sweep.along("naive_remat", lambda remat: fastest(stages[0], 1, remat))
+    row = "normalized throughput"
+    values: dict[Cell, Array] = {}
+    for k in stages:
+        each = sweep.along("num_microbatches", partial(fastest, k, remat="always"))
+        values[table, row, f"pipeline-{k}"] = each / base
+    values[table, row, f"naive-{stages[0]}"] = base / base
+    most = values[table, row, "pipeline-8"]
+    if model == "amoebanet":
+        share = "AmoebaNet-D (4, 512): share of a linear speed-up"
+        values["claims-text", share, "pipeline-8 over naive-2"] = most / 4
+    else:
+        one = values[table, row, "pipeline-1"]
+        extra = "extra time by recomputation"
+        values["claims-text", extra, "pipeline-1 / naive-1, ResNet-101"] = 100 * (1 / one - 1)
+        values[table, f"{row} by the text", "pipeline-8"] = most
+    return Prediction.by_rule(TITLES["figure3", model], sweep.axes, values)
+
+
+# Table 4 ----------------------------------------------------------------------------------------------------
+
+PRINTED = ("computation", "recompute", "bubble", "load imbalance", "setup", "weight update")
+"""The slices of v5's chart."""
+
+
+def table4(model: str = "resnet101", *, quick: bool = False) -> Prediction:
+    """Shares of the step in per cent, and the ratios that the text makes of them: Table 4 and the first
+    version's Figure 4. The step is ResNet-101's of Figure 3, with the batch that is fastest; where the set-up
+    is done and over what the shares are averaged is not stated.
+    """
+    own = ("activation_format", "memory_cap_bytes", "num_microbatches", "setup_place")
+    names = (*own, *CUT, "batch_size", *LINK, "averaged_over")
+    sweep = Sweep.of("breakdown-v5", names, quick=quick, whole=("batch_size",), chosen="batch_size")
+    full = of_the_paper("figure3", model, quick=quick)
+    two, four = (_shares(sweep, full, k) for k in (2, 4))
+    values: dict[Cell, Array] = {("breakdown-v5", part, "share of the step"): two[part] for part in PRINTED}
+    rest = np.max([each for part, each in two.items() if part not in ("computation", "recompute")], axis=0)
+    m_of = sweep.values("num_microbatches").astype(float)
+    bubble, again = "bubble observed over (K-1)/(M+K-1)", "recomputation over the next largest overhead"
+    values["claims-text", bubble, "ResNet-101"] = two["bubble"] / 100 / (1 / (m_of + 1))
+    values["claims-text", again, "ResNet-101"] = two["recompute"] / rest
+    values["breakdown-v1", "load imbalance", "K=4"] = four["load imbalance"]
+    return Prediction.by_rule(TITLES["table4", model], sweep.axes, values)
+
+
+def _shares(sweep: Sweep, full: FullSize, num_stages: int) -> dict[str, Array]:
+    """By part, the shares of the step of the fastest batch, in per cent."""
+    batches, links, averages = sweep["batch_size"], [sweep[name] for name in LINK], sweep["averaged_over"]
+
+    @cache
+    def laid(
+        activation_format: str,
+        num_microbatches: int,
+        setup_place: str,
+        partition_cost: str,
+        partition_rule: str,
+    ) -> tuple[Array, Mapping[str, Array]]:
+        """Rates over (batch, *LINK), and shares over these and the averages."""
+        cut = full.cut(partition_cost, partition_rule, num_stages)
+        if cut is None:
+            nothing = np.full((len(batches), *map(len, links), len(averages)), np.nan)
+            return nothing[..., 0], dict.fromkeys(PARTS, nothing)
+        steps = full.steps(
+            TPU_V2, activation_format, cut, batches, num_microbatches, links=links, setup=setup_place
+        )
+        shares = steps.shares()
+        return (
+            np.array(batches, dtype=float)[:, None, None, None] / steps.makespan_s(),
+            {part: np.stack([shares[over][part] for over in averages], axis=-1) for part in PARTS},
+        )
+
+    names = ("activation_format", "num_microbatches", "setup_place", *CUT)
+    rates = sweep.over(lambda **given: laid(**given)[0], *names, gives=("batch_size", *LINK))
+    batch = sweep.place("batch_size")
+    fits = sweep.along("num_microbatches", partial(_fits, sweep, full, num_stages))
+    allowed = np.where(fits & np.isfinite(rates), rates, -np.inf)
+    best = allowed.argmax(axis=batch, keepdims=True)
+    fitting = np.isfinite(allowed.max(axis=batch, keepdims=True))
+    found = {}
+    for part in PARTS:
+        every = sweep.over(
+            lambda part=part, **given: laid(**given)[1][part],
+            *names, gives=("batch_size", *LINK, "averaged_over"),
+        )  # fmt: skip
+        found[part] = 100 * np.where(fitting, np.take_along_axis(every, best, axis=batch), np.nan)
+    return found

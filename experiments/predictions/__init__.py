@@ -1,1 +1,0 @@
-"""How far predictions are off where others published the numbers: torchgpipe, zero bubble, a count."""

@@ -1,1 +1,0 @@
-"""Schedules that take turns with each other and with those of torch."""

@@ -1,1 +1,0 @@
-"""Engines measured in turns: our own cost, and other engines beside ours."""

@@ -1,0 +1,593 @@
+"""Table 2: normalised throughput of AmoebaNet-D (18, 256) and Transformer-48 over K and M.
+
+Expected: throughput grows with M until the bubble is gone, and with K almost linearly for the Transformer,
+whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even.
+
+    python -m experiments run table2
+
+Every action is measured in whole steps, with all stages in one process, and laid out on K devices
+(`replayed`); where there are as many devices as stages the step is also run on them (`measured`), and the
+difference is the replay's error. K = 4 runs for real too, in four processes that share the cores: that proves
+order and memory, and no time. One table at a fixed mini-batch, so that only K and M differ, and one with
+the mini-batch fitted to a memory cap, as the paper did; they are not mixed. All cells of a model take turns
+in one run.
+
+A case of its own predicts the paper's table for the paper's accelerators and sizes (`as published`), over
+everything that the paper leaves open (experiments/predicted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpipe_bench.experiments.engines.setup import ENGINES
+from gpipe_bench.experiments.predicted import records as predictions
+from gpipe_bench.experiments.predicted.records import as_published, hypotheses_of, prediction_text
+from gpipe_bench.experiments.report.drawing import gantt_plot, picture
+from gpipe_bench.experiments.report.timelines import kept_timelines
+from gpipe_bench.experiments.timed import claims
+from gpipe_bench.experiments.timed.replay import TimedActions, lay_out, results, take_apart
+from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.record import Provenance, Quantity, Record, of_case
+from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.verdict import Comparison, Entry
+from gpipe_bench.pipeline.plan.breakdown import even_stages
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.partition import RULES, partition
+from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import gpipe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from gpipe_bench.pipeline.memory.profile import ModelProfile
+
+TABLES = {"amoebanet": "table2-amoebanet", "transformer": "table2-transformer"}
+STAGES = {"smoke": (2, 4), "short": (2, 4, 8), "full": (2, 4, 8)}
+MICROBATCHES = {"smoke": (1, 4), "short": (1, 4, 32), "full": (1, 4, 32)}
+ROUNDS = {
+    "smoke": {"fixed": 1, "fitted": 1},
+    "short": {"fixed": 1, "fitted": 2},
+    "full": {"fixed": 2, "fitted": 2},
+}
+"""There and back: every configuration takes two turns in a round, and each is a sample."""
+ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (95.0, 75.0), "full": (150.0, 150.0)}
+BATCHES = {
+    "fixed": "(a) the same mini-batch in all cells: only K and M differ",
+    "fitted": "(b) the largest mini-batch under a memory cap in every cell, as the paper did",
+}
+JUDGED = "fitted"  # the mini-batch as the paper chose it
+FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted
+LARGEST_MICROBATCH = 32
+SHARED_CORES = "on shared cores"
+SHARED_ESTIMATE_S = 20.0
+SHARED_STAGES = SHARED_MICROBATCHES = 4  # run for real whatever the cores
+
+
+def cases(options: RunOptions) -> list[Case]:
+    smoke = options.profile == "smoke"
+    steps = [
+        Case({"model": name, "batch": batch}, estimate_s)
+        for batch, estimate_s in zip(BATCHES, ESTIMATE_S[options.profile], strict=True)
+        for name in TABLE2
+        if not smoke or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
+    ]
+    shared = [Case({"model": name, "batch": SHARED_CORES}, SHARED_ESTIMATE_S) for name in TABLE2]
+    if smoke or options.engine not in (None, "ours"):
+        shared = []
+    return steps + shared + predictions.cases("table2", options)
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    if predictions.is_prediction(case):
+        return predictions.run("table2", case, options)
+    workload, batch = TABLE2[str(case.key["model"])][options.profile], str(case.key["batch"])
+    if batch == SHARED_CORES:
+        return run_on_shared_cores(workload)
+    from gpipe_bench.experiments.timed.steps import measure
+
+    configurations, facts = _configurations(workload, batch, options)
+    rounds = ROUNDS[options.profile][batch]
+    job = Job(workload, configurations, rounds, options.engine or "ours", options.device)
+    quantities, details = results(job, measure(job))
+    return Outcome(tuple(quantities), {"model": workload.model, **facts, **details})
+
+
+def _configurations(
+    workload: Workload, batch: str, options: RunOptions
+) -> tuple[tuple[Configuration, ...], dict[str, Any]]:
+    """What is run, and facts for the record."""
+    from gpipe_bench.experiments.timed.steps import num_devices
+
+    cells = [(k, m) for k in STAGES[options.profile] for m in MICROBATCHES[options.profile]]
+    if batch == "fixed":
+        real, size = num_devices(options.device), workload.batch_size
+        return tuple(Configuration(k, m, size, runs_for_real=k == real) for k, m in cells), {
+            "batch_size": size
+        }
+    counts: dict[tuple[int, int], tuple[int, ...]] = {}
+    peaks: dict[str, int] = {}
+    for k, m in cells:
+        examples, peaks[f"K={k} M={m}"] = fitted_microbatch(workload, k, m, workload.cap_bytes)
+        counts[k, examples] = (*counts.get((k, examples), ()), m)
+    ran = FITTED_MICROBATCHES
+    return tuple(
+        Configuration(k, ran, ran * examples, counts=several) for (k, examples), several in counts.items()
+    ), {"cap_bytes": workload.cap_bytes, "modelled_peak_bytes": peaks}
+
+
+def fitted_microbatch(
+    workload: Workload, num_stages: int, num_microbatches: int, cap_bytes: int
+) -> tuple[int, int]:
+    """Examples of the largest micro-batch, a power of two, whose stages stay under a memory cap, as the paper
+    chose its own (section 3: "adjusted to fit memory"), and the peak bytes of the fullest stage. ValueError
+    if none fits.
+    """
+    found, size = None, 1
+    while size <= LARGEST_MICROBATCH:
+        peak = peak_bytes(workload, num_stages, num_microbatches, size)
+        if peak > cap_bytes:
+            break
+        found, size = (size, peak), 2 * size
+    if found is None:
+        raise ValueError(
+            f"{workload.model} on {num_stages} stages with {num_microbatches} micro-batches of one example "
+            f"needs {peak:,} bytes on one stage; the cap is {cap_bytes:,}: raise it or take more stages"
+        )
+    return found
+
+
+def peak_bytes(workload: Workload, num_stages: int, num_microbatches: int, microbatch_size: int) -> int:
+    """Peak bytes of the fullest stage under gpipe with re-materialization and RMSProp (modelled). The cut is
+    by the estimated cost of the layers, since nothing has been timed yet.
+    """
+    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+
+    stages = partition(_layer_costs(workload), num_stages)
+    schedule = gpipe(num_stages, num_microbatches, "always")
+    memory = pipeline_memory(*_profile(workload, microbatch_size), stages, schedule, receive_ahead=1)
+    return max(stage.peak for stage in memory)
+
+
+@cache
+def _profile(workload: Workload, microbatch_size: int) -> ModelProfile:
+    from gpipe_bench.pipeline.memory.profile import Profiler
+
+    return workload.profile(microbatch_size, Profiler(None))
+
+
+@cache
+def _layer_costs(workload: Workload) -> tuple[float, ...]:
+    from gpipe_bench.pipeline.memory.cost import layer_costs
+
+    return layer_costs(list(workload.build("meta")), workload.example(1, "meta")[0])
+
+
+# K = 4 for real on fewer cores
+
+
+class Ran(NamedTuple):
+    """What one process found: its actions by kind and micro-batch in their order, its peak, and the loss,
+    which is None but on the last stage.
+    """
+
+    actions: tuple[tuple[str, int], ...]
+    peak_bytes: int
+    loss: float | None
+
+
+def run_on_shared_cores(workload: Workload) -> Outcome:
+    """Whether the order of actions and the memory of a stage are what is claimed. Four processes that share
+    two cores say nothing about time, but they do run the real transport between four stages: each must take
+    its schedule's actions in their order, hold what the memory model says, and the last one must end with the
+    loss that one process gets.
+
+    Raises RuntimeError where a stage took other actions than its schedule's, or took them in another order.
+    """
+    from gpipe_bench.experiments.timed.steps import run_processes
+    from gpipe_bench.pipeline.memory.profile import Profiler
+    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+
+    num_stages, num_microbatches = SHARED_STAGES, SHARED_MICROBATCHES
+    found: list[Ran] = run_processes(work_on_shared_cores, num_stages, workload, num_stages)
+    schedule = gpipe(num_stages, num_microbatches, "always")
+    for stage, ran in enumerate(found):
+        wanted = tuple((action.kind.name, action.microbatch) for action in schedule.actions[stage])
+        if ran.actions != wanted:
+            raise RuntimeError(
+                f"stage {stage} of {workload.model} took {ran.actions}, its schedule has {wanted}"
+            )
+    layers, loss = workload.profile(2, Profiler())
+    stages = partition([1.0] * len(layers), num_stages)
+    # Nothing is updated, so there is no optimizer's state.
+    modelled = pipeline_memory(layers, loss, stages, schedule, "sgd")
+    hows: dict[str, Provenance] = {"counted": "measured", "modelled": "modelled"}
+    peaks = [
+        Quantity(
+            name="peak", key={"stage": stage, "how": how}, value=peak, unit="bytes", provenance=hows[how]
+        )
+        for stage in range(num_stages)
+        for how, peak in (("counted", found[stage].peak_bytes), ("modelled", modelled[stage].peak))
+    ]
+    losses = [
+        Quantity(name="loss", key={"stages": k}, value=ran.loss, unit="number", provenance="measured")
+        for k, ran in ((num_stages, found[-1]), (1, work_on_shared_cores(workload, 1)))
+    ]
+    facts = {
+        "num_stages": num_stages, "num_microbatches": num_microbatches, "batch_size": 2 * num_microbatches,
+        "actions": [len(ran.actions) for ran in found],
+    }  # fmt: skip
+    return Outcome((*peaks, *losses), {"title": workload.title, "scale": workload.scale, **facts})
+
+
+def work_on_shared_cores(workload: Workload, num_stages: int) -> Ran:
+    """Two steps of one stage: the first makes the gradients and the receive buffers, the second counts."""
+    from torch import distributed as dist
+
+    from gpipe_bench.pipeline import Pipeline
+    from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
+
+    layers = workload.build()
+    pipeline = Pipeline(
+        layers,
+        num_stages=num_stages,
+        num_microbatches=SHARED_MICROBATCHES,
+        cost=[1.0] * len(layers),
+        group=dist.group.WORLD if num_stages > 1 else None,
+        seed=SEED,
+    )
+    batch, target = workload.example(2 * SHARED_MICROBATCHES)
+    pipeline.step(batch, target, workload.loss())
+    pipeline.zero_grad()
+    memory = LiveMemory()
+    with memory:
+        memory.watch(tensors_behind(pipeline))
+        memory.reset_peaks()
+        loss = pipeline.step(batch, target, workload.loss())
+    events = sorted(pipeline.timeline.events, key=lambda event: event.start_s)
+    return Ran(
+        tuple((event.action.kind.name, event.action.microbatch) for event in events),
+        sum(memory.peak_bytes.values()),
+        float(loss) if pipeline.stages[0].index == num_stages - 1 else None,
+    )
+
+
+# Entries and sentences
+
+
+def cells(records: Sequence[Record]) -> list[Entry]:
+    """An entry for each (K, M) of each model on record, and for the sentences about them."""
+    of = _of_models(records, JUDGED)
+    found = [cell for model, record in of.items() for cell in _cells(records, model, record)]
+    found += [claim for model, record in of.items() for claim in _speed_ups(records, model, record)]
+    return [*found, *_more_microbatches(records, of), *_bubble(records, of), *as_published(records)]
+
+
+def _of_models(records: Sequence[Record], batch: str) -> dict[str, Record]:
+    return claims.by_model(records, TABLES, batch=batch)
+
+
+def _places(model: str, record: Record) -> dict[str, tuple[str, str, str]]:
+    """Where each configuration on record stands in the paper, in the order of the table."""
+    known = sorted((each["num_stages"], each["num_microbatches"]) for each in _facts(record))
+    return {f"K={k} M={m}": (TABLES[model], f"M={m}", f"K={k}") for k, m in known}
+
+
+def _facts(record: Record) -> list[dict[str, Any]]:
+    return list(record.details["cells"].values())
+
+
+def _at(record: Record, num_stages: int, num_microbatches: int) -> Quantity | None:
+    return record.quantity("normalised throughput", K=num_stages, M=num_microbatches)
+
+
+def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Entry]:
+    scale = record.details["scale"]
+    where = f"A scaled model ({scale}): the shape of the table is compared, not its speeds. " if scale else ""
+    note = (
+        f"{where}Exact partition by measured seconds, early recomputation, the mini-batch fitted to a memory "
+        "cap; the paper gives neither its mini-batches nor its partitions."
+    )
+    for name, place in _places(model, record).items():
+        quantity = record.quantity("normalised throughput", **record.details["cells"][name]["key"])
+        yield claims.entry(records, record, place, quantity, note, moves="as the step grows")
+
+
+def _speed_ups(records: Sequence[Record], model: str, record: Record) -> Iterator[Entry]:
+    """What the text says of throughput with 8 stages over that with 2: row, column, M, divisor."""
+    constant, share = "throughput without pipelining, over the accelerators", "share of a linear speed-up"
+    sentences = {
+        "amoebanet": [
+            (constant, "AmoebaNet-D (18, 256): K=8 / K=2, M=1", 1, 1.0),
+            (f"AmoebaNet-D: {share}", "K=8 over K=2, M=32", 32, 4.0),
+        ],
+        "transformer": [
+            (constant, "Transformer-48: K=8 / K=2, M=1", 1, 1.0),
+            ("Transformer-48: speed-up with four times the accelerators", "K=8 / K=2, M=32", 32, 1.0),
+            (f"Transformer-48: {share} at M >> K", "K=8 over K=2, M=32", 32, 4.0),
+        ],
+    }
+    note = "normalised throughput with 8 stages over that with 2, scaled models, mini-batch fitted"
+    for row, column, m, divisor in sentences[model]:
+        pair = _at(record, 8, m), _at(record, 2, m)
+        quantity = claims.derived(column, lambda many, few, by=divisor: many / few / by, *pair)
+        yield from claims.sentence(records, record, row, column, quantity, note)
+
+
+def _more_microbatches(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Entry]:
+    """The least gain from a number of micro-batches to the next, over both models and all K."""
+    gains: list[tuple[Quantity, str, Record]] = []
+    for model, record in of.items():
+        places = sorted((each["num_stages"], each["num_microbatches"]) for each in _facts(record))
+        for (k, fewer), (other, more) in pairwise(places):
+            pair = _at(record, k, more), _at(record, k, fewer)
+            gain = claims.derived(f"K={k}, M={more} / M={fewer}", lambda a, b: a / b, *pair)
+            gains += [(gain, model, record)] if k == other and gain is not None else []
+    if gains:
+        least, model, record = min(gains, key=lambda each: each[0].value or 0.0)
+        row, column = (
+            "more micro-batches, more throughput",
+            "the smallest quotient of neighbours in M, K fixed",
+        )
+        note = f"the least of {len(gains)} is {model}, {least.name}"
+        yield from claims.sentence(records, record, row, column, least, note)
+
+
+def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Entry]:
+    """The largest bubble of the steps with at least four micro-batches for each stage."""
+    bubbles = []
+    for model, record in of.items():
+        link = record.details["link"]
+        over = Link(link["name"], link["latency_s"], link["bandwidth_bytes_per_s"])
+        for facts in _facts(record):
+            k, m = facts["num_stages"], facts["num_microbatches"]
+            if m >= 4 * k and "actions" in facts:
+                shares = take_apart(TimedActions.from_data(facts["actions"]), over, m).shares
+                bubbles.append((100 * float(shares["bubble"]), f"K={k}, M={m}", model, record))
+    if bubbles:
+        share, name, model, record = max(bubbles, key=lambda each: each[0])
+        quantity = from_samples(name, [share], "%", provenance="replayed")
+        note = f"share of K x step of {model}, {name}, the largest of {len(bubbles)}"
+        row, column = "bubble at M >= 4K", "largest over K"
+        yield from claims.sentence(records, record, row, column, quantity, note)
+
+
+# Text
+
+
+def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+    """Everything that `run` and `compare` print: fixed and fitted mini-batch apart, then how far to believe
+    them: what the replay errs by, and what a step loses to the rule that cuts the layers.
+    """
+    parts = [
+        claims.throughput_text(
+            record, _title(record, batch), _places(model, record),
+            claims.verdicts_here(comparisons) if batch == JUDGED else {}, batch_sizes=True,
+        )
+        for batch in BATCHES
+        for model, record in _of_models(records, batch).items()
+    ]  # fmt: skip
+    parts += [claims.replay_errors(records), shared_cores(records), partition_rules(records)]
+    parts += [prediction_text(records), text_table(comparisons) if comparisons else ""]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _title(record: Record, batch: str) -> str:
+    details, link = record.details, record.details["link"]
+    scale = f"; scaled to this machine: {details['scale']}" if details["scale"] else ""
+    return (
+        f"{details['title']} {BATCHES[batch]}\n"
+        f"  normalised throughput, K=2 M=1 is 1; engine {details['engine']}{scale}\n"
+        f"  replayed: actions timed in {details['processes']} process(es), laid out on K devices over "
+        f"{link['name']} ({link['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s); measured: run on K devices\n"
+        "  bound: the same work spread evenly over the stages, over a free link; of bound: step of the bound "
+        "/ replayed step"
+    )
+
+
+def shared_cores(records: Sequence[Record]) -> str:
+    """The steps that ran for real in more processes than there are cores: memory and loss, no times."""
+    lines = []
+    for record in of_case(records, "done", batch=SHARED_CORES):
+        found = {(each.name, *each.key.values()): each.value for each in record.quantities}
+        num_stages = record.details["num_stages"]
+        several, alone = found["loss", num_stages], found["loss", 1]
+        for stage in range(num_stages):
+            counted, modelled = found["peak", stage, "counted"], found["peak", stage, "modelled"]
+            assert counted is not None
+            assert modelled is not None
+            loss = "equal" if several == alone else f"{several} and {alone}"
+            lines.append(
+                [
+                    "" if stage else record.details["title"], f"{stage}",
+                    f"{record.details['actions'][stage]}", f"{counted / 2**20:.2f}",
+                    f"{modelled / 2**20:.2f}", f"{counted / modelled:.2f}",
+                    loss if stage == num_stages - 1 else "",
+                ]
+            )  # fmt: skip
+    title = (
+        "K=4 M=4 for real, four processes that share the cores: every stage took its schedule's actions in "
+        "their order\n  no time is taken; counted is more than modelled by what the transport keeps in flight"
+    )
+    headers = ["", "stage", "actions", "peak counted (MiB)", "modelled (MiB)", "ratio", "loss, K=4 and K=1"]
+    return claims.table_text(title, headers, lines)
+
+
+def partition_rules(records: Sequence[Record]) -> str:
+    """What a pipeline loses to its cut: the paper's rule, the library's heuristic and ours."""
+    lines = []
+    for record in _of_models(records, "fixed").values():
+        seconds = record.details["layers_ms"][min(record.details["layers_ms"], key=int)]
+        most = max(facts["num_microbatches"] for facts in _facts(record))
+        for k in sorted(each["num_stages"] for each in _facts(record) if each["num_microbatches"] == most):
+            shares = bound_shares(seconds, k, most).values()
+            cells = [each if isinstance(each, str) else f"{100 * each:.0f} %" for each in shares]
+            lines.append([record.details["title"], f"K={k} M={most}", *cells])
+    title = (
+        "What the partition costs: share of the balanced bound (modelled from the measured seconds of single "
+        "layers)\n  bottleneck: ours, exact; variance: the paper's rule; cumulative: the published library's "
+        "heuristic"
+    )
+    return claims.table_text(title, ["", "cell", *RULES], lines)
+
+
+def bound_shares(layers_s: Sequence[float], num_stages: int, num_microbatches: int) -> dict[str, float | str]:
+    """By rule: the step of perfectly even stages over the step of the rule's stages (modelled), or why the
+    rule gives none. Forward : recomputation : backward = 1 : 1 : 2, a free link.
+    """
+    schedule = gpipe(num_stages, num_microbatches, "always")
+    shares: dict[str, float | str] = {}
+    for rule in RULES:
+        try:
+            stages = partition(layers_s, num_stages, rule)
+        except ValueError as error:
+            shares[rule] = str(error).partition(":")[0]
+            continue
+        stages_s = [sum(layers_s[i] for i in span) for span in stages]
+        work = {action: SLOTS[action.kind] * stages_s[action.stage] for action in schedule}
+        even_s = replay(schedule, even_stages(work, schedule).__getitem__).makespan_s
+        shares[rule] = even_s / replay(schedule, work.__getitem__).makespan_s
+    return shares
+
+
+# Figures
+
+
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """Throughput over M with bound and paper, efficiency as a map, and the steps behind them."""
+    plots = [
+        picture(
+            name=f"table2-throughput-{batch}",
+            caption=f"Table 2: throughput over the number of micro-batches, {batch} batch",
+            alt=(
+                "Lines over M for each K: ours, the bound of balanced stages and the paper's points, "
+                "relative to K=2, M=1; every number stands in the table above."
+            ),
+            draw=partial(_throughput, found, batch),
+        )
+        for batch in BATCHES
+        if (found := _of_models(records, batch))
+    ]
+    if found := _of_models(records, "fixed"):
+        efficiency = picture(
+            name="table2-efficiency",
+            caption="Table 2: throughput per device as a share of what balanced stages allow",
+            alt=(
+                "A grid of stages by micro-batches with the efficiency of each; it grows with M and "
+                "falls with K."
+            ),
+            draw=partial(_efficiency, found),
+        )
+        # The step of the largest K with four micro-batches, as it is laid out.
+        drawn = {
+            model: (f"{record.details['title']}, K={facts['num_stages']} M=4", facts["timeline"])
+            for model, record in found.items()
+            for facts in sorted(_facts(record), key=lambda each: int(each["num_stages"]))
+            if facts["num_microbatches"] == 4 and facts.get("timeline")
+        }
+        plots += [efficiency, *(gantt_plot(f"table2-step-{model}", *of) for model, of in drawn.items())]
+    return plots
+
+
+def _throughput(found: Mapping[str, Record], batch: str) -> Figure:
+    import pandas
+    import seaborn
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(found) + 0.4, 4.2), layout="constrained")
+    every = figure.subplots(1, len(found), squeeze=False)[0]
+    whose = {"": "ours, replayed", "real ": "ours, measured", "bound ": "bound: even stages"}
+    for axes, (model, record) in zip(every, found.items(), strict=True):
+        printed = claims.published(TABLES[model])
+        rows = []
+        for facts in _facts(record):
+            k, m = facts["num_stages"], facts["num_microbatches"]
+            for kind, who in whose.items():
+                quantity = record.quantity(f"normalised {kind}throughput", **facts["key"])
+                rows.append((f"{k}", m, who, None if quantity is None else quantity.value))
+            paper = printed.get(("paper", f"M={m}", f"K={k}"))
+            rows.append((f"{k}", m, "paper (TPU)", None if paper is None else paper.value))
+        seaborn.lineplot(
+            pandas.DataFrame(rows, columns=["K", "M", "", "throughput"]).dropna(),
+            x="M", y="throughput", hue="K", style="", style_order=[*whose.values(), "paper (TPU)"],
+            palette="viridis", markers=["o", "s", ".", "X"], dashes=["", (1, 4), (1, 1), (4, 2)], ax=axes,
+        )  # fmt: skip
+        counts = sorted({m for _, m, *_ in rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(m) for m in counts])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("micro-batches M")
+        axes.set_ylabel("throughput, K = 2, M = 1 is 1")
+        axes.set_title(claims.scaled(record.details), fontsize=9)
+        axes.legend(loc="upper left", fontsize=7)
+    what = "the same mini-batch everywhere" if batch == "fixed" else "mini-batch fitted to memory"
+    figure.suptitle(f"Table 2: throughput over micro-batches, {what}", fontsize=11)
+    return figure
+
+
+def _efficiency(found: Mapping[str, Record]) -> Figure:
+    """Throughput over K times what one device would do: how much of the devices is used."""
+    import pandas
+    import seaborn
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.9 * len(found) + 0.4, 3.2), layout="constrained")
+    for axes, record in zip(figure.subplots(1, len(found), squeeze=False)[0], found.values(), strict=True):
+        rows = [
+            {
+                "stages K": facts["num_stages"],
+                "micro-batches M": facts["num_microbatches"],
+                "busy": 100 * (1 - lay_out(TimedActions.from_data(facts["actions"])).bubble),
+            }
+            for facts in _facts(record)
+            if "actions" in facts
+        ]
+        shares = pandas.DataFrame(rows).pivot(index="stages K", columns="micro-batches M", values="busy")
+        seaborn.heatmap(shares, ax=axes, vmin=0, vmax=100, annot=True, fmt=".0f", cmap="viridis", cbar=False)
+        axes.set_title(record.details["title"], fontsize=9)
+    figure.suptitle("Share of the device time that is filled (%), replayed, fixed mini-batch", fontsize=10)
+    return figure
+
+
+_ABOUT = "Training throughput over stages K and micro-batches M, relative to K=2, M=1."
+EXPERIMENT = Experiment(
+    name="table2",
+    title="Table 2: normalised throughput over K and M",
+    source="arXiv v5, Table 2",
+    describe=(
+        "AmoebaNet-D (18, 256) and Transformer-48 on 2, 4 and 8 stages with 1, 4 and 32 micro-batches: "
+        "actions measured in one process and laid out on K devices, beside real steps on K = 2."
+    ),
+    profiles=PROFILES | {"smoke": "tiny models, K up to 4, M up to 4"},
+    cases=cases,
+    run=run,
+    cells=cells,
+    paper_tables={
+        "table2-amoebanet": PaperTable(
+            title="Table 2, AmoebaNet-D (18, 256): normalized throughput",
+            short="Table 2, AmoebaNet-D",
+            about=_ABOUT,
+        ),
+        "table2-transformer": PaperTable(
+            title="Table 2, Transformer-48: normalized throughput",
+            short="Table 2, Transformer",
+            about=_ABOUT,
+        ),
+        "table2-bound": PaperTable(
+            title="Table 2: what theory allows",
+            short="Table 2, bound",
+            about="What GPipe's schedule gives with equal stages, F : B : R = 1 : 2 : 1 and a free link.",
+        ),
+    },
+    tables=tables,
+    figures=figures,
+    timelines=kept_timelines,
+    hypotheses=hypotheses_of,
+    options=("device", "engine"),
+    engines=tuple(ENGINES),
+)

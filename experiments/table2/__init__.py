@@ -1,1 +1,0 @@
-"""Table 2: throughput over partitions and micro-batches."""

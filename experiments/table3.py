@@ -1,0 +1,642 @@
+"""Table 3: throughput without a fast interconnect, AmoebaNet-D (18, 128) and Transformer-24 with M = 32.
+
+Expected: the Transformer does not notice (a message takes a hundredth of an action), AmoebaNet does with many
+stages, whose messages take as long as their actions.
+
+    python -m experiments run table3
+
+Three kinds of cases, each saying which it is. `steps`: actions measured in whole steps on this machine and
+laid out on K devices over PCIe through the host (`replayed`), as it is and slowed down with the model, so
+that a message takes the share of the time that it takes on the paper's P100. `paper size`: the paper's own
+models, every operation at the speed a P100 allows it (`modelled`). `link`: the model on two processes that a
+link of limited rate joins, step times beside the replay over the same link (`measured`); it needs root.
+
+What a scaled model on this machine and the paper's model on a P100 share is the schedule and the balance of
+the stages, not how long a message takes beside an action. So the scaled model's link is slowed down by as
+much as its actions are, per byte; that factor needs the P100's speed, which is modelled, and the share of its
+peak that real programs reach, which is assumed: what the ends of that range do to a number is a part of its
+spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from gpipe_bench.experiments.predicted import records as predictions
+from gpipe_bench.experiments.predicted.records import (
+    as_published,
+    hypotheses_of,
+    predicted_text,
+    prediction_text,
+)
+from gpipe_bench.experiments.predicted.sweep import points
+from gpipe_bench.experiments.report.drawing import picture
+from gpipe_bench.experiments.timed import claims
+from gpipe_bench.experiments.timed.replay import (
+    HIDDEN,
+    Found,
+    Rates,
+    TimedActions,
+    balanced,
+    by_turn,
+    conditions_of,
+    hidden_from,
+    joined,
+    lay_out,
+    normalised,
+    replay_error,
+    same_share,
+    slowdowns,
+)
+from gpipe_bench.experiments.timed.workloads import PROFILES, TABLE3, Configuration, Job, Workload
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, find
+from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.rounds import used_by_others
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.verdict import Comparison, Entry
+from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
+from gpipe_bench.pipeline.plan.schedule import Kind
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from gpipe_bench.experiments.predicted.sizes import Estimate
+    from gpipe_bench.experiments.timed.slow_link import LinkFound
+
+TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
+NAMES = {"amoebanet": "AmoebaNet-D", "transformer": "Transformer"}  # in the sentences
+STAGES = (2, 4, 8)
+NUM_MICROBATCHES = 32
+TIMED_MICROBATCHES = 8  # that really run; the step is laid out with 32
+ROUNDS = {"smoke": 1, "short": 2, "full": 3}  # there and back, two samples each
+ESTIMATE_S = {"smoke": 7.0, "short": 40.0, "full": 90.0}
+LINK_ROUNDS = {"smoke": 1, "short": 2, "full": 4}
+LINK_ESTIMATE_S = {"smoke": 9.0, "short": 45.0, "full": 80.0}
+MULTIPLES = {"smoke": (None, 1.0), "short": (None, 8.0, 2.0, 1.0, 0.5, 0.25)}
+SMOKE_LINK = "transformer"
+MARGINAL = "The paper does not say how small a marginal overhead is, so no number decides the sentence."
+PCIE = LINKS["pcie3-host"]
+SAME_SHARE = "PCIe, same share"
+SHOWN_LINKS = ("ethernet-10g", "pcie3-host", "infiniband-hdr", "nvlink2")
+
+Rounds = Mapping[int, Sequence[TimedActions]]
+"""The turns of the steps of each K."""
+
+
+def cases(options: RunOptions) -> list[Case]:
+    parts = {
+        "paper size": 3.0, "steps": ESTIMATE_S[options.profile], "link": LINK_ESTIMATE_S[options.profile],
+    }  # fmt: skip
+    return [
+        Case({"part": part, "model": name}, estimate_s)
+        for part, estimate_s in parts.items()
+        for name in TABLE3
+        if options.profile != "smoke" or part != "link" or name == SMOKE_LINK
+    ] + predictions.cases("table3", options)
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    if predictions.is_prediction(case):
+        return predictions.run("table3", case, options)
+    sizes = TABLE3[str(case.key["model"])]
+    paper = sizes["full"]
+    match case.key["part"]:
+        case "paper size":
+            quantities, details = modelled(estimate_of(paper), paper.batch_size)
+            facts: dict[str, Any] = {"title": paper.title, "options": dict(paper.options)}
+        case "steps":
+            from gpipe_bench.experiments.timed.steps import measure
+
+            workload = sizes[options.profile]
+            count = min(TIMED_MICROBATCHES, workload.batch_size)
+            examples = count * max(1, workload.batch_size // NUM_MICROBATCHES)
+            stages = STAGES[:2] if options.profile == "smoke" else STAGES
+            plan = tuple(Configuration(k, count, examples) for k in stages)
+            job = Job(workload, plan, ROUNDS[options.profile], device=options.device)
+            quantities, details = replayed(plan, measure(job), estimate_of(paper))
+            facts = {**workload.facts(), "rounds": job.rounds, "timed_microbatches": count}
+        case _:
+            return _run_link(sizes, options)
+    return Outcome(tuple(quantities), {**facts, **details})
+
+
+def _run_link(sizes: Mapping[str, Workload], options: RunOptions) -> Outcome:
+    """The network is the host's, so a GPU's machine measures the model of the short profile too."""
+    from gpipe_bench.experiments.timed import slow_link
+
+    profile = "smoke" if options.profile == "smoke" else "short"
+    workload, multiples = sizes[profile], MULTIPLES[profile]
+    plan = (Configuration(2, TIMED_MICROBATCHES, TIMED_MICROBATCHES),)
+    job = Job(workload, plan, LINK_ROUNDS[options.profile])
+    try:
+        with slow_link.slow_link() as link:
+            found = link.run(slow_link.steps_at_rates, job, multiples)
+    except slow_link.UnavailableError as reason:
+        return Outcome(status="skipped", reason=f"a link of a limited rate {reason}")
+    quantities, details = over_link(multiples, found)
+    facts = {
+        **workload.facts(), "rounds": job.rounds, "num_microbatches": TIMED_MICROBATCHES,
+        "burst_s": slow_link.BURST_S, "queue_bytes": slow_link.QUEUE_BYTES,
+    }  # fmt: skip
+    return Outcome(tuple(quantities), {**facts, **details})
+
+
+# Numbers
+
+
+def estimate_of(paper: Workload) -> Estimate:
+    """One micro-batch of the paper's model at a P100's peaks."""
+    from gpipe_bench.experiments.predicted.sizes import Estimate, FullSize
+    from gpipe_bench.planner.accelerators import P100_16
+
+    full = FullSize(paper.model, dict(paper.options))
+    return Estimate.of(full, paper.batch_size // NUM_MICROBATCHES, P100_16)
+
+
+def shares_of_peak() -> tuple[float, float, float]:
+    """What real programs reach of a device's arithmetic, from the file of unknowns: middle, low and high."""
+    low, middle, high = points(load_unknowns().find("table3-amoebanet", "share_of_peak"))
+    return float(middle), float(low), float(high)
+
+
+def modelled(
+    paper: Estimate, batch_size: int, stages: Sequence[int] = STAGES
+) -> tuple[list[Quantity], dict[str, Any]]:
+    """The paper's size on its own hardware over PCIe."""
+    middle, *ends = shares_of_peak()
+    at = {
+        share: {k: [paper.actions(k, NUM_MICROBATCHES, share)] for k in stages} for share in (middle, *ends)
+    }
+    links = {"PCIe": PCIE, "free link": FREE}
+    quantities, details = _numbers(at[middle], links, "PCIe", PCIE.latency_s, batch_size, "modelled")
+    for share in ends:
+        for k, speed_up in _speed_ups(at[share], PCIE).items():
+            key: dict[str, Scalar] = {"link": "PCIe", "share_of_peak": share, "K": k}
+            quantities.append(_ratio("normalised throughput", speed_up, key, "modelled"))
+    return quantities, {**details, "num_parameters": paper.num_parameters}
+
+
+def replayed(
+    plan: Sequence[Configuration], found: Sequence[Found], paper: Estimate
+) -> tuple[list[Quantity], dict[str, Any]]:
+    """Actions of this machine over PCIe as it is, and over PCIe slowed down as much as they are."""
+    rounds = {
+        configuration.num_stages: [replace(each, num_microbatches=NUM_MICROBATCHES) for each in timed]
+        for index, configuration in enumerate(plan)
+        if (timed := by_turn([each.steps[index] for each in found]))
+    }
+    out_of_memory = {
+        f"K={configuration.num_stages}": steps.out_of_memory
+        for configuration, steps in zip(plan, found[0].steps, strict=True)
+        if steps.out_of_memory
+    }
+    if not rounds:
+        raise MemoryError(next(iter(out_of_memory.values())))
+    shares = shares_of_peak()
+    slowed = _slowed(rounds, paper, shares[0])
+    links = {"PCIe": PCIE, SAME_SHARE: slowed, "free link": FREE}
+    batch_size = NUM_MICROBATCHES * plan[0].microbatch_size
+    quantities, details = _numbers(rounds, links, SAME_SHARE, 0.0, batch_size, "replayed")
+    whole = {k: [joined(each)] for k, each in rounds.items()}
+    middle, *ends = (_speed_ups(whole, _slowed(rounds, paper, share)) for share in shares)
+    factors = {k: [1.0, *(end[k][0] / middle[k][0] for end in ends)] for k in middle}
+    return quantities, {
+        **details,
+        "share_of_peak": {f"K={k}": [min(each), max(each)] for k, each in factors.items()},
+        "slowed_link": {"latency_s": slowed.latency_s, "bandwidth_bytes_per_s": slowed.bandwidth_bytes_per_s},
+        "counts": {f"K={c.num_stages}": found[0].steps[i].counts for i, c in enumerate(plan)},
+        "out_of_memory": out_of_memory,
+        **conditions_of(found),
+    }
+
+
+def over_link(
+    multiples: Sequence[float | None], found: Sequence[LinkFound]
+) -> tuple[list[Quantity], dict[str, Any]]:
+    """Steps over the limited link beside the replay over a link with its measured numbers, turn by turn."""
+    quantities, measured = [], []
+    turns = [joined(of_processes) for of_processes in zip(*(each.timed for each in found), strict=True)]
+    free_s = [lay_out(timed).makespan_s for timed in turns]
+    for index, multiple in enumerate(multiples):
+        key = {"messages_per_forward": multiple}
+        at = [each[index] for each in found[0].measured]
+        real_s = [max(each.measured[turn][index].step_s for each in found) for turn in range(len(turns))]
+        laid_out_s = [
+            lay_out(timed, Link("measured", each.latency_s, each.bandwidth_bytes_per_s)).makespan_s
+            for timed, each in zip(turns, at, strict=True)
+        ]
+        of = partial(from_samples, key=key)
+        quantities += [
+            of("bandwidth", [each.bandwidth_bytes_per_s / 1e6 for each in at], "MB/s"),
+            of("latency", [1e6 * each.latency_s for each in at], "us"),
+            of("real step", [1e3 * s for s in real_s], "ms", higher_is_better=False),
+            of("step", [1e3 * s for s in laid_out_s], "ms", provenance="replayed", higher_is_better=False),
+            replay_error(laid_out_s, real_s, key),
+        ]
+        measured.append(
+            {
+                "rate_bytes_per_s": found[0].rates[index], "multiple": multiple,
+                "bandwidth_bytes_per_s": median(each.bandwidth_bytes_per_s for each in at),
+                "throughput": median(free / real for free, real in zip(free_s, real_s, strict=True)),
+            }
+        )  # fmt: skip
+    return quantities, {
+        "points": measured,
+        "actions": joined(turns).to_data(),
+        "used_by_others": used_by_others([each.usage for each in found]),
+        "congestion_control": found[0].congestion_control,
+    }
+
+
+def _numbers(
+    rounds: Rounds,
+    links: Mapping[str, Link],
+    judged: str,
+    latency_s: float,
+    batch_size: int,
+    provenance: Provenance,
+) -> tuple[list[Quantity], dict[str, Any]]:
+    """Throughput over each link, relative to that of K = 2 where there are such steps; what even stages and a
+    free link would give, and how much of that a step over the `judged` link reaches; how fast a link must be.
+    """
+    steps_s = {name: _steps_s(rounds, link) for name, link in links.items()}
+    quantities: list[Quantity] = []
+    for name, of_link in steps_s.items():
+        rates = {k: [batch_size / step_s for step_s in several] for k, several in of_link.items()}
+        keyed: Rates = [({"link": name, "K": k}, each) for k, each in rates.items()]
+        quantities += normalised("throughput", keyed, rates.get(STAGES[0]), provenance)
+    base_s = steps_s[judged].get(STAGES[0], [])
+    for k, several in rounds.items():
+        bound_s = [balanced(timed).makespan_s for timed in several]
+        reached = [even / step for even, step in zip(bound_s, steps_s[judged][k], strict=True)]
+        if base_s:
+            bound = [one / even for one, even in zip(base_s, bound_s, strict=True)]
+            quantities.append(_ratio("normalised bound", bound, {"K": k}, provenance))
+        quantities.append(_ratio("share of the balanced step", reached, {"K": k}, provenance))
+    stages = {}
+    for k, several in rounds.items():
+        timed = joined(several)
+        least = hidden_from(timed, latency_s)
+        quantities.append(
+            Quantity(
+                name="hidden from", key={"K": k}, value=None if least is None else least / 1e9, unit="GB/s",
+                provenance=provenance, higher_is_better=False,
+                note="least bandwidth per direction with a step at most 5 % longer than over a free link",
+            )
+        )  # fmt: skip
+        forward_s = mean([timed.medians_s()[stage, Kind.F] for stage in range(k)])
+        stages[f"K={k}"] = {
+            "num_stages": k, "actions": timed.to_data(), "spread": timed.spread(),
+            "mean_forward_ms": 1e3 * forward_s,
+        }  # fmt: skip
+    middle, low, high = shares_of_peak()
+    assumption = (
+        f"a P100's programs are taken to run at {middle:.0%} of its arithmetic, {low:.0%} to {high:.0%} as "
+        "the range, and no faster than its memory allows"
+    )
+    return quantities, {
+        "batch_size": batch_size, "assumption": assumption, "judged": judged, "stages": stages,
+    }  # fmt: skip
+
+
+def _ratio(
+    name: str, samples: Sequence[float], key: Mapping[str, Scalar], provenance: Provenance
+) -> Quantity:
+    return from_samples(name, samples, "ratio", key=key, provenance=provenance, higher_is_better=True)
+
+
+def _steps_s(rounds: Rounds, link: Link) -> dict[int, list[float]]:
+    return {k: [lay_out(timed, link).makespan_s for timed in several] for k, several in rounds.items()}
+
+
+def _speed_ups(rounds: Rounds, link: Link) -> dict[int, list[float]]:
+    """Throughput relative to that of K = 2; nothing without such steps."""
+    steps_s = _steps_s(rounds, link)
+    base_s = steps_s.get(STAGES[0])
+    if base_s is None:
+        return {}
+    return {k: [one / step for one, step in zip(base_s, each, strict=True)] for k, each in steps_s.items()}
+
+
+def _slowed(rounds: Rounds, paper: Estimate, share_of_peak: float) -> Link:
+    """PCIe for this machine's model: see `same_share`. Times are those of all stages, bytes of all cuts."""
+    slower, larger = [], []
+    for num_stages, several in rounds.items():
+        timed = joined(several)
+        theirs = paper.actions(num_stages, timed.num_microbatches, share_of_peak)
+        slower.append(sum(timed.medians_s().values()) / sum(theirs.medians_s().values()))
+        larger.append(sum(timed.activation_bytes) / sum(theirs.activation_bytes))
+    return same_share(PCIE, mean(slower), mean(larger))
+
+
+# Entries and sentences
+
+
+def cells(records: Sequence[Record]) -> list[Entry]:
+    """An entry for each K of each model whose steps were measured, and for the sentences about them."""
+    steps = _found(records, "steps")
+    found = [cell for model, record in steps.items() for cell in _cells(records, model, record)]
+    return [*found, *_sentences(records, steps), *as_published(records)]
+
+
+def _found(records: Sequence[Record], part: str) -> dict[str, Record]:
+    return claims.by_model(records, TABLES, part=part)
+
+
+def stage_counts(record: Record) -> list[int]:
+    """The values of K on record."""
+    return [facts["num_stages"] for facts in record.details["stages"].values()]
+
+
+def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Entry]:
+    scale = record.details["scale"]
+    where = (
+        f"A scaled model ({scale}) over PCIe slowed down as much as its computation: balance of the stages, "
+        "schedule and the share of the messages are compared, not speeds. "
+        if scale
+        else ""
+    )
+    note = (
+        f"{where}Exact partition by measured seconds; the paper gives neither its partitions nor its batches."
+    )
+    for k in stage_counts(record):
+        quantity = record.quantity("normalised throughput", link=record.details["judged"], K=k)
+        if quantity is not None:  # else nothing to be relative to: the steps of K = 2 found no room
+            least, most = record.details["share_of_peak"][f"K={k}"]
+            place, more = (TABLES[model], "M=32", f"K={k}"), [("share_of_peak", least, most)]
+            yield claims.entry(records, record, place, quantity, note, moves="as the step grows", more=more)
+
+
+def _sentences(records: Sequence[Record], steps: Mapping[str, Record]) -> Iterator[Entry]:
+    """Without a fast link the speed-up is similar to that with one, which is the same steps laid out over a
+    free link; and what the link adds to a step is marginal.
+    """
+    added = []
+    for model, record in steps.items():
+        slow, fast, slow_rate, fast_rate = (
+            record.quantity(name, link=link, K=8)
+            for name in ("normalised throughput", "throughput")
+            for link in (record.details["judged"], "free link")
+        )
+        row, name = "speed-up from 2 to 8 without a fast link over that with one", NAMES[model]
+        kept = claims.derived("speed-up without over with", lambda a, b: a / b, slow, fast)
+        note = "K = 8 over K = 2 over the slowed link, over the same over a free link"
+        yield from claims.sentence(records, record, row, name, kept, note)
+        pair = slow_rate, fast_rate
+        share = claims.derived(f"{name}, K=8", lambda a, b: 100 * (1 - a / b), *pair, unit="%")
+        added += [(share, record)] if share is not None else []
+    if added:
+        most, record = max(added, key=lambda each: each[0].value or 0.0)
+        note = f"the largest of the two models: {most.name}, over PCIe slowed down as its computation"
+        row = "share of the step that the link adds"
+        yield from claims.sentence(records, record, row, "any K", most, note, not_comparable=MARGINAL)
+
+
+# Text
+
+
+def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+    """Everything that `run` and `compare` print: the modelled steps of the paper's size beside the measured
+    ones, and how well the replay agrees with steps over a real slow link.
+    """
+    steps, papers = _found(records, "steps"), _found(records, "paper size")
+    verdicts = claims.verdicts_here(comparisons)
+    parts = []
+    for model, table in TABLES.items():
+        ours, paper = steps.get(model), papers.get(model)
+        known = ours or paper
+        if known is None:
+            continue
+        printed, lines = claims.published(table), []
+        for k in stage_counts(known):
+            place = table, "M=32", f"K={k}"
+            theirs = printed.get(("paper", *place[1:]))
+            lines.append(
+                [
+                    f"K={k}",
+                    "-" if theirs is None else theirs.printed,
+                    *(_cell(ours, "normalised throughput", link=link, K=k) for link in _LINKS),
+                    _cell(ours, "normalised bound", K=k),
+                    claims.percent(ours.quantity("share of the balanced step", K=k) if ours else None),
+                    predicted_text(records, *place),
+                    _plain(ours.quantity("hidden from", K=k) if ours else None, ".2g"),
+                    _plain(paper.quantity("hidden from", K=k) if paper else None, ".2g"),
+                    verdicts.get(place, "-"),
+                ]
+            )
+        parts.append(claims.table_text(_title(known, ours, paper), _COLUMNS, lines))
+    parts += [_link_text(records), prediction_text(records)]
+    parts.append(text_table(comparisons) if comparisons else "")
+    return "\n\n".join(part for part in parts if part)
+
+
+_LINKS = (SAME_SHARE, "PCIe", "free link")
+_COLUMNS = [
+    "", "paper", "PCIe,\nsame share", "PCIe", "free\nlink", "bound", "of\nbound",
+    "PCIe, P100,\npredicted", "hidden\nfrom", "P100:\nhidden from", "verdict",
+]  # fmt: skip
+
+
+def _cell(record: Record | None, name: str, **key: Scalar) -> str:
+    return "-" if record is None else claims.interval(record.quantity(name, **key))
+
+
+def _plain(quantity: Quantity | None, form: str) -> str:
+    return "-" if quantity is None or quantity.value is None else f"{quantity.value:{form}}"
+
+
+def _title(known: Record, steps: Record | None, paper_size: Record | None) -> str:
+    lines = [f"{known.details['title']}, M=32: throughput, K=2 is 1"]
+    if steps is not None:
+        details, k = steps.details, stage_counts(steps)[-1]
+        scale = f"; scaled to this machine: {details['scale']}" if details["scale"] else ""
+        lines += [
+            f"  replayed: actions timed in steps of {details['timed_microbatches']} micro-batches{scale}; "
+            f"a forward takes {details['stages'][f'K={k}']['mean_forward_ms']:.1f} ms at K={k}",
+            "  PCIe: 16 lanes of PCIe 3 through the host, 7.9 GB/s; same share: slowed down with the "
+            f"computation, {details['slowed_link']['bandwidth_bytes_per_s'] / 1e6:,.1f} MB/s",
+            "  bound: the same work spread evenly over the stages, over a free link",
+        ]
+    lines.append(
+        "  hidden from: least GB/s per direction with a step at most 5 % longer than over a free link"
+    )
+    if paper_size is not None:
+        details = paper_size.details
+        lines.append(
+            f"  P100, hidden from: modelled at the paper's size, N={details['batch_size']} (not given), "
+            f"no set-up, no update;\n    {details['assumption']}"
+        )
+    return "\n".join(lines)
+
+
+def _link_text(records: Sequence[Record]) -> str:
+    """Every measured point with its error, or why there is none."""
+    found = _found(records, "link")
+    lines, errors = [], []
+    for record in found.values():
+        for number, point in enumerate(record.details["points"]):
+            bandwidth, latency, step, real, error = (
+                record.quantity(name, messages_per_forward=point["multiple"])
+                for name in ("bandwidth", "latency", "step", "real step", "replay error")
+            )
+            if error is not None and error.value is not None:
+                rate = point["rate_bytes_per_s"]
+                errors.append(abs(error.value))
+                lines.append(
+                    [
+                        "" if number else record.details["title"],
+                        "no limit" if rate is None else f"{rate / 1e6:.2f}",
+                        _plain(bandwidth, ",.2f"),
+                        *(_plain(each, ",.0f") for each in (latency, step, real)),
+                        f"{100 * error.value:+.1f} %",
+                    ]
+                )
+    if not lines:
+        skipped = [find(records, "skipped", part="link", model=model) for model in TABLES]
+        why = "; ".join(dict.fromkeys(record.reason for record in skipped if record is not None))
+        return f"K=2 over a rate-limited link: not run: {why}" if why else ""
+    facts = next(reversed(found.values())).details
+    title = (
+        f"K=2, M={facts['num_microbatches']} over a rate-limited link between two processes: the replay's "
+        f"median absolute error {100 * median(errors):.1f} % over {len(lines)} points\n"
+        "  the replay's link has the measured bandwidth (one bulk transfer) and latency (small messages)\n"
+        f"  limit per direction: a token bucket of {1e3 * facts['burst_s']:g} ms, "
+        f"{facts['queue_bytes'] // 2**20} MiB of queue, TCP {facts['congestion_control']}"
+    )
+    columns = [
+        "", "limit\n(MB/s)", "measured\n(MB/s)", "latency\n(us)", "step (ms),\nreplayed",
+        "step (ms),\nmeasured", "error",
+    ]  # fmt: skip
+    return claims.table_text(title, columns, lines)
+
+
+# Figures
+
+
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """Throughput over the bandwidth of the link: modelled at the paper's size, and replayed and measured at
+    this machine's.
+    """
+    papers, steps, links = (_found(records, part) for part in ("paper size", "steps", "link"))
+    drawings: tuple[tuple[str, str, dict[str, Record], dict[str, Record]], ...] = (
+        ("table3-bandwidth", "The paper's size on P100s, modelled", papers, {}),
+        ("table3-this-machine", "This machine's models, replayed", steps, links),
+    )
+    return [
+        picture(
+            name=name,
+            caption="Table 3: throughput over the bandwidth of the link",
+            alt=(
+                "Curves of throughput over bandwidth on a logarithmic axis, with the point where "
+                "communication stops being hidden."
+            ),
+            draw=partial(_drawn, title, laid_out, measured),
+        )
+        for name, title, laid_out, measured in drawings
+        if laid_out or measured
+    ]
+
+
+def _drawn(title: str, laid_out: Mapping[str, Record], measured: Mapping[str, Record]) -> Figure:
+    """A panel for each model: the steps of every K over links of any bandwidth, a dot from where on
+    communication is hidden, and K = 2 as it was measured over the limited link.
+    """
+    import numpy
+    import pandas
+    import seaborn
+    from matplotlib.figure import Figure
+
+    models = [model for model in TABLES if model in laid_out or model in measured]
+    figure = Figure(figsize=(4.4 * len(models) + 0.6, 4.0), layout="constrained")
+    every = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
+    x, y = "bandwidth of the link, GB/s per direction", "throughput, relative to a free link"
+    for axes, model in zip(every, models, strict=True):
+        details = (laid_out.get(model) or measured[model]).details
+        curves = {}
+        for facts in laid_out[model].details["stages"].values() if model in laid_out else ():
+            timed = TimedActions.from_data(facts["actions"])
+            curves[f"K = {timed.num_stages}, M = {timed.num_microbatches}"] = timed
+        dots = [
+            (least / 1e9, slowdowns(timed, [least])[0], label)
+            for label, timed in curves.items()
+            if (least := hidden_from(timed)) is not None
+        ]
+        points = measured[model].details["points"] if model in measured else []
+        if points:
+            timed = TimedActions.from_data(measured[model].details["actions"])
+            curves[f"K = 2, M = {timed.num_microbatches}, as measured"] = timed
+        seen = [dot for dot, *_ in dots] + [point["bandwidth_bytes_per_s"] / 1e9 for point in points]
+        swept = numpy.geomspace(min(seen) / 10, max(seen) * 10, 60).tolist()
+        lines = [
+            (bandwidth, share, label)
+            for label, timed in curves.items()
+            for bandwidth, share in zip(swept, slowdowns(timed, [1e9 * each for each in swept]), strict=True)
+        ]
+        look = {"x": x, "y": y, "hue": "", "hue_order": list(curves), "palette": "viridis", "ax": axes}
+        seaborn.lineplot(pandas.DataFrame(lines, columns=[x, y, ""]), **look)
+        if dots:
+            seaborn.scatterplot(pandas.DataFrame(dots, columns=[x, y, ""]), legend=False, zorder=3, **look)
+        for point in points:
+            place = point["bandwidth_bytes_per_s"] / 1e9, point["throughput"]
+            axes.plot(*place, "s", color="black", fillstyle="none", markersize=6)
+            error = measured[model].quantity("replay error", messages_per_forward=point["multiple"])
+            if error is not None and error.value is not None:
+                text = f"{100 * error.value:+.0f} %"
+                axes.annotate(text, place, (4, -11), textcoords="offset points", fontsize=7)
+        for link in SHOWN_LINKS:
+            speed = LINKS[link].bandwidth_bytes_per_s / 1e9
+            if swept[0] < speed < swept[-1]:
+                axes.axvline(speed, color="0.55", linewidth=0.8, linestyle=":")
+                axes.annotate(link, (speed, 0.02), rotation=90, fontsize=7, color="0.35", ha="right")
+        axes.set(xscale="log", ylim=(0, 1.05), xlim=(swept[0], swept[-1]))
+        axes.set_title(claims.scaled(details), fontsize=9)
+        axes.legend(loc="center right", fontsize=7.5)
+    figure.suptitle(
+        f"{title}; dots: over faster links a step is at most {HIDDEN:.0%} longer than over a free one"
+        + ("\nsquares: measured, with the replay's error" if measured else ""),
+        fontsize=9,
+    )
+    return figure
+
+
+_ABOUT = "Throughput without a fast interconnect (PCIe), M=32, relative to K=2."
+EXPERIMENT = Experiment(
+    name="table3",
+    title="Table 3: throughput without a fast interconnect",
+    source="arXiv v5, Table 3",
+    describe=(
+        "AmoebaNet-D (18, 128) and Transformer-24 with 32 micro-batches on 2, 4 and 8 stages over PCIe, over "
+        "links of any bandwidth, and for real over a rate-limited link between two processes."
+    ),
+    profiles=PROFILES
+    | {
+        "smoke": "tiny models, K up to 4, two rates",
+        "short": f"{PROFILES['short']}; six rates",
+        "full": "the paper's models, for a GPU",
+    },
+    cases=cases,
+    run=run,
+    cells=cells,
+    paper_tables={
+        "table3-amoebanet": PaperTable(
+            title="Table 3, AmoebaNet-D (18, 128): throughput over a slow link",
+            short="Table 3, AmoebaNet-D",
+            about=_ABOUT,
+        ),
+        "table3-transformer": PaperTable(
+            title="Table 3, Transformer-24: throughput over a slow link",
+            short="Table 3, Transformer",
+            about=_ABOUT,
+        ),
+    },
+    tables=tables,
+    figures=figures,
+    hypotheses=hypotheses_of,
+    options=("device",),
+)

@@ -1,1 +1,0 @@
-"""Table 3: throughput without a fast interconnect."""

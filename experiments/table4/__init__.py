@@ -1,1 +1,0 @@
-"""Table 4: where the time of a step goes."""

@@ -1,0 +1,329 @@
+"""Our replayed numbers beside the paper's: entries to be judged, what its words admit, and the text.
+
+"Almost linear", "main contributor", "relatively constant": a sentence is tested by one number that it is
+about and by what its words admit. Which reading of a word is meant is an unknown like any other, so the
+limits come from the file of unknowns.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, Literal
+
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.record import Quantity, Record, Scalar, find
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.unknowns import Unknown, load_unknowns
+from gpipe_bench.harness.verdict import (
+    Allowed,
+    Comparison,
+    Entry,
+    Part,
+    Spread,
+    about,
+    at_least,
+    at_most,
+    within_factor,
+)
+
+TABLE = "claims-text"
+"""The table of the paper's sentences."""
+SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."
+UNKNOWN = (
+    "The replay's error is not known here: no step of this table ran on as many devices as it has stages. "
+    "Run it where two processes have a core each."
+)
+FEWEST_ERRORS = 3
+"""Errors of one model below which those of the other models of the table are taken as well."""
+Moves = Literal["as the step grows", "either way"]
+"""How a number moves when a step takes longer than its replay: throughput falls as it grows, and a share of
+the step may move either way."""
+
+
+def by_model(records: Sequence[Record], models: Iterable[str], **case: Scalar) -> dict[str, Record]:
+    """The finished record of each model that has one of such a case, in the order of the models."""
+    found = {model: find(records, "done", model=model, **case) for model in models}
+    return {model: record for model, record in found.items() if record is not None}
+
+
+def published(table: str) -> dict[tuple[str, str, str], PaperCell]:
+    """The numbers of a table by source, row and column."""
+    return {
+        (cell.source, cell.row, cell.column): cell
+        for cell in load_paper()
+        if cell.table == table and cell.kind != "setting"
+    }
+
+
+def word(setting: str) -> Unknown:
+    """How far a word of the text may reach, from the file of unknowns."""
+    return load_unknowns().find("claims", setting)
+
+
+_ADMITS: Mapping[str, Callable[[PaperCell], Allowed]] = {
+    "throughput without pipelining, over the accelerators": lambda cell: within_factor(
+        word("relatively_constant_ratio")
+    ),
+    "Transformer-48: share of a linear speed-up at M >> K": lambda cell: at_least(word("near_linear_share")),
+    "AmoebaNet-D (4, 512): share of a linear speed-up": lambda cell: at_least(word("near_linear_share")),
+    "bubble at M >= 4K": lambda cell: at_most(word("negligible_share")).scaled(100, 0),
+    "extra time by recomputation": lambda cell: about(cell, word("about")),
+    "normalized throughput by the text": lambda cell: about(cell, word("about")),
+    "speed-up from 2 to 8 without a fast link over that with one": lambda cell: about(cell, word("about")),
+}
+"""What the words of a sentence admit, by its row."""
+
+
+def admitted(cell: PaperCell) -> Allowed | None:
+    """What a sentence's words admit, by its row; None where the paper's file says it by itself."""
+    words = _ADMITS.get(cell.row)
+    return None if words is None else words(cell)
+
+
+def derived(
+    name: str, formula: Callable[..., float], *of: Quantity | None, unit: str = "ratio"
+) -> Quantity | None:
+    """A number worked out of others, turn by turn where all were measured in turns.
+
+    A drift of the machine moves all numbers of a turn, so their quotient keeps out of it. None where one of
+    them has no value, or is a zero that the formula divides by.
+    """
+    known = [each for each in of if each is not None and each.value is not None]
+    if len(known) < len(of):
+        return None
+    turns = {len(each.samples) for each in known}
+    in_turns = len(turns) == 1 and min(turns) > 1
+    given = zip(*(each.samples if in_turns else (each.value,) for each in known), strict=True)
+    try:
+        return from_samples(name, [formula(*each) for each in given], unit, provenance=known[0].provenance)
+    except ZeroDivisionError:
+        return None
+
+
+def entry(
+    records: Sequence[Record],
+    record: Record,
+    place: tuple[str, str, str],
+    quantity: Quantity | None,
+    note: str,
+    *,
+    moves: Moves = "either way",
+    more: Sequence[tuple[str, float, float]] = (),
+    allowed: Allowed | None = None,
+    not_comparable: str = "",
+) -> Entry:
+    """A replayed number with its range, beside a number or a sentence of the paper.
+
+    Args:
+        records: of the experiment, which tell the error of the replay
+        record: that the number comes from
+        place: table, row and column
+        quantity: the number
+        note: what it is
+        moves: how it moves when a step takes longer than it was laid out
+        more: what else moves it, each with the smallest and the largest factor
+        allowed: what a sentence's words admit, where the paper's file does not say it by itself
+        not_comparable: why the number can't decide it
+    """
+    spread = replayed_spread(quantity, next_error(records, record.case["model"]), moves, more)
+    if not not_comparable:
+        not_comparable = SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN
+    table, row, column = place
+    return Entry(
+        table=table, row=row, column=column, quantity=quantity, spread=spread, allowed=allowed,
+        record=record, note=note, not_comparable=not_comparable,
+    )  # fmt: skip
+
+
+def sentence(
+    records: Sequence[Record],
+    record: Record,
+    row: str,
+    column: str,
+    quantity: Quantity | None,
+    note: str,
+    **more: Any,
+) -> list[Entry]:
+    """The entry of a sentence of the text, none where the records do not have what it is about. `more` is
+    `entry`'s.
+    """
+    if quantity is None:
+        return []
+    allowed = admitted(published(TABLE)["paper", row, column])
+    return [entry(records, record, (TABLE, row, column), quantity, note, allowed=allowed, **more)]
+
+
+def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] | None:
+    """Where the logarithm of measured over replayed seconds of another step of this model will lie.
+
+    None below two errors.
+    """
+    errors = _errors([r for r in records if r.case.get("model") == model])
+    if len(errors) < FEWEST_ERRORS:
+        errors = _errors(records)
+    return prediction_interval(errors) if len(errors) > 1 else None
+
+
+def _errors(records: Sequence[Record]) -> list[float]:
+    return [
+        -math.log1p(error.value)
+        for record in records
+        if record.status == "done"
+        for error in record.quantities
+        if error.name == "replay error" and error.value is not None
+    ]
+
+
+def prediction_interval(errors: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Where one more draw lies, of a normal distribution of which these are known. Of few it is wide, as it
+    should be.
+
+    Raises ValueError below two errors.
+    """
+    if len(errors) < 2:
+        raise ValueError(f"{len(errors)} error(s) have no spread; a prediction takes at least two")
+    from scipy.special import stdtrit
+
+    middle, count = statistics.fmean(errors), len(errors)
+    factor = float(stdtrit(count - 1, 0.5 + confidence / 2)) * math.sqrt(1 + 1 / count)
+    reach = factor * statistics.stdev(errors)
+    return middle - reach, middle + reach
+
+
+def replayed_spread(
+    quantity: Quantity | None,
+    error: tuple[float, float] | None,
+    moves: Moves,
+    more: Sequence[tuple[str, float, float]] = (),
+) -> Spread | None:
+    """The range of a replayed number: its interval, the error of the replay, and further factors.
+
+    Args:
+        quantity: the replayed number
+        error: of `next_error`
+        moves: how it moves when a step takes longer than it was laid out
+        more: what else moves it, each with the smallest and the largest factor
+
+    None where there is no number or where the error is not known.
+    """
+    if quantity is None or quantity.value is None or error is None:
+        return None
+    value = float(quantity.value)
+    low = value if quantity.low is None else quantity.low
+    high = value if quantity.high is None else quantity.high
+    reach = max(map(abs, error))
+    least, most = (-error[1], -error[0]) if moves == "as the step grows" else (-reach, reach)
+    factors = [("error of the replay", math.exp(least), math.exp(most)), *more]
+    parts = [Part(what="95 % interval", low=low, high=high)]
+    for what, smallest, largest in factors:
+        moved = sorted((value * smallest, value * largest))  # a difference may lie below zero
+        parts.append(Part(what=what, low=moved[0], high=moved[1]))
+        low, high = min(low * smallest, low * largest), max(high * smallest, high * largest)
+    return Spread(low=low, high=high, parts=tuple(parts))
+
+
+def verdicts_here(comparisons: Sequence[Comparison]) -> dict[tuple[str, str, str], str]:
+    """The verdict on what ran here, by table, row and column."""
+    return {each.place: each.verdict for each in comparisons if each.question == "here"}
+
+
+def interval(quantity: Quantity | None, why: str = "") -> str:
+    """`3.21 [3.15, 3.30]`, or why there is none."""
+    if quantity is None or quantity.value is None:
+        return f"not run: {why}" if why else "not run"
+    if quantity.low is None or quantity.high is None or quantity.low == quantity.high:
+        return f"{quantity.value:.2f}"
+    return f"{quantity.value:.2f} [{quantity.low:.2f}, {quantity.high:.2f}]"
+
+
+def percent(quantity: Quantity | None) -> str:
+    return "-" if quantity is None or quantity.value is None else f"{100 * quantity.value:.0f} %"
+
+
+def table_text(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]], *notes: str) -> str:
+    """A table of numbers as text; nothing without lines."""
+    found = Grid(title=title, columns=columns, lines=lines, notes=notes, right=numbers(columns))
+    return found.text() if lines else ""
+
+
+def throughput_text(
+    record: Record,
+    title: str,
+    places: Mapping[str, tuple[str, str, str]],
+    verdicts: Mapping[tuple[str, str, str], str],
+    *,
+    batch_sizes: bool = False,
+) -> str:
+    """Paper, torchgpipe as published, ours replayed and measured, bound and verdict of each configuration.
+
+    Args:
+        record: of one model
+        title: above the table
+        places: of each configuration of the record, where it stands in the paper: table, row and column
+        verdicts: by place
+        batch_sizes: whether the mini-batch is a column too
+    """
+    table = next(iter(places.values()))[0]
+    known, lines = published(table), []
+    for name, (_, row, column) in places.items():
+        facts = record.details["cells"][name]
+        ours, ran, bound = (
+            record.quantity(f"normalised {what}throughput", **facts["key"])
+            for what in ("", "real ", "bound ")
+        )
+        paper, peer = (known.get((source, row, column)) for source in ("paper", "torchgpipe"))
+        lines.append(
+            [
+                name,
+                "-" if paper is None else paper.printed + ("" if paper.comparable else " *"),
+                "-" if peer is None else peer.printed,
+                interval(ours, facts["why"]),
+                "-" if ran is None else interval(ran),
+                interval(bound),
+                percent(record.quantity("share of the balanced step", **facts["key"])),
+                *([str(facts["batch_size"])] if batch_sizes else []),
+                verdicts.get((table, row, column), "-"),
+            ]
+        )
+    columns = ["", "paper", "torchgpipe", "ours, replayed", "ours, measured", "bound", "of bound"]
+    columns += ["N", "verdict"] if batch_sizes else ["verdict"]
+    starred = any(str(line[1]).endswith("*") for line in lines)
+    notes = [f"  * {cell.erratum}" for cell in known.values() if not cell.comparable][:1] if starred else []
+    return table_text(title, columns, lines, *notes)
+
+
+def scaled(details: Mapping[str, Any]) -> str:
+    """The title above a picture of one model."""
+    scale = f"\nscaled: {details['scale']}" if details.get("scale") else ""
+    return f"{details['title']}{scale}"
+
+
+def replay_errors(records: Sequence[Record]) -> str:
+    """How far the laid-out steps are from the same steps run on as many devices."""
+    lines, errors = [], []
+    for record in records:
+        cells: Mapping[str, Any] = record.details.get("cells", {}) if record.status == "done" else {}
+        for name, facts in cells.items():
+            error, ran, laid_out = (
+                record.quantity(what, **facts["key"]) for what in ("replay error", "real step", "step")
+            )
+            if error is None or error.value is None or ran is None or laid_out is None:
+                continue
+            errors.append(abs(error.value))
+            lines.append(
+                [
+                    record.details["title"], name, f"{laid_out.value:.1f}", f"{ran.value:.1f}",
+                    f"{100 * error.value:+.1f} %", f"{100 * facts.get('spread', 0.0):.0f} %",
+                ]
+            )  # fmt: skip
+    title = (
+        f"Replay against measurement: median absolute error {100 * median(errors or [0]):.1f} % over "
+        f"{len(lines)} cells\n  spread: interquartile range of an action's samples, median over stages and "
+        "kinds"
+    )
+    headers = ["", "cell", "replayed (ms)", "measured (ms)", "error", "spread"]
+    return table_text(title, headers, lines)

@@ -1,0 +1,222 @@
+"""The models of the performance tables: as the paper has them, and scaled to what two laptop cores can time.
+
+A scaled model keeps the number of layers and their kinds, so it cuts into stages as the paper's does; widths,
+images and sequences shrink until an action takes milliseconds. What that leaves comparable is the shape of a
+table, not its absolute speeds, and the tables say so. Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
+
+SEED = 1811
+PROFILES = {
+    "smoke": "tiny models",
+    "short": "models scaled to two cores, with the paper's numbers of layers",
+    "full": "the paper's models, for GPUs",
+}
+"""What the profiles of a timed table do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A model of the zoo at one size, with its mini-batch and its loss. Plain data until it builds itself, in
+    any process.
+
+    Args:
+        title: the paper's name of the model
+        model: the zoo's
+        options: of its builder
+        batch_size: examples of a mini-batch, N
+        scale: what is smaller than the paper's, in words; empty at the paper's own size
+        cap_bytes: of a stage, where the mini-batch is fitted to memory
+    """
+
+    title: str
+    model: str
+    options: Mapping[str, Any]
+    batch_size: int
+    scale: str = ""
+    cap_bytes: int = 0
+
+    def build(self, device: torch.device | str = "cpu", *, seed: int = SEED) -> nn.Sequential:
+        """The layers, with the same weights in every process. On "meta" they take no memory."""
+        import torch
+
+        from gpipe_bench.models import MODELS
+
+        torch.manual_seed(seed)
+        if str(device) != "meta":
+            return MODELS[self.model](**self.options).to(device)
+        with torch.device("meta"):
+            return MODELS[self.model](**self.options)
+
+    def example(
+        self, batch_size: int, device: torch.device | str = "cpu", *, seed: int = SEED
+    ) -> tuple[Any, Any]:
+        """Inputs and target of a mini-batch of this many examples, the same in every process."""
+        import torch
+
+        from gpipe_bench.models import example_batch
+
+        if str(device) == "meta":
+            return example_batch(self.model, batch_size, device="meta", **self.options)
+        generator = torch.Generator().manual_seed(seed)
+        inputs, target = example_batch(self.model, batch_size, generator=generator, **self.options)
+        several = isinstance(inputs, tuple)
+        return tuple(each.to(device) for each in inputs) if several else inputs.to(device), target.to(device)
+
+    def loss(self) -> Callable[[Any, Tensor], Tensor]:
+        """The loss of outputs and target, the mean over examples."""
+        from gpipe_bench.models import loss_fn
+
+        return loss_fn(self.model, **self.options)
+
+    def profile(self, microbatch_size: int, profiler: Profiler) -> ModelProfile:
+        """What the memory model knows of the layers and the loss; nothing is allocated."""
+        from gpipe_bench.pipeline.memory.boundary import Boundary
+
+        inputs, target = (Boundary.of(each) for each in self.example(microbatch_size, "meta"))
+        return profiler.model(self.build("meta"), self.loss(), inputs, target)
+
+    def facts(self) -> dict[str, Any]:
+        """What a record says of it."""
+        return {"title": self.title, "scale": self.scale, "options": dict(self.options)}
+
+
+class Configuration(NamedTuple):
+    """K, M and N. `runs_for_real` also takes its steps with one stage per process; the step is laid out with
+    each of `counts` micro-batches, the wanted number first, by default with M.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    batch_size: int
+    remat: str = "always"
+    runs_for_real: bool = False
+    counts: tuple[int, ...] = ()
+    label: str = ""  # what results call it, instead of K and M
+
+    @property
+    def microbatch_size(self) -> int:
+        return -(-self.batch_size // self.num_microbatches)
+
+
+class Job(NamedTuple):
+    """One case as its processes see it."""
+
+    workload: Workload
+    configurations: tuple[Configuration, ...]
+    rounds: int  # of two turns each
+    engine: str = "ours"
+    device: str = "cpu"
+    seed: int = SEED
+
+    def facts(self) -> dict[str, Any]:
+        """What a record says of it."""
+        return {**self.workload.facts(), "engine": self.engine, "rounds": self.rounds}
+
+
+Sizes = Mapping[str, Workload]
+"""A model by profile: "smoke", "short" and "full"."""
+
+_MIB, _GIB = 2**20, 2**30
+
+
+def _amoebanet(
+    num_layers: int, num_filters: int, image_size: int, num_classes: int, *, aux_head: bool = True
+) -> dict[str, Any]:
+    return {
+        "num_layers": num_layers, "num_filters": num_filters, "image_size": image_size,
+        "num_classes": num_classes, "aux_head": aux_head,
+    }  # fmt: skip
+
+
+def _transformer(
+    num_layers: int, d_model: int, num_heads: int, seq_len: int, vocab_size: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "num_layers": num_layers, "d_model": d_model, "ffn_dim": 4 * d_model, "num_heads": num_heads,
+        "seq_len": seq_len, "vocab_size": vocab_size, "cut": "sublayer", **more,
+    }  # fmt: skip
+
+
+def _sizes(title: str, model: str, **of_profile: tuple[Any, ...]) -> Sizes:
+    """Of each profile the options, the mini-batch and, where they matter, scale and cap."""
+    return {profile: Workload(title, model, *given) for profile, given in of_profile.items()}
+
+
+_SMALL_AMOEBANET = _amoebanet(6, 16, 32, 10, aux_head=False), 8, "6 cells, 16 filters, 32 x 32 pixels"
+_SMALL_TRANSFORMER = "8 layers, width 32, 16 tokens, 500 words"
+
+TABLE2: Mapping[str, Sizes] = {
+    "amoebanet": _sizes(
+        "AmoebaNet-D (18, 256)",
+        "amoebanet-d",
+        smoke=(*_SMALL_AMOEBANET, 7 * _MIB // 2),
+        short=(
+            _amoebanet(18, 64, 112, 100), 32, "filters / 4, 112 x 112 pixels, 100 classes", 180 * _MIB,
+        ),
+        full=(_amoebanet(18, 256, 224, 1001), 128, "", 8 * _GIB),
+    ),
+    "transformer": _sizes(
+        "Transformer-48",
+        "transformer-lm",
+        smoke=(_transformer(8, 32, 2, 16, 500), 8, _SMALL_TRANSFORMER, 9 * _MIB // 4),
+        short=(_transformer(48, 128, 8, 64, 2000), 32, "width / 16, 64 tokens, 2,000 words", 140 * _MIB),
+        # Half of it in float32 with RMSProp needs 19.5 GiB for a single example.
+        full=(
+            _transformer(48, 2048, 32, 512, 32_000), 32, "512 instead of 1024 tokens, 24 instead of 16 GiB",
+            24 * _GIB,
+        ),
+    ),
+}  # fmt: skip
+"""Models are named as in results/paper.csv, in every table."""
+
+TABLE3: Mapping[str, Sizes] = {
+    "amoebanet": _sizes(
+        "AmoebaNet-D (18, 128)",
+        "amoebanet-d",
+        smoke=_SMALL_AMOEBANET,
+        short=(_amoebanet(18, 32, 144, 100), 32, "filters / 4, 144 x 144 pixels, 100 classes"),
+        full=(_amoebanet(18, 128, 224, 1001), 128),
+    ),
+    "transformer": _sizes(
+        "Transformer-24",
+        "transformer-lm",
+        smoke=(_transformer(8, 32, 2, 16, 500, attention="explicit"), 8, _SMALL_TRANSFORMER),
+        short=(
+            _transformer(24, 192, 8, 96, 2000, attention="explicit"), 32,
+            "width 192 of 2048, 96 tokens, 2,000 words",
+        ),
+        full=(_transformer(24, 2048, 32, 1024, 32_000, attention="explicit"), 32),
+    ),
+}  # fmt: skip
+"""The paper gives neither mini-batch nor sequence length; 128 images and 32 sequences of 1024 tokens (Table
+1's) are taken."""
+
+VERSION1: Mapping[str, Sizes] = {
+    "resnet101": _sizes(
+        "ResNet-101",
+        "resnet101",
+        smoke=({"image_size": 64, "num_classes": 10}, 4, "64 x 64 pixels, 10 classes"),
+        short=({"image_size": 64, "num_classes": 100}, 32, "64 x 64 pixels, 100 classes"),
+        full=({"image_size": 224, "num_classes": 1000}, 128),
+    ),
+    "amoebanet": _sizes(
+        "AmoebaNet-D (4, 512)",  # v1 counts the cells of one stack of three: L = 12 in v5's words
+        "amoebanet-d",
+        smoke=_SMALL_AMOEBANET,
+        short=(_amoebanet(12, 128, 80, 100), 32, "filters / 4, 80 x 80 pixels, 100 classes"),
+        full=(_amoebanet(12, 512, 224, 1001), 128),
+    ),
+}
+"""The models of v1's figures 3 and 4."""

@@ -1,0 +1,80 @@
+"""Joins our answers with the paper's numbers: one row per number and question.
+
+A number that nobody answers is a row too ("not run"), so leaving numbers out makes no table look better. What
+is predicted for the paper's accelerators and what was found here are rows of their own: neither fills in for
+the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from gpipe_bench.harness.paper import PaperCell, load_paper
+from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Entry, judge
+
+
+def compare(
+    ours: Sequence[Entry],
+    paper: Sequence[PaperCell] | None = None,
+    tolerance: float = 1.0,
+    whole: Collection[str] | None = None,
+) -> list[Comparison]:
+    """The rows of every table that `ours` touches, by question, in the paper's order, then our other answers.
+
+    Args:
+        ours: our answers
+        paper: the published numbers; by default those of the file
+        tolerance: multiplies the width of every range (see `gpipe_bench.harness.verdict.judge`)
+        whole: the tables whose unanswered numbers are rows too; by default all that `ours` touches
+
+    Raises ValueError where a number is answered twice for one question or units can't be converted.
+    """
+    seen: set[tuple[str, str, str, str, str]] = set()
+    for entry in ours:
+        if entry.key in seen:
+            raise ValueError(f"cell {' / '.join(entry.key)} is given twice")
+        seen.add(entry.key)
+    tables = list(dict.fromkeys(entry.table for entry in ours))
+    cells = [cell for cell in (load_paper() if paper is None else paper) if cell.table in tables]
+    published, peers = {(cell.source, *cell.key): cell for cell in cells}, peers_of(cells)
+    answered = {(entry.source, *entry.place) for entry in ours}
+    entries = [*ours] + [
+        absent(cell)
+        for place, cell in published.items()
+        if place not in answered and cell.source == "paper" and cell.counted
+        if whole is None or cell.table in whole
+    ]
+    order = {place: number for number, place in enumerate(published)}
+    entries.sort(
+        key=lambda entry: (
+            tables.index(entry.table),
+            QUESTIONS.index(entry.question),
+            order.get((entry.source, *entry.place), len(order)),
+        )
+    )
+    return [
+        judge(
+            published.get((entry.source, *entry.place)),
+            entry,
+            tolerance,
+            peers.get(entry.place) if entry.source == "paper" else None,
+        )
+        for entry in entries
+    ]
+
+
+def peers_of(cells: Iterable[PaperCell]) -> dict[tuple[str, str, str], PaperCell]:
+    """Numbers that others published for places of the paper's tables."""
+    return {cell.key: cell for cell in cells if cell.kind == "external"}
+
+
+def absent(cell: PaperCell, reason: str = "") -> Entry:
+    """The answer to a published number that nobody gives. `reason` is why, where the file says nothing."""
+    return Entry(
+        table=cell.table,
+        row=cell.row,
+        column=cell.column,
+        source=cell.source,
+        question="here" if cell.form == "words" else "as published",
+        reason=cell.unanswered or reason,
+    )

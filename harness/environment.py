@@ -1,0 +1,215 @@
+"""The machine, the software and the code that a number came from.
+
+Everything here is read, never assumed: what can't be found out is None. Nothing is slow, nothing needs
+torch; what only torch knows (GPUs, its thread count) is added when the experiment has loaded it anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpipe_bench.harness.places import ROOT
+
+PACKAGES = ("experiments", "harness", "models", "pipeline", "planner")
+
+_DISTRIBUTIONS = (
+    "torch", "torchvision", "numpy", "scipy", "pandas", "msgspec", "psutil", "torchgpipe",
+)  # fmt: skip
+
+# Only variables that change speed, memory or numbers; anything else is private to the user.
+_VARIABLE_PREFIXES = (
+    "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "MALLOC_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "CUDA_",
+    "CUBLAS_", "NCCL_", "GLOO_",
+)  # fmt: skip
+# Folders are private too, and no number depends on them.
+_FOLDERS = ("_DIR", "_HOME", "_PATH")
+_VARIABLES = ("LD_PRELOAD", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "CI")
+
+# Differences in these make two numbers hard to compare; load and free memory differ between any two runs. So
+# does the digest of all sources: what of them a result depends on is said by the experiment's revision.
+COMPARABLE_FIELDS = (
+    "cpu_model", "cores_logical", "affinity", "memory_total_gib", "cgroup_cpus", "gpus", "torch_threads",
+    "python", "versions", "variables",
+)  # fmt: skip
+
+
+def environment(load_torch: bool = False) -> dict[str, Any]:
+    """The environment as plain data. Torch is asked if it is loaded, or loaded with `load_torch`."""
+    if load_torch:
+        import torch  # noqa: F401
+    return {**_machine(), **_software(), **code_state(ROOT), **_torch(), **_now()}
+
+
+def differences(environments: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Fields that numbers depend on and that differ between environments, with their distinct values.
+
+    What one of them does not know, such as torch's threads where torch was not loaded, is no difference.
+    """
+    found: dict[str, list[Any]] = {}
+    for name in COMPARABLE_FIELDS:
+        for value in (each.get(name) for each in environments):
+            if value is not None and value not in found.setdefault(name, []):
+                found[name].append(value)
+    return {name: values for name, values in found.items() if len(values) > 1}
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy: its affinity, and no more than a container's share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = _cgroup_cpus()
+    return cores if share is None else max(1, min(cores, int(share)))
+
+
+@functools.cache
+def _machine() -> dict[str, Any]:
+    import psutil
+
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    return {
+        "cpu_model": _cpu_model(),
+        "architecture": platform.machine(),
+        "cores_physical": psutil.cpu_count(logical=False),
+        "cores_logical": psutil.cpu_count(logical=True),
+        "affinity": affinity,
+        "memory_total_gib": round(psutil.virtual_memory().total / 2**30, 2),
+        "cgroup_cpus": _cgroup_cpus(),
+        "cgroup_memory_gib": _cgroup_memory_gib(),
+        "system": f"{platform.system()} {platform.release()}",
+        "container": _container(),
+    }
+
+
+@functools.cache
+def _software() -> dict[str, Any]:
+    versions: dict[str, str | None] = dict.fromkeys(_DISTRIBUTIONS)
+    for name in versions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "versions": versions,
+        "variables": {
+            name: value.encode("utf-8", "backslashreplace").decode("utf-8")
+            for name, value in sorted(os.environ.items())
+            if (name.startswith(_VARIABLE_PREFIXES) and not name.endswith(_FOLDERS)) or name in _VARIABLES
+        },
+    }
+
+
+@functools.cache
+def code_state(root: Path) -> dict[str, Any]:
+    """A digest of the sources and, where `root` is a git work tree, its commit and changes."""
+
+    def git(*arguments: str) -> bytes | None:
+        return _said("git", "--no-optional-locks", "-C", os.fspath(root), *arguments)
+
+    known: dict[str, Any] = {
+        "git_commit": None, "git_dirty": None, "git_diff_sha256": None, "code_sha256": source_digest(root),
+    }  # fmt: skip
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or Path(os.fsdecode(top.strip())).resolve() != root:
+        return known  # also where it is installed inside another repository
+    commit = git("rev-parse", "HEAD")
+    status = git("status", "--porcelain", "--untracked-files=normal")
+    diff = git("diff", "--no-ext-diff", "--no-color", "HEAD")
+    known["git_commit"] = None if commit is None else commit.decode().strip()
+    known["git_dirty"] = None if status is None else bool(status.strip())
+    if diff is not None and known["git_dirty"]:
+        known["git_diff_sha256"] = hashlib.sha256(diff).hexdigest()
+    return known
+
+
+def source_digest(root: Path, parts: Sequence[str] = PACKAGES) -> str:
+    """Of the sources in these folders below the root; a part may be a single file, too."""
+    digest = hashlib.sha256()
+    for part in parts:
+        place = root / part
+        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _torch() -> dict[str, Any]:
+    """What torch knows, if it is loaded: its threads and build, and the GPUs it sees."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda"):
+        return {"torch_threads": None, "gpus": None, "cuda": None}
+    gpus = [
+        {
+            "name": each.name,
+            "memory_gib": round(each.total_memory / 2**30, 2),
+            "capability": f"{each.major}.{each.minor}",
+        }
+        for each in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
+    return {"torch_threads": torch.get_num_threads(), "gpus": gpus, "cuda": torch.version.cuda}
+
+
+def _now() -> dict[str, Any]:
+    import psutil
+
+    try:
+        load: list[float] | None = [round(value, 2) for value in psutil.getloadavg()]
+    except OSError:
+        load = None
+    return {"load": load, "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 2)}
+
+
+def _cpu_model() -> str | None:
+    for line in _read("/proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model"):
+            return value.strip()
+    if sys.platform == "darwin":
+        said = _said("sysctl", "-n", "machdep.cpu.brand_string")
+        return None if said is None else said.decode(errors="replace").strip() or None
+    return platform.processor() or None
+
+
+def _cgroup_cpus() -> float | None:
+    """CPUs that the container's quota allows; fewer than the cores that are visible make timings lie."""
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
+    return round(int(quota) / int(period), 2) if quota.isdigit() and period.isdigit() else None
+
+
+def _cgroup_memory_gib() -> float | None:
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    return round(int(limit) / 2**30, 2) if limit.isdigit() else None
+
+
+def _container() -> str | None:
+    """A hint at a container, by the marks its runtime leaves; systemd-nspawn and podman set `container`."""
+    marks = {
+        "docker": os.path.exists("/.dockerenv"),
+        "podman": os.path.exists("/run/.containerenv"),
+        "kubernetes": "KUBERNETES_SERVICE_HOST" in os.environ,
+        "apptainer": "SINGULARITY_NAME" in os.environ or "APPTAINER_NAME" in os.environ,
+    }
+    return next((name for name, there in marks.items() if there), os.environ.get("container"))  # noqa: SIM112
+
+
+def _said(*command: str) -> bytes | None:
+    """Output of a command; None where there is none, or it refuses."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=10, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,1 +1,0 @@
-"""Telling a regression from noise: exact counters, and versions of a program timed in turns."""

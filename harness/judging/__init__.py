@@ -1,1 +1,0 @@
-"""How our numbers are held against the paper's: published values, units, bands and verdicts."""

@@ -1,0 +1,219 @@
+"""The published numbers, as printed: results/paper.csv, checked.
+
+The file keeps each number as text, so that the interval it stands for follows from its digits. It also says
+what kind of number each is, because a number that follows by arithmetic from others confirms nothing but
+the arithmetic, and one that is printed twice is still one number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from gpipe_bench.harness.places import PUBLISHED
+from gpipe_bench.harness.units import UNITS, parse_printed
+
+PATH = PUBLISHED / "paper.csv"
+OURS = ("paper", "theory")
+"""Sources of numbers that count; all other numbers are somebody else's, of the kind `external`."""
+TO_ANSWER = ("result", "claim", "identity")
+"""Kinds of which a missing number of ours is worth a line; the others are context."""
+SETTING = "a setting under which the paper's results were obtained, not a result"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperCell:
+    """One published number: a row of the file, with its acceptance interval.
+
+    Args:
+        table, row, column: the place, unique within a source
+        value: in `unit` (counts in ones: "82M" parameters are 82e6)
+        printed: as the paper prints it
+        exact: a count or a definition, which has no rounding
+        kind: what a number of ours would be held against, or context
+        hardware: on what it was obtained
+        source: whose number it is: the paper's, of a formula ("theory"), or somebody else's by name
+        location: where it is printed
+        form: how it is given: printed, in words only, in a figure without a label, by what other numbers of
+            the paper leave, or as a formula that is evaluated here
+        error: how far a number may be off whose digits do not say it: one read off, or made of rounded ones
+        same_as: the place of the number that this one repeats
+        needs: what an answer would take
+        bound: where the paper only limits the number
+        comparable: False where the erratum leaves nothing to compare with
+        corrected_printed: the value that the paper's own erratum gives, column `corrected_value`
+        erratum: why it is corrected or not comparable
+        note: for a footnote
+    """
+
+    table: str
+    row: str
+    column: str
+    value: float
+    printed: str = ""
+    unit: str
+    exact: bool = False
+    kind: Literal["result", "claim", "identity", "setting", "external"]
+    hardware: str = ""
+    source: str
+    location: str = ""
+    form: Literal["", "words", "read off", "derived", "evaluated"] = ""
+    error: float | None = None
+    same_as: tuple[str, str, str] | None = None
+    needs: str = ""
+    bound: Literal["", "at most", "at least"] = ""
+    comparable: bool = True
+    corrected_printed: str = ""
+    erratum: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"unit is {self.unit!r}, allowed: {', '.join(UNITS)}")
+        if (self.kind == "external") == (self.source in OURS):
+            raise ValueError(
+                f"kind {self.kind!r} with source {self.source!r}: external are all numbers but those of "
+                f"{' and '.join(OURS)}"
+            )
+        if not self.erratum and (self.corrected_printed or not self.comparable):
+            raise ValueError("a number that is corrected or not comparable needs the erratum that says why")
+        if self.form == "evaluated" and self.kind != "identity":
+            raise ValueError(f"a formula that is evaluated is an identity, not a {self.kind}")
+        if self.error is None and self.form in ("read off", "derived"):
+            raise ValueError(f"a number that is {self.form} needs its error; its digits do not give it")
+        if self.error is not None:
+            by_digits = self.form in ("", "words") and not self.corrected_printed
+            if self.exact or by_digits:
+                raise ValueError(
+                    "an error is for numbers read off, derived, evaluated or corrected from rounded ones"
+                )
+            if not 0 < self.error < math.inf:
+                raise ValueError(f"error is {self.error}, not a positive number in {self.unit}")
+        if self.form == "words":
+            if not (math.isfinite(self.value) and self.printed):
+                raise ValueError("a number in words needs the words as printed and the value they stand for")
+        elif self.value != parse_printed(self.printed, self.unit)[0]:
+            raise ValueError(f"value {self.value:.15g} is not what is printed, {self.printed!r}")
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Table, row and column."""
+        return (self.table, self.row, self.column)
+
+    @property
+    def rounding(self) -> float:
+        """How far `value` may be off: half a unit of the last printed digit, or the error of the file."""
+        if self.exact or self.form == "words":
+            return 0.0
+        if self.error is not None and not self.corrected_printed:
+            return self.error
+        return parse_printed(self.printed, self.unit)[1]
+
+    @property
+    def corrected_value(self) -> float | None:
+        """What the erratum gives instead."""
+        return parse_printed(self.corrected_printed, self.unit)[0] if self.corrected_printed else None
+
+    @property
+    def target(self) -> float:
+        """The value to be held to: the corrected one where the paper's own erratum gives it."""
+        corrected = self.corrected_value
+        return self.value if corrected is None else corrected
+
+    @property
+    def target_rounding(self) -> float:
+        """How far `target` may be off."""
+        if not self.corrected_printed:
+            return self.rounding
+        return parse_printed(self.corrected_printed, self.unit)[1] if self.error is None else self.error
+
+    @property
+    def counted(self) -> bool:
+        """Whether it counts among the paper's numbers: no context, and no repetition."""
+        return self.kind in TO_ANSWER and self.same_as is None
+
+    @property
+    def unanswered(self) -> str:
+        """Why there need be no number of ours, or what one would take; empty where the file says nothing."""
+        if self.kind == "setting":
+            return SETTING
+        if self.same_as is not None:
+            return f"the paper prints this number twice; it is judged at {' / '.join(self.same_as)}"
+        return f"needs {self.needs}" if self.needs else ""
+
+
+COLUMNS = tuple(field.name.replace("corrected_printed", "corrected_value") for field in fields(PaperCell))
+"""Of the file."""
+
+
+@functools.cache
+def load_paper(path: Path = PATH) -> tuple[PaperCell, ...]:
+    """All published numbers in file order. Raises ValueError with file, line and what is wrong there."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"the paper's numbers can't be read from {path}: {error.strerror or error}"
+        ) from error
+    rows = csv.DictReader(io.StringIO(content, newline=""), strict=True)
+    if tuple(rows.fieldnames or ()) != COLUMNS:
+        raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
+    cells: dict[int, PaperCell] = {}
+    lines: dict[tuple[str, ...], int] = {}
+    for row in rows:
+        with _at(path, rows.line_num):
+            cell = cells[rows.line_num] = _cell(row)
+            first = lines.setdefault((cell.source, *cell.key), rows.line_num)
+            if first != rows.line_num:
+                raise ValueError(f"{cell.key} of {cell.source} stands on line {first} already")
+    by_key = {cell.key: cell for cell in cells.values() if cell.source == "paper"}
+    for line, cell in cells.items():
+        if cell.same_as is not None:
+            with _at(path, line):
+                _check_repetition(cell, cell.same_as, by_key)
+    return tuple(cells.values())
+
+
+@contextlib.contextmanager
+def _at(path: Path, line: int) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}:{line}: {error}") from error
+
+
+def _cell(row: dict[Any, Any]) -> PaperCell:
+    """Of the texts of one row, of which the empty ones are defaults."""
+    if None in row or None in row.values():
+        raise ValueError(f"a row has {len(COLUMNS)} fields")
+    given: dict[str, Any] = {name: text for name, text in row.items() if text}
+    given["corrected_printed"] = given.pop("corrected_value", "")
+    for name in {"exact", "comparable"} & given.keys():
+        given[name] = {"yes": True, "no": False}.get(given[name], given[name])
+    if "same_as" in given:
+        given["same_as"] = given["same_as"].split("|")
+    return msgspec.convert(given, PaperCell, strict=False)
+
+
+def _check_repetition(
+    cell: PaperCell, place: tuple[str, str, str], by_key: Mapping[tuple[str, str, str], PaperCell]
+) -> None:
+    first = by_key.get(place)
+    if first is None or first is cell or cell.source != "paper":
+        raise ValueError(f"same_as {place} is no other number of the paper")
+    if first.same_as is not None:
+        raise ValueError(f"same_as {place} is itself the same as {first.same_as}; name that one")
+    if first.unit != cell.unit:
+        raise ValueError(f"same_as {place} is in {first.unit}, this number in {cell.unit}")
+    apart = abs(cell.value - first.value) - cell.rounding - first.rounding
+    if apart > 1e-9 * max(abs(cell.value), abs(first.value)):
+        raise ValueError(f"{cell.printed!r} and {first.printed!r} of {place} are not one number")

@@ -1,0 +1,249 @@
+"""What one finished case leaves behind, and how it is written as one line of JSON.
+
+Every table, figure and verdict is a pure function of records, so a record carries all that is needed to
+judge it later and elsewhere: raw samples, units, provenance, the machine and the code it came from. Its line
+ends with a digest of its own bytes: a truncated line fails to parse, an edited one fails its digest. Decoding
+checks types and never runs code from the line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import msgspec
+
+SCHEMA = 2
+"""Version of the stored form; a reader refuses other lines instead of guessing what they mean.
+
+In the first version a quantity had no key, and its name said everything."""
+
+Scalar = str | int | float | bool | None
+Provenance = Literal["measured", "replayed", "modelled"]
+Status = Literal["done", "skipped", "out_of_memory", "failed"]
+
+PROVENANCES: tuple[str, ...] = get_args(Provenance)
+
+FINAL: frozenset[str] = frozenset({"done", "out_of_memory"})
+"""Statuses that are results and never run again.
+
+A skipped or failed case is tried again by the next run: a device may have appeared, a bug may be fixed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantity:
+    """One number with its unit, where it comes from and how sure it is.
+
+    `name` says in a few words what is counted, `key` of what within the case: {"K": 4, "M": 32}. Readers look
+    a number up by both and never take a name apart. `low` and `high` are the 95 % interval in the same unit,
+    `samples` the raw measurements behind `value`. `value` is None where the case ended without one.
+    `higher_is_better` is None where neither direction is.
+
+    Raises ValueError for values that are not finite, an interval that does not hold the value, an unknown
+    provenance, or a key whose values are not plain.
+    """
+
+    name: str
+    key: Mapping[str, Scalar] = field(default_factory=dict)
+    value: float | int | None
+    unit: str
+    provenance: Provenance
+    low: float | None = None
+    high: float | None = None
+    samples: tuple[float, ...] = ()
+    higher_is_better: bool | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        check_key(self.key, f"quantity {self.name!r}: key")
+        if self.provenance not in PROVENANCES:
+            raise ValueError(
+                f"quantity {self.name!r}: provenance {self.provenance!r} is none of {list(PROVENANCES)}"
+            )
+        for label, number in (("value", self.value), ("low", self.low), ("high", self.high)):
+            if number is not None and not math.isfinite(number):
+                raise ValueError(f"quantity {self.name!r}: {label} is {number}; use None and say why in note")
+        if (self.low is None) != (self.high is None):
+            raise ValueError(f"quantity {self.name!r}: give both ends of the interval or neither")
+        if self.low is not None and self.high is not None and self.value is not None:
+            # A bootstrap of equal samples may differ in the last bit.
+            slack = 1e-9 * max(abs(self.low), abs(self.high))
+            if not self.low - slack <= self.value <= self.high + slack:
+                raise ValueError(
+                    f"quantity {self.name!r}: {self.value} is outside its interval {self.low} to {self.high}"
+                )
+
+    @property
+    def label(self) -> str:
+        """`step K=4 M=32`: name and key in words, for people."""
+        return f"{self.name} {label(self.key)}" if self.key else self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One case of one experiment: what was asked, what came out, on what, and when.
+
+    `case` is the key of the case within the experiment, `options` the run options its result depends on,
+    `revision` the experiment's own version: together with `experiment` and `profile` they identify the
+    case. `reason` says why there is no result where `status` is not "done". `environment` holds machine,
+    versions, git commit and the fingerprint of the code. `started_at` is UTC and for people only; order
+    in the file decides which record is later.
+    """
+
+    schema: int
+    experiment: str
+    profile: str
+    case: dict[str, Scalar]
+    status: Status
+    reason: str
+    quantities: tuple[Quantity, ...]
+    details: dict[str, Any]
+    environment: dict[str, Any]
+    command: str
+    started_at: str
+    duration_s: float
+    revision: int = 1
+    options: dict[str, Scalar] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.schema < 1:
+            raise ValueError(f"schema is {self.schema}, the first one was 1")
+        if self.status != "done" and not self.reason:
+            raise ValueError(f"a record with status {self.status!r} needs a reason")
+        seen: set[tuple[str, frozenset[tuple[str, Scalar]]]] = set()
+        for quantity in self.quantities:
+            known = (quantity.name, frozenset(quantity.key.items()))
+            if known in seen:
+                raise ValueError(
+                    f"quantity {quantity.label!r} is given twice; name and key identify quantities within "
+                    "a case"
+                )
+            seen.add(known)
+
+    def quantity(self, name: str, /, **key: Scalar) -> Quantity | None:
+        """The quantity of exactly that name and key, or None where the case did not produce it."""
+        return next((each for each in self.quantities if each.name == name and each.key == key), None)
+
+    @property
+    def identity(self) -> str:
+        """Equal for two records of the same case (see `identity`)."""
+        return identity(self.experiment, self.profile, self.revision, self.case, self.options)
+
+    @property
+    def label(self) -> str:
+        """The case in words, for messages."""
+        return label(self.case)
+
+
+def identity(
+    experiment: str, profile: str, revision: int, case: dict[str, Scalar], options: dict[str, Scalar]
+) -> str:
+    """A text that two records share exactly when they are of the same case; independent of key order."""
+    parts = [experiment, profile, str(revision)]
+    parts += [
+        f"{group}.{key}={value!r}"
+        for group, values in (("case", case), ("options", options))
+        for key, value in sorted(values.items())
+    ]
+    return "\x1f".join(parts)
+
+
+def check_key(key: Mapping[str, Scalar], what: str) -> None:
+    """Raises ValueError for values that would not survive being stored; `what` begins the message."""
+    for name, value in key.items():
+        if not (value is None or type(value) in (str, int, float, bool)):
+            raise ValueError(
+                f"{what} {name}={value!r} is {type(value).__name__}; use str, int, float, bool or None"
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{what} {name}={value} is not finite")
+
+
+def label(case: Mapping[str, Scalar]) -> str:
+    """`K=2 M=4`: the key of a case in words."""
+    return " ".join(f"{key}={value}" for key, value in case.items()) or "the only case"
+
+
+def of_case(records: Sequence[Record], status: Status | None = None, /, **case: Scalar) -> list[Record]:
+    """The records whose case has these values, in order; with `status`, only those."""
+    return [
+        record
+        for record in records
+        if (status is None or record.status == status)
+        and all(record.case.get(key) == value for key, value in case.items())
+    ]
+
+
+def find(records: Sequence[Record], status: Status | None = None, /, **case: Scalar) -> Record | None:
+    """The first such record, None where there is none."""
+    return next(iter(of_case(records, status, **case)), None)
+
+
+_DIGEST = re.compile(rb',"digest":"([0-9a-f]{16})"\}\Z')
+
+
+class _Header(msgspec.Struct):
+    schema: int
+
+
+def encode(record: Record) -> bytes:
+    """The line of a record, without newline. Raises ValueError where its details are not plain data."""
+    try:
+        body = _encoder.encode(record)
+    except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"the record of {record.label} can't be written as JSON: {error}") from error
+    return body[:-1] + b',"digest":"' + _digest(body) + b'"}'
+
+
+def decode(line: bytes) -> Record:
+    """The record of a line. Raises ValueError that says what is wrong with the line."""
+    line = line.strip()
+    try:
+        schema = msgspec.json.decode(line, type=_Header).schema
+    except msgspec.ValidationError as error:
+        raise ValueError(f"not a record: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a complete line of JSON, truncated or edited ({error})") from error
+    if schema > SCHEMA:
+        raise ValueError(f"written by a newer version: schema {schema}, while this one reads up to {SCHEMA}")
+    match = _DIGEST.search(line)
+    if match is None:
+        raise ValueError("its digest is missing, so it was edited or not written by this program")
+    if _digest(line[: match.start()] + b"}") != match[1]:
+        raise ValueError("its digest does not fit, so it was edited after it was written")
+    if schema < SCHEMA:
+        raise ValueError(
+            f"made by an older version: schema {schema}, while this one reads {SCHEMA}; run the case again"
+        )
+    try:
+        return _decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a valid record: {error}") from error
+
+
+def printable(text: str) -> str:
+    """The text with what UTF-8 can't hold (bytes of a file name that are no text) spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest()[:16].encode()
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch, arrays and paths as plain data; everything else is refused by name."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(
+        f"{type(value).__name__} is not plain data; convert it to numbers, text, lists or dictionaries"
+    )
+
+
+_encoder, _decoder = msgspec.json.Encoder(enc_hook=_plain), msgspec.json.Decoder(Record)

@@ -1,1 +1,0 @@
-"""What is kept: records of cases, the files they live in, and the machine they came from."""

@@ -1,0 +1,69 @@
+"""Median and interval of repeated measurements.
+
+The median, because one disturbed repeat must not move the result; the interval by bootstrap, because
+timings are skewed and no normal law holds for a handful of them. Raw samples stay with the result.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from gpipe_bench.harness.record import Provenance, Quantity, Scalar
+
+_RESAMPLES = 2000
+_SEED = 1811_06965  # the interval of the same samples must be the same number every time
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Percentile bootstrap interval of the median, in the samples' unit; None below two samples."""
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}; it is a share between 0 and 1, such as 0.95")
+    if len(samples) < 2:
+        return None
+    if min(samples) == max(samples):
+        return float(samples[0]), float(samples[0])
+    import numpy
+    from scipy.stats import bootstrap
+
+    result = bootstrap(
+        (numpy.asarray(samples, dtype=float),),
+        numpy.median,
+        confidence_level=confidence,
+        n_resamples=_RESAMPLES,
+        method="percentile",
+        vectorized=True,
+        random_state=numpy.random.default_rng(_SEED),
+    )
+    middle = statistics.median(samples)  # interpolation may leave the samples' range by the last bit
+    low = max(float(result.confidence_interval.low), min(samples))
+    high = min(float(result.confidence_interval.high), max(samples))
+    return min(low, middle), max(high, middle)
+
+
+def from_samples(
+    name: str,
+    samples: Sequence[float],
+    unit: str,
+    *,
+    key: Mapping[str, Scalar] | None = None,
+    provenance: Provenance = "measured",
+    higher_is_better: bool | None = None,
+    note: str = "",
+) -> Quantity:
+    """Median of the samples with its 95 % interval. Raises ValueError without samples."""
+    if not samples:
+        raise ValueError(f"quantity {name!r} has no samples")
+    interval = median_interval(samples)
+    return Quantity(
+        name=name,
+        key=dict(key or {}),
+        value=float(statistics.median(samples)),
+        unit=unit,
+        provenance=provenance,
+        low=None if interval is None else interval[0],
+        high=None if interval is None else interval[1],
+        samples=tuple(float(sample) for sample in samples),
+        higher_is_better=higher_is_better,
+        note=note,
+    )

@@ -1,0 +1,287 @@
+"""Where records live: one line per case, one file per experiment, appended and never rewritten.
+
+A line is on disk before the next case starts, so a killed run loses nothing that was finished. Whatever
+happens to a file afterwards (a torn tail, an edit, a line of a newer version) costs that line and is
+reported, never the others.
+
+Several processes may share the files. Locks come in two kinds, and vanish with the process that held them: a
+short one around each append, and a claim on a case while it runs, so that two runs of the same experiment
+share the work instead of doing it twice. Where the system or the file system has no such locks (Windows, some
+network mounts) both are granted at once: single appends stay whole, only work may be done twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpipe_bench.harness.record import Record, decode, encode
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows would turn each newline into two bytes
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+
+
+class StoreError(OSError):
+    """A record could not be kept. The message names the file, the cause and the remedy."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A line that was skipped, and why. `line` counts from 1; 0 means the whole file."""
+
+    path: Path
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        place = f"{self.path}:{self.line}" if self.line else f"{self.path}"
+        return f"{place}: {self.message}; skipped"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All readable records of an experiment in file order, and the lines that are not."""
+
+    records: tuple[Record, ...]
+    problems: tuple[Problem, ...]
+
+
+class Store:
+    """The records under one folder, `<root>/<experiment>.jsonl`. Safe for several processes at once."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    def path(self, experiment: str) -> Path:
+        """File of an experiment. Raises ValueError for a name that is not a plain file name."""
+        if not _NAME.match(experiment):
+            raise ValueError(
+                f"experiment name {experiment!r} can't be a file name; use letters, digits, '-', '_', '.'"
+            )
+        return self.root / f"{experiment}.jsonl"
+
+    def claims(self, experiment: str) -> Claims:
+        """Claims of running processes on the cases of an experiment."""
+        return Claims(self.path(experiment).with_name(f".{experiment}.lock"))
+
+    def append(self, record: Record) -> None:
+        """Adds one line, whole and on disk when this returns, or not at all.
+
+        Raises StoreError (disk full, read-only folder, ...) with the file as it was before.
+        """
+        path = self.path(record.experiment)
+        line = encode(record) + b"\n"
+        try:
+            new = not path.exists()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _BINARY, 0o644)
+            try:
+                with file_lock(fd):
+                    _append_whole(fd, line)
+            finally:
+                os.close(fd)
+            if new:
+                _sync_folder(path.parent)
+        except OSError as error:
+            # mkdir's own words for a file in the folder's place, "File exists", sound as if all were well
+            cause = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
+            raise StoreError(
+                f"can't write to {path}: {cause}; choose another folder with --results"
+            ) from error
+
+    def load(self, experiment: str) -> Loaded:
+        """Every readable record of the experiment; an absent file is an empty one."""
+        path = self.path(experiment)
+        try:
+            with open(path, "rb", opener=_without_waiting) as file, file_lock(file.fileno(), shared=True):
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    return Loaded((), (Problem(path, 0, "not a regular file"),))
+                content = file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return Loaded((), ())
+        except OSError as error:
+            return Loaded((), (Problem(path, 0, f"can't be read: {error.strerror or error}"),))
+        records: list[Record] = []
+        problems: list[Problem] = []
+        for number, line in enumerate(content.split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                record = decode(line)
+                if record.experiment != experiment:
+                    raise ValueError(
+                        f"a record of {record.experiment!r}, which does not belong into this file"
+                    )
+                records.append(record)
+            except ValueError as error:
+                problems.append(Problem(path, number, str(error)))
+        return Loaded(tuple(records), tuple(problems))
+
+    def stamp(self, experiment: str) -> tuple[int, int]:
+        """Changes whenever the experiment's file does; cheap enough to ask before every case."""
+        try:
+            status = self.path(experiment).stat()
+        except OSError:
+            return (0, 0)
+        return (status.st_size, status.st_mtime_ns)
+
+
+def lines_of(problems: Iterable[Problem], most: int = 5) -> list[str]:
+    """The problems as lines for people; of a file with more than `most` only the first, and a count."""
+    by_file: dict[Path, list[Problem]] = {}
+    for problem in problems:
+        by_file.setdefault(problem.path, []).append(problem)
+    lines: list[str] = []
+    for path, found in by_file.items():
+        lines += [str(problem) for problem in found[:most]]
+        if len(found) > most:
+            lines.append(
+                f"{path}: {len(found) - most} more lines can't be read, the last is {found[-1].line}"
+            )
+    return lines
+
+
+def left_out(problems: Iterable[Problem], experiment: str) -> str:
+    """What a comparison must say of the lines that it was made without, and what to do."""
+    return "\n".join(
+        [
+            "left out, and not judged:",
+            *(f"  {line}" for line in lines_of(problems)),
+            f"restore the file from a copy, or make these cases anew with: run {experiment}",
+        ]
+    )
+
+
+def latest(records: Iterable[Record]) -> dict[str, Record]:
+    """The last record of each case by its identity. The place in the file decides, never the clock."""
+    found: dict[str, Record] = {}
+    for record in records:
+        found.pop(record.identity, None)  # so that the order is that of the last records, too
+        found[record.identity] = record
+    return found
+
+
+def _append_whole(fd: int, line: bytes) -> None:
+    """Adds the line to the locked file, on a line of its own, or leaves the file as it was."""
+    size = os.fstat(fd).st_size
+    if size:
+        os.lseek(fd, size - 1, os.SEEK_SET)
+        if (
+            os.read(fd, 1) != b"\n"
+        ):  # a torn line of a writer that died; this record must not become part of it
+            line = b"\n" + line
+    try:
+        rest = memoryview(line)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+        os.fsync(fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, size)
+        raise
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens for reading; a named pipe in the file's place would wait for a writer for ever."""
+    return os.open(path, flags | _NONBLOCK)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the name of a new file durable too, where the system can."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_TAKEN = (errno.EAGAIN, errno.EACCES)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replaces the file, or leaves the one before as it is; text as UTF-8. Makes the folder.
+
+    Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.chmod(name, 0o644)  # a temporary file is its owner's alone
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):  # a signal may come when all is done already
+            os.unlink(name)
+        raise
+
+
+@contextlib.contextmanager
+def file_lock(fd: int, *, shared: bool = False) -> Iterator[None]:
+    """Holds the whole open file against other holders; `shared` admits other readers."""
+    if fcntl is None:
+        yield
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    except OSError:  # a file system without locks
+        yield
+        return
+    try:
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+class Claims:
+    """Claims on cases, as byte ranges of one lock file; a killed run leaves none behind.
+
+    A range lock belongs to the process, so it is not kept alive by workers that a killed run leaves
+    behind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd: int | None = None
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a read-only folder: there is nothing to protect
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+    @contextlib.contextmanager
+    def claim(self, identity: str, *, wait: bool) -> Iterator[bool]:
+        """Yields whether the case is ours to run; with `wait`, returns only when it is."""
+        if fcntl is None or self._fd is None:
+            yield True
+            return
+        offset = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "big")
+        refusal: int | None = None
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, offset)
+        except OSError as error:
+            refusal = error.errno
+        try:
+            yield refusal not in _TAKEN  # any other refusal: a file system without locks
+        finally:
+            if refusal is None:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, offset)
+
+    def close(self) -> None:
+        """Gives up everything still claimed."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

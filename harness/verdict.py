@@ -1,0 +1,503 @@
+"""A number of the paper, our answer to it, and what to make of the two.
+
+    PaperCell x Entry -> Comparison
+
+        published       |----|                        what rounds to the printed digits
+        reproduced         |---|                      ours meets it and is narrow
+        undecided    |--------------------|           ours meets it and says little
+        above                        |---|            ours lies beyond it
+        below     |--|
+
+A wide range that meets anything is no success, so it is not called one; and each verdict says which numbers
+in the paper it would have rejected. What the paper says in words ("almost linear") names a threshold that it
+does not give: some values satisfy the sentence however it is meant and some under one reading only. Our range
+names its parts: a range that is only a number can be made as wide as it has to be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from gpipe_bench.harness.paper import PaperCell
+from gpipe_bench.harness.record import Quantity, Record, Status
+from gpipe_bench.harness.units import convert, show
+from gpipe_bench.harness.unknowns import Unknown
+
+Verdict = Literal["reproduced", "identity", "undecided", "above", "below", "not comparable", "not run"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+JUDGED: tuple[Verdict, ...] = ("reproduced", "identity", "undecided", "above", "below")
+HOLDS: tuple[Verdict, ...] = ("reproduced", "identity")
+DIFFERS: tuple[Verdict, ...] = ("above", "below")
+
+Question = Literal["as published", "here"]
+"""What a number answers: whether our prediction for the paper's accelerators, at the paper's size, gives the
+printed number, or whether the paper's claim holds on this machine."""
+QUESTIONS: tuple[Question, ...] = get_args(Question)
+
+NARROW = 0.2
+"""How far a range may reach to either side of its middle, as a share of it, to say something."""
+
+NO_RECORD = "there is no record of this case"
+
+_ULP = 1e-12
+"""Relative slack at the edges, for decimal fractions that binary numbers only approach."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A place in a table of the paper, whose number stands there, as in paper.csv, and the question asked."""
+
+    table: str
+    row: str
+    column: str
+    source: str = "paper"
+    question: Question = "here"
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Table, row and column."""
+        return (self.table, self.row, self.column)
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        """Table, row, column, whose number and which question; no two answers are alike in all."""
+        return (*self.place, self.source, self.question)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry(Place):
+    """Our number for one number of the paper, and all that its verdict needs to know.
+
+    Args:
+        quantity: our number, with its 95 % interval
+        spread: how far it may be off, where that is more than the quantity's own interval
+        allowed: what the paper's words allow, where they stand for a number that they do not give
+        record: the one that the number comes from, None where it is computed from several
+        not_comparable: why the two numbers can't be held against each other; empty where they can
+        note: what our number is, for a footnote; never why it differs
+        explained_by: the tested settings that account for a difference, named as the table of hypotheses
+            names them
+        others_tried: how many settings were tried that the spread does not cover
+        status: of the record, for an answer without a number
+        reason: of the record, likewise
+    """
+
+    quantity: Quantity | None = None
+    spread: Spread | None = None
+    allowed: Allowed | None = None
+    record: Record | None = None
+    not_comparable: str = ""
+    note: str = ""
+    explained_by: str = ""
+    others_tried: int = 0
+    status: Status = "done"
+    reason: str = ""
+
+    @property
+    def tried(self) -> int:
+        """How many settings were tried: the combinations that its range covers, and any others."""
+        return (0 if self.spread is None else self.spread.combinations) + self.others_tried
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """Where our number may lie, in its unit: the spread, else the interval, else the number."""
+        if self.quantity is None or self.quantity.value is None:
+            return None
+        if self.spread is not None:
+            return self.spread.low, self.spread.high
+        low, high = self.quantity.low, self.quantity.high
+        value = float(self.quantity.value)
+        return value if low is None else low, value if high is None else high
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison(Place):
+    """The paper's number, ours, and what to make of the two.
+
+    All numbers are in `unit`, the paper's. `paper` is the value as published, `corrected` the one judged
+    instead where an erratum gives it. `low` and `high` are our 95 % interval, `range_low` and `range_high`
+    how far our number may lie over everything that is not known, which `parts` name. The verdict would have
+    been against a published number below `fails_below` or above `fails_above`; None where it could not have
+    been on that side. `ratio` is ours over the value judged, `factor` how far the nearest ends of the two
+    ranges are apart where they don't meet. `counted` says whether it counts among the paper's numbers: no
+    context, no repetition, nobody else's. `peer` is the same number as somebody else published it.
+    `explained_by` names the settings that account for a difference, of the `tried` ones.
+    """
+
+    kind: str = "ours"
+    counted: bool = False
+    paper: float | None = None
+    printed: str = ""
+    corrected: float | None = None
+    corrected_printed: str = ""
+    ours: float | int | None
+    unit: str
+    provenance: str
+    low: float | None
+    high: float | None
+    range_low: float | None = None
+    range_high: float | None = None
+    parts: tuple[str, ...]
+    fails_below: float | None = None
+    fails_above: float | None = None
+    ratio: float | None
+    factor: float | None = None
+    peer: float | None
+    peer_printed: str
+    verdict: Verdict
+    reason: str
+    explained_by: str
+    tried: int
+    footnotes: tuple[str, ...]
+    hardware: str = ""
+    location: str = ""
+
+    @property
+    def why(self) -> str:
+        """What is known of the reason of a difference; empty where there is none."""
+        return why(self.explained_by, self.tried) if self.verdict in DIFFERS else ""
+
+    @property
+    def paper_text(self) -> str:
+        """As printed, with the corrected value where an erratum gives one; empty where nothing is printed."""
+        return self.printed if self.corrected is None else f"{self.printed} (means {self.corrected_printed})"
+
+
+def judge(
+    cell: PaperCell | None, ours: Entry, tolerance: float = 1.0, peer: PaperCell | None = None
+) -> Comparison:
+    """One answer beside the paper's number, with the verdict and its reason.
+
+    Args:
+        cell: the paper's number, None where it prints none
+        ours: our answer
+        tolerance: widens or narrows our range and what the printed number admits, to see what a verdict owes
+            to their width
+        peer: the same number as somebody else published it
+
+    Raises ValueError where two numbers have units of different kinds.
+    """
+    if not (math.isfinite(tolerance) and tolerance > 0):
+        raise ValueError(f"tolerance is {tolerance}; it multiplies the width of a range, such as 0.5 or 2")
+    quantity = ours.quantity or Quantity(name=ours.row, value=None, unit="", provenance="measured")
+    unit = quantity.unit if cell is None else cell.unit
+
+    def here(value: float | int | None) -> float | int | None:
+        return None if value is None else convert(value, quantity.unit, unit)
+
+    value = here(quantity.value)
+    held = _held(cell, ours, tolerance)
+    differs = held["verdict"] in DIFFERS
+    known: dict[str, Any] = {field.name: getattr(ours, field.name) for field in fields(Place)}
+    if cell is not None:
+        same = ("kind", "printed", "corrected_printed", "hardware", "location")
+        known |= {name: getattr(cell, name) for name in same}
+        known |= {"paper": cell.value, "corrected": cell.corrected_value}
+        known["counted"] = cell.source == "paper" and cell.counted
+    return Comparison(
+        ours=value,
+        unit=unit,
+        provenance=quantity.provenance if value is not None else "",
+        low=here(quantity.low),
+        high=here(quantity.high),
+        parts=() if ours.spread is None else tuple(part.what for part in ours.spread.parts),
+        ratio=value / cell.target if cell is not None and value is not None and cell.target else None,
+        peer=None if peer is None or not unit else convert(peer.value, peer.unit, unit),
+        peer_printed="" if peer is None else peer.printed,
+        explained_by=ours.explained_by if differs else "",
+        tried=ours.tried,
+        footnotes=_footnotes(cell, ours, held["verdict"], held["reason"]),
+        **known,
+        **held,
+    )
+
+
+def accounts(value: float, cell: PaperCell, allowed: Allowed | None = None) -> bool:
+    """Whether a setting that gives `value`, in the cell's unit, accounts for the paper's number.
+
+    That is so where the verdict on this value alone would be `reproduced`: there is one criterion.
+    """
+    return cell.comparable and _verdict(cell.kind, allowed or printed(cell), value, value) in HOLDS
+
+
+def why(explained_by: str, tried: int) -> str:
+    """What is known of the reason of a difference: what accounts for it, and of how many that were tried."""
+    if explained_by:
+        return f"accounted for by {explained_by}, of {tried:,} settings tried"
+    if not tried:
+        return "nothing was tried that might account for it"
+    return f"no setting accounts for it, of {tried:,} tried"
+
+
+def narrow(low: float, high: float) -> bool:
+    """Whether a range says something: it reaches at most a fifth to either side of its middle."""
+    return (high - low) / 2 <= NARROW * abs(low + high) / 2 * (1 + _ULP)
+
+
+def _held(cell: PaperCell | None, ours: Entry, tolerance: float) -> dict[str, Any]:
+    """The fields of a comparison that the verdict decides, but for those that nothing is known of."""
+    quantity, found = ours.quantity, ours.range
+    if quantity is None or quantity.value is None or found is None:
+        verdict, reason = _without_number(ours)
+        return {"verdict": verdict, "reason": reason}
+    if cell is None:
+        reason = ours.not_comparable or "the paper prints no such number"
+        return {"verdict": "not comparable", "reason": reason}
+    value, low, high = (convert(number, quantity.unit, cell.unit) for number in (quantity.value, *found))
+    low, high = (value + tolerance * (end - value) for end in (low, high))
+    held: dict[str, Any] = {"range_low": low, "range_high": high}
+    if barred := ours.not_comparable if cell.comparable else cell.erratum:
+        return {**held, "verdict": "not comparable", "reason": barred}
+    allowed = (ours.allowed or printed(cell)).scaled(tolerance, cell.target)
+    verdict = _verdict(cell.kind, allowed, low, high)
+    factor = None
+    if verdict in DIFFERS:
+        near, edge = (low, allowed.possible_high) if verdict == "above" else (high, allowed.possible_low)
+        factor = near / edge if edge > 0 and near > 0 else None
+    below, above = low - (allowed.possible_high - cell.target), high + (cell.target - allowed.possible_low)
+    return {
+        **held,
+        "verdict": verdict,
+        "reason": _reason(verdict, cell, ours, allowed, (value, low, high), factor),
+        "fails_below": below if math.isfinite(below) else None,
+        "fails_above": above if math.isfinite(above) else None,
+        "factor": factor,
+    }
+
+
+def _verdict(kind: str, allowed: Allowed, low: float, high: float) -> Verdict:
+    edges = (low, high, allowed.possible_low, allowed.possible_high)
+    slack = _ULP * max(abs(edge) for edge in edges if math.isfinite(edge))
+    if low > allowed.possible_high + slack:
+        return "above"
+    if high < allowed.possible_low - slack:
+        return "below"
+    if kind == "identity":
+        return "identity"
+    if allowed.open:  # a bound holds where all of the range keeps to it, however wide that is
+        inside = allowed.low - slack <= low and high <= allowed.high + slack
+        return "reproduced" if inside else "undecided"
+    meets = low <= allowed.high + slack and high >= allowed.low - slack
+    return "reproduced" if meets and narrow(low, high) else "undecided"
+
+
+def _without_number(ours: Entry) -> tuple[Verdict, str]:
+    if ours.status == "out_of_memory":
+        return "below", f"ran out of memory here: {ours.reason or 'no reason was recorded'}"
+    if ours.not_comparable:
+        return "not comparable", ours.not_comparable
+    if ours.reason:
+        return "not run", f"{ours.status}: {ours.reason}" if ours.status != "done" else ours.reason
+    return "not run", (ours.quantity.note if ours.quantity is not None else "") or NO_RECORD
+
+
+def _reason(
+    verdict: Verdict,
+    cell: PaperCell,
+    ours: Entry,
+    allowed: Allowed,
+    found: tuple[float, float, float],
+    factor: float | None,
+) -> str:
+    value, low, high = found
+    mine = show(value, cell.unit) if low == high else f"{_interval(low, high, cell.unit)}{_made_of(ours)}"
+    theirs = f"{_interval(allowed.low, allowed.high, cell.unit)} ({allowed.words})"
+    match verdict:
+        case "reproduced" | "identity" if allowed.open:
+            reason = f"{mine} keeps to {theirs}"
+        case "reproduced":
+            reason = f"{mine} meets {theirs}"
+        case "identity":
+            reason = f"{mine} follows from the arithmetic: {theirs}"
+        case "undecided" if allowed.open:
+            reason = f"{mine} lies on both sides of what {theirs} may mean"
+        case "undecided" if narrow(low, high):
+            reason = f"{mine} agrees with some readings of {theirs} only"
+        case "undecided":
+            reason = f"{mine} meets {theirs}, and would meet much else"
+        case _:
+            apart = ""
+            if factor:  # neither nothing nor too small for a number of its own
+                times = max(factor, 1 / factor)
+                apart = f", at least a factor of {times:.{3 if times >= 1.005 else 5}g} away"
+            reason = f"{mine} lies {verdict} {theirs}{apart}; {why(ours.explained_by, ours.tried)}"
+    if cell.corrected_printed:
+        return f"judged by the corrected {cell.corrected_printed}, not the printed {cell.printed}; {reason}"
+    return reason
+
+
+def _made_of(ours: Entry) -> str:
+    if ours.spread is not None and ours.spread.parts:
+        return f" ({', '.join(part.what.replace('_', ' ') for part in ours.spread.parts)})"
+    return " (our 95 % interval)" if ours.spread is None else ""
+
+
+def _interval(low: float, high: float, unit: str) -> str:
+    """`3.45 to 3.55`, `at most 5 %`: an interval in words, with a digit more than a number has by itself."""
+    if math.isinf(low):
+        return f"at most {show(high, unit, 5)}"
+    if math.isinf(high):
+        return f"at least {show(low, unit, 5)}"
+    return show(low, unit, 5) if low == high else f"{show(low, unit, 5)} to {show(high, unit, 5)}"
+
+
+def _footnotes(cell: PaperCell | None, ours: Entry, verdict: Verdict, reason: str) -> tuple[str, ...]:
+    notes = [] if cell is None else [cell.erratum, cell.note]
+    notes.append(ours.note)
+    if verdict in DIFFERS and ours.quantity is not None and ours.quantity.value is not None:
+        # the sizes of the differences stand in the table
+        reason = why(ours.explained_by, ours.tried)
+        notes.append(reason[0].upper() + reason[1:])
+    elif verdict in ("not comparable", "not run", "below") and reason != NO_RECORD:  # "not run" says it all
+        notes.append(reason)
+    return tuple(dict.fromkeys(note for note in notes if note))
+
+
+# How far our number may lie off
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One reason why our number is a range.
+
+    Args:
+        what: an unknown's name in results/unknowns.toml, "95 % interval" or "error of the replay"
+        low: the smallest number that this alone gives, all else in the middle, in the number's unit
+        high: the largest
+    """
+
+    what: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """The range of a number of ours over everything that is not known: our own interval, the error of the
+    replay as it was measured, and each setting that the paper leaves open.
+
+    Args:
+        low: the smallest number that any admitted combination gives, in the unit of the quantity
+        high: the largest
+        parts: what the range is made of; they need not add up to it
+        combinations: of the unknown settings, how many the range covers; 0 where it is not about settings
+
+    Raises ValueError for ends that are not finite or are the wrong way round.
+    """
+
+    low: float
+    high: float
+    parts: tuple[Part, ...] = ()
+    combinations: int = 0
+
+    def __post_init__(self) -> None:
+        for part in (Part(what="range", low=self.low, high=self.high), *self.parts):
+            if not -math.inf < part.low <= part.high < math.inf:
+                raise ValueError(
+                    f"{part.what}: {part.low} to {part.high} is no range; give two finite numbers in order"
+                )
+
+    def to_data(self) -> dict[str, Any]:
+        """As a record keeps it."""
+        parts = {part.what: [part.low, part.high] for part in self.parts}
+        return {"low": self.low, "high": self.high, "combinations": self.combinations, "parts": parts}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Spread:
+        """What `to_data` made."""
+        parts = tuple(Part(what=what, low=float(a), high=float(b)) for what, (a, b) in data["parts"].items())
+        low, high = float(data["low"]), float(data["high"])
+        return cls(low=low, high=high, parts=parts, combinations=data["combinations"])
+
+
+# What a published number or sentence admits
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Two intervals in the unit of the paper's number, either of which may be open at one end.
+
+    Args:
+        low: the smallest value that agrees with what is published, however it is meant
+        high: the largest
+        possible_low: the smallest that agrees with it under any reading
+        possible_high: the largest
+        words: what this is, for the reason of a verdict
+    """
+
+    low: float
+    high: float
+    possible_low: float
+    possible_high: float
+    words: str
+
+    def __post_init__(self) -> None:
+        if not self.possible_low <= self.low <= self.high <= self.possible_high:
+            raise ValueError(
+                f"{self.possible_low}, {self.low}, {self.high}, {self.possible_high} are not in order: what "
+                "agrees for sure lies within what may agree"
+            )
+
+    @property
+    def open(self) -> bool:
+        """Whether it only limits a number on one side."""
+        return math.isinf(self.possible_low) or math.isinf(self.possible_high)
+
+    def scaled(self, tolerance: float, target: float) -> Allowed:
+        """Its distances to the paper's number times `tolerance`."""
+
+        def moved(edge: float) -> float:
+            return target + tolerance * (edge - target) if math.isfinite(edge) else edge
+
+        edges = moved(self.low), moved(self.high), moved(self.possible_low), moved(self.possible_high)
+        return Allowed(*edges, self.words)
+
+
+def printed(cell: PaperCell) -> Allowed:
+    """What rounds to the printed number, or lies on the right side of it where the paper only limits it."""
+    low, high = cell.target - cell.target_rounding, cell.target + cell.target_rounding
+    if cell.bound == "at most":
+        return Allowed(-math.inf, high, -math.inf, high, "the paper says at most so much")
+    if cell.bound == "at least":
+        return Allowed(low, math.inf, low, math.inf, "the paper says at least so much")
+    words = "half a unit of the printed digit"
+    if cell.exact and not cell.target_rounding:
+        words = "an exact number"
+    elif cell.form in ("read off", "derived"):
+        words = "the error of what is " + cell.form
+    return Allowed(low, high, low, high, words)
+
+
+def at_most(limit: Unknown) -> Allowed:
+    """A sentence that something is small, of a limit that it does not give."""
+    low, high, words = _limit("at most", limit)
+    return Allowed(-math.inf, low, -math.inf, high, words)
+
+
+def at_least(limit: Unknown) -> Allowed:
+    """A sentence that something is large enough, of a limit that it does not give."""
+    low, high, words = _limit("at least", limit)
+    return Allowed(high, math.inf, low, math.inf, words)
+
+
+def within_factor(limit: Unknown) -> Allowed:
+    """A sentence that a ratio is near one: by at most a factor that it does not give, either way."""
+    low, high, words = _limit("within a factor", limit)
+    return Allowed(1 / low, low, 1 / high, high, words)
+
+
+def about(cell: PaperCell, limit: Unknown) -> Allowed:
+    """ "About 25 %": the printed number, as near as the word may mean, a share of it."""
+    low, high, words = _limit("about, as near as", limit)
+    near, far = (max(cell.target_rounding, share * abs(cell.target)) for share in (low, high))
+    return Allowed(cell.target - near, cell.target + near, cell.target - far, cell.target + far, words)
+
+
+def _limit(what: str, limit: Unknown) -> tuple[float, float, str]:
+    if limit.range is None:
+        raise ValueError(f"{limit.setting} has no range, so it can't be a limit")
+    low, high = limit.range
+    return low, high, f"{what} {low:g} to {high:g}: {limit.setting} of the unknowns"

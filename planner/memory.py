@@ -1,0 +1,283 @@
+"""Whether stages fit: the bytes of every worker, for the thousands of cuts that a search looks at.
+
+The model is `pipeline.memory`: a worker's row walked with what its stages hold, and what a grid adds to it or
+shares out. Here each stage's footprint, each row and each answer is made once, whichever cut asks; stages of
+the same layers are one, wherever they stand. One thing is only known here:
+
+    a tied weight    one with one state where one worker has all its layers, but a gradient of each of its
+                     uses until a step ends; where others have some, for a moment their gradient, too
+
+What a grid adds to the first forward or the last backward alone is counted at every moment of a step. What
+messages take is only known of all stages together: a cut is looked for with one receive ahead (`alone`), then
+`counted` with what the transport holds beyond that, and a cut that fits so fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+
+from gpipe_bench.pipeline.memory.profile import ModelProfile
+from gpipe_bench.pipeline.memory.stages.copies import with_shadows
+from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
+from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing, grid_peak_bytes, shared_stage
+from gpipe_bench.pipeline.memory.stages.layerwise import Passes, passes
+from gpipe_bench.pipeline.memory.stages.peaks import StageMemory, memory_at, optimizer_state, rule_of
+from gpipe_bench.pipeline.memory.stages.rows.messages import Ahead, Transport, all_received_apart
+from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.plan.remat import Choice
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.planner.candidate import Grid
+from gpipe_bench.planner.model import Tie
+from gpipe_bench.planner.rows import Rows
+
+Stages = tuple[range, ...]
+Known = dict[tuple[object, ...], StageMemory]
+"""By worker, what is recomputed, the numbers of stages and ties."""
+
+
+class Footprints:
+    """Of the stages of one model at one micro-batch size. Stages are asked for by a number that those of the
+    same layers share.
+    """
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+        self._stages: list[range] = []  # the first of each number
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self.number, self.held = cache(self._number), cache(self._held)
+        self._whole, self._passes = cache(self._whole_of), cache(self._passes_of)
+        self.between_steps = cache(self._between_steps)
+
+    def _number(self, stage: range) -> int:
+        layers = self.profile.layers
+        content = (*map(id, layers[stage.start : stage.stop]), stage.stop == len(layers))
+        number = self._numbers.setdefault(content, len(self._stages))
+        if number == len(self._stages):
+            self._stages.append(stage)
+        return number
+
+    def _held(self, number: int, sharing: Sharing) -> HeldStage:
+        """What each process holds of a stage."""
+        return shared_stage(self._whole(number), lambda: self._passes(number), sharing)
+
+    def _whole_of(self, number: int) -> Footprint:
+        return footprint(*self._parts(number))
+
+    def _passes_of(self, number: int) -> Passes:
+        return passes(*self._parts(number))
+
+    def _parts(self, number: int) -> tuple[Sequence[LayerProfile], LayerProfile | None]:
+        stage, layers = self._stages[number], self.profile.layers
+        return layers[stage.start : stage.stop], self.profile.loss if stage.stop == len(layers) else None
+
+    def _between_steps(self, sharing: Sharing, optimizer: str) -> list[int]:
+        """Bytes of weights, gradients and the optimizer's state of all layers before each, and of all."""
+        rule, held = rule_of(optimizer), list[int]()
+        for layer in self.profile.layers:
+            trained = sum(map(sharing.part, layer.trained_sizes))
+            counts = 4 * len(layer.trained_sizes) * rule.counts_steps
+            held.append(sum(map(sharing.part, layer.parameter_sizes)) + (1 + rule.state) * trained + counts)
+        return list(accumulate(held, initial=0))
+
+
+class Room:
+    """Bytes of the workers of one schedule, without recomputation, on one grid. What it has counted is in
+    `known`, for the next room of the same way.
+    """
+
+    def __init__(
+        self,
+        footprints: Footprints,
+        rows: Rows,
+        grid: Grid,
+        optimizer: str,
+        ties: tuple[Tie, ...] = (),
+        known: Known | None = None,
+    ) -> None:
+        self._footprints, self._rows, self._grid = footprints, rows, grid
+        self._optimizer, self._rule = optimizer, rule_of(optimizer)
+        self._every_tie = ties
+        self.layers, self.schedule = footprints.profile.layers, rows.schedule
+        # How many replicas there are does not matter.
+        self._sharing = Sharing(min(grid.dp, 2), grid.fsdp, grid.fsdp_level or 2)
+        self._between_steps = footprints.between_steps(self._sharing, optimizer)
+        self._all_ties = sum(map(self._beside, ties))
+        self._known: Known = {} if known is None else known
+
+    def memory(self, worker: int, stages: Stages, remat: Sequence[Choice]) -> StageMemory:
+        """A worker with stages of these layers at its fullest."""
+        ties = self._ties(stages)
+        key = (worker, tuple(remat), tuple(map(self._footprints.number, stages)), ties)
+        if key not in self._known:
+            held = self._once(stages, ties)
+            found = (
+                self._alone(worker, held[0], remat[0])
+                if len(held) == 1
+                else self._together(worker, held, tuple(remat))
+            )
+            if received := self._received_bytes(stages):
+                found = max(found, self._summing(worker, held, received), key=lambda each: each.peak)
+            self._known[key] = found
+        return self._known[key]
+
+    def counted(
+        self, stages: Sequence[range], remat: Sequence[Choice], accelerated: bool
+    ) -> tuple[StageMemory, ...]:
+        """All workers at their fullest, with what their messages take."""
+        alone, more = self.alone(stages, remat), self._messages(stages, remat, accelerated)
+        return tuple(replace(e, boundary=e.boundary + m) for e, m in zip(alone, more, strict=True))
+
+    def alone(self, stages: Sequence[range], remat: Sequence[Choice]) -> list[StageMemory]:
+        """The same with one receive ahead."""
+        return [
+            self.memory(worker, tuple(stages[s] for s in mine), tuple(remat[s] for s in mine))
+            for worker, mine in enumerate(self._rows.homes)
+        ]
+
+    def _messages(self, stages: Sequence[range], remat: Sequence[Choice], accelerated: bool) -> list[int]:
+        """What rings of buffers and messages on their way make of each worker's fullest moment, beyond what
+        `memory` counts, which may be less than nothing.
+        """
+        if self.schedule.num_workers == 1:
+            return [0]
+        held: dict[int, HeldStage] = {}
+        for mine in self._rows.homes:
+            spans = tuple(stages[stage] for stage in mine)
+            held |= zip(mine, self._once(spans, self._ties(spans)), strict=True)
+        every, whole = [held[stage] for stage in range(len(stages))], self._rows.recomputed(remat)
+        counted, supposed = (
+            self._all_together(every, stages, whole, ahead) for ahead in (Transport(accelerated), 1)
+        )
+        return [more - less for more, less in zip(counted, supposed, strict=True)]
+
+    def fits(self, worker: int, stages: Stages, remat: Sequence[Choice], cap: int) -> bool:
+        """Whether a worker has room for stages of these layers, which recompute so much."""
+        held = self._between_steps
+        least = sum(held[stage.stop] - held[stage.start] for stage in stages) - self._all_ties
+        if least > cap or (len(stages) > 1 and self._with_graphs(worker, stages, remat) > cap):
+            return False
+        return self.memory(worker, stages, remat).peak <= cap
+
+    def least_bytes(self) -> int:
+        """What the fullest worker holds between steps at least, however the model is cut: an equal share."""
+        return (self._between_steps[-1] - self._all_ties) // self.schedule.num_workers
+
+    def floor(self) -> list[int]:
+        """Bytes that each layer adds to any stage: its parameters, their state; a tied one's may be there."""
+        tied = {layer for tie in self._every_tie for layer in tie.layers}
+        return [
+            0
+            if index in tied
+            else (layer.parameter_bytes + self._rule.state * sum(layer.trained_sizes)) // self._grid.fsdp
+            for index, layer in enumerate(self.layers)
+        ]
+
+    def _held(self, stages: Stages) -> list[HeldStage]:
+        return [self._footprints.held(self._footprints.number(stage), self._sharing) for stage in stages]
+
+    def _with_graphs(self, worker: int, stages: Stages, remat: Sequence[Choice]) -> int:
+        """What several stages hold at least before their gradients are made: weights, state and the graphs of
+        those that recompute nothing. It takes no walk of the row for each choice of what is recomputed.
+        """
+        held = self._held(stages)
+        always = sum(each.step.parameter_bytes + optimizer_state(each.rest, self._rule) for each in held)
+        saved = [each.step.saved_bytes * (what == "never") for each, what in zip(held, remat, strict=True)]
+        graphs = max(
+            sum(count * size for count, size in zip(counts, saved, strict=True))
+            for counts in self._rows.most_graphs(worker)
+        )
+        return always + graphs - self._all_ties
+
+    def _alone(self, worker: int, held: HeldStage, remat: Choice) -> StageMemory:
+        """A worker with one stage."""
+        rule, count = self._rule, self.schedule.num_microbatches
+        found = self._rows.demands(worker, remat)  # type: ignore[arg-type]  # a choice can be hashed
+        state, more = optimizer_state(held.rest, rule), max((*held.first, *held.last))
+        rest, step = (with_shadows(each, found) for each in (held.rest, held.step))
+        fullest = memory_at(rest, None, rule, state, count, is_first=worker == 0)
+        for demand in found:
+            other = memory_at(step, demand, rule, state, count, is_first=worker == 0)
+            if other.peak + more > fullest.peak:
+                fullest = replace(other, transients=other.transients + more)
+        return fullest
+
+    def _together(self, worker: int, held: Sequence[HeldStage], remat: tuple[Choice, ...]) -> StageMemory:
+        mine = self._rows.homes[worker]
+        step, rest = (
+            {s: getattr(h, name) for s, h in zip(mine, held, strict=True)} for name in ("step", "rest")
+        )
+        found = self._rows.fullest(worker, remat, step, rest, self._rule)
+        more = max(max((*each.first, *each.last)) for each in held)
+        return replace(found, transients=found.transients + more)
+
+    def _all_together(
+        self, held: Sequence[HeldStage], stages: Sequence[range], whole: Schedule, ahead: Ahead
+    ) -> list[int]:
+        """The peaks of all workers by the model's own walk, with the sums of tied weights."""
+        found = list(grid_peak_bytes(held, whole, self._optimizer, receive_ahead=ahead))
+        rests = all_received_apart([each.rest for each in held], whole, ahead)
+        for worker, mine in enumerate(self._rows.homes):
+            if received := self._received_bytes(tuple(stages[stage] for stage in mine)):
+                resting = [replace(held[stage], rest=rests[stage]) for stage in mine]
+                found[worker] = max(found[worker], self._summing(worker, resting, received).peak)
+        return found
+
+    def _summing(self, worker: int, held: Sequence[HeldStage], received: int) -> StageMemory:
+        """A worker that has the gradients of all its uses of tied weights, and one from another owner."""
+        count, rule = self.schedule.num_microbatches, self._rule
+        rests = [
+            memory_at(each.rest, None, rule, optimizer_state(each.rest, rule), count, is_first=stage == 0)
+            for stage, each in zip(self._rows.homes[worker], held, strict=True)
+        ]
+        names = ("parameters", "buffers", "gradients", "optimizer_state", "boundary")
+        parts = {name: sum(getattr(rest, name) for rest in rests) for name in names}
+        parts["gradients"] += sum(each.rest.summed_gradient_bytes for each in held)
+        return StageMemory(**parts, activations=0, transients=self._sharing.part(received), when="ties")
+
+    def _received_bytes(self, stages: Stages) -> int:
+        """The largest gradient that a worker with these stages is sent of a weight that others have, too."""
+        found = [0]
+        for tie in self._every_tie:
+            mine = [any(layer in stage for stage in stages) for layer in tie.layers]
+            found += [tie.num_bytes] * (any(mine) and not all(mine))
+        return max(found)
+
+    def _beside(self, tie: Tie) -> int:
+        """What of a tied weight is not there between steps, where one worker has it: all but one of each."""
+        copies = (2 + self._rule.state) * self._sharing.part(tie.num_bytes) + 4 * self._rule.counts_steps
+        return copies * (len(tie.layers) - 1)
+
+    def _ties(self, stages: Stages) -> tuple[Tie, ...]:
+        """Those of which the worker has a layer, with its layers alone."""
+        return tuple(
+            replace(tie, layers=mine)
+            for tie in self._every_tie
+            if (mine := tuple(layer for layer in tie.layers if any(layer in stage for stage in stages)))
+        )
+
+    def _once(self, stages: Stages, ties: tuple[Tie, ...]) -> list[HeldStage]:
+        """The stages without the weights and states that the worker has already with an earlier layer."""
+        found = self._held(stages)
+        for tie in ties:
+            for layer in tie.layers[1:]:
+                stage = next(index for index, each in enumerate(stages) if layer in each)
+                size, held = self._sharing.part(tie.num_bytes), found[stage]
+                found[stage] = replace(held, step=_without(held.step, size), rest=_without(held.rest, size))
+        return found
+
+
+def _without(stage: Footprint, num_bytes: int) -> Footprint:
+    """A stage without one of its weights, whose gradient it has until the step's end all the same."""
+    sizes = list(stage.trained_sizes)
+    if num_bytes not in sizes:  # nobody trains it
+        return replace(stage, parameter_bytes=stage.parameter_bytes - num_bytes)
+    sizes.remove(num_bytes)
+    return replace(
+        stage,
+        parameter_bytes=stage.parameter_bytes - num_bytes,
+        trained_sizes=tuple(sizes),
+        summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes,
+    )

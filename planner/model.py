@@ -1,0 +1,383 @@
+"""The models of `plan` and `size`: published shapes by name and one's own, built without memory; and the
+same as something that a process which times them can be sent and builds for itself (`Subject`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gpipe_bench.models import MODELS, SHAPES, count_parameters, example_batch, loss_fn
+from gpipe_bench.models.paper import HALVES, Half
+from gpipe_bench.models.parallel import check_divisible, tensor_parallel
+from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
+from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile, Profiler, fake_copy
+from gpipe_bench.pipeline.model.layers_of import layers_of
+from gpipe_bench.pipeline.stage.microbatch import flatten, unflatten
+
+BATCH_SIZE = 32
+"""Examples of the mini-batch of a published shape, where none are given."""
+
+WANTED = (
+    "it takes no arguments and returns (layers, inputs) or (layers, inputs, target, loss_fn), the inputs an "
+    "example of a mini-batch"
+)
+DIVIDES = "a fifth value: a function of (layers, mesh) that divides the layers over a mesh's ranks, in place"
+"""What says how an own model is tensor parallel."""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several layers share, such as an embedding that is the output layer too."""
+
+    layers: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a script makes the model again: the import, and what is called by it.
+
+    For one's own `called` is the function, which may give a loss and what divides its layers, and a foreign
+    model in the place of layers; for the zoo's it is the builder, with its options.
+    """
+
+    imports: str
+    called: str
+    options: dict[str, Any] | None = None
+    has_loss: bool = True
+    is_foreign: bool = False
+    divides: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with an example of its mini-batch, on the meta device.
+
+    Args:
+        name: as it was asked for
+        layers: of the sequence
+        loss_fn: (output, target) -> scalar
+        inputs, target: of one mini-batch
+        num_parameters: a matrix that two layers share counted once
+        ties: what layers share; each of them is profiled with its own
+        source: how a script makes it
+        attention: of the device that it is profiled for, as `pipeline.memory.attention` has it
+        divide: (layers, mesh) -> what divides one's own layers over ranks; None for the zoo's
+    """
+
+    name: str
+    layers: tuple[nn.Module, ...]
+    loss_fn: Callable[[Any, Tensor], Tensor]
+    inputs: Boundary
+    target: Boundary
+    num_parameters: int
+    ties: tuple[Tie, ...] = ()
+    source: Source = Source("", "")
+    attention: str = "cpu"
+    divide: Callable[..., object] | None = field(default=None, repr=False, compare=False)
+    _profiles: dict[tuple[object, ...], ModelProfile] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a mini-batch."""
+        return self.inputs.tensors[0].shape[0]
+
+    def check_divisible(self, ranks: int) -> None:
+        """`ValueError` where nothing says how the layers are divided over so many ranks (tp).
+
+        Whether the engine takes divided layers of this model is `why_whole`'s to say.
+        """
+        if self.source.divides or ranks == 1:
+            return
+        if self.source.options is None:
+            raise ValueError(
+                f"--tp {ranks}: nothing says how the layers of {self.name} are divided; return {DIVIDES}"
+            )
+        named = OrderedDict((f"layer_{index}", layer) for index, layer in enumerate(self.layers))
+        try:
+            check_divisible(nn.Sequential(named), ranks)
+        except ValueError as error:
+            raise ValueError(f"--tp {ranks}: {self.name}: {error}; leave --tp out") from error
+
+    def is_divisible(self, ranks: int, *, compiled: bool) -> bool:
+        """Whether so many ranks may compute each of its layers together."""
+        try:
+            self.check_divisible(ranks)
+        except ValueError:
+            return False
+        return not self.why_whole(compiled=compiled)
+
+    def why_whole(self, *, compiled: bool) -> str:
+        """Why the engine divides none of its parameters, neither over fsdp nor over tp; empty if it does."""
+        if self.ties:
+            return "since layers share a weight"
+        return "since compiled layers keep their parameters whole" if compiled else ""
+
+    def profile_of(
+        self,
+        microbatch_size: int,
+        precision: str,
+        *,
+        compiled: bool = False,
+        split_backward: bool = False,
+        tp: int = 1,
+    ) -> ModelProfile:
+        """Of a micro-batch of that many examples, layers that are alike once; or what one rank has of it of
+        `tp` that compute every layer together.
+        """
+        key = (microbatch_size, precision, compiled, split_backward, self.attention, tp)
+        if key not in self._profiles:
+            inputs, target = (resized(each, microbatch_size) for each in (self.inputs, self.target))
+            with self._divided_over(tp) as divided:
+                profiler = Profiler(
+                    PRECISIONS[precision],
+                    compiled=compiled,
+                    attention=self.attention,
+                    split_backward=split_backward,
+                    ties_apart=True,
+                    divided=divided,
+                )
+                self._profiles[key] = ModelProfile(*profiler.model(self.layers, self.loss_fn, inputs, target))
+        return self._profiles[key]
+
+    @contextmanager
+    def _divided_over(self, ranks: int) -> Iterator[Callable[[nn.Module], nn.Module] | None]:
+        """What a rank has of a layer, divided as in the script; of the ranks there is this one alone."""
+        if ranks == 1:
+            yield None
+            return
+        self.check_divisible(ranks)
+        if dist.is_initialized():
+            raise ValueError(
+                f"--tp {ranks} is planned with a group of its own: plan before processes join one"
+            )
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        try:
+            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+
+            def divided(layer: nn.Module) -> nn.Module:
+                mine = self.layers if self.divide is not None and layer in self.layers else (layer,)
+                copies = nn.Sequential(*map(fake_copy, mine))
+                if layer in self.layers:
+                    (self.divide or tensor_parallel)(copies, mesh)
+                return copies[mine.index(layer)]
+
+            yield divided
+        finally:
+            dist.destroy_process_group()
+
+
+def model_of(
+    name: str,
+    batch_size: int | None = None,
+    num_layers: int | None = None,
+    *,
+    num_filters: int | None = None,
+) -> Model:
+    """The published shape, Table 1's model or the user's `module:function` of that name.
+
+    Args:
+        name: a key of `gpipe_bench.models.SHAPES`, "transformer-lm" or "amoebanet-d" with Table 1's options,
+            or where one's own function stands
+        batch_size: examples of the mini-batch; None for 32 of a shape, Table 1's of its models, or as many as
+            one's own example has
+        num_layers: blocks, instead of the shape's own; of GPT-2, Llama and Table 1's models only
+        num_filters: of AmoebaNet-D only
+
+    Raises ValueError, naming value and remedy, for what is neither or cannot be built.
+    """
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"--batch-size {batch_size}: a mini-batch has at least 1 example")
+    half = next((half for half in HALVES.values() if half.model == name), None)
+    if num_filters is not None and name != HALVES["amoebanet"].model:
+        raise ValueError(f"--num-filters {num_filters} is AmoebaNet's; leave it out")
+    if half is not None:
+        return _of_table_1(half, batch_size or half.batch_size, num_layers, num_filters)
+    if name not in SHAPES and ":" not in name:
+        known = ", ".join([*(half.model for half in HALVES.values()), *SHAPES])
+        raise ValueError(f"unknown model {name!r}; known: {known}, and one's own as module:function")
+    if num_layers is not None and (name not in SHAPES or SHAPES[name][0] == "unet"):
+        raise ValueError(f"--num-layers {num_layers}: {name} has the layers it has; leave the option out")
+    if name not in SHAPES:
+        found = _own(name)
+        if batch_size is None:
+            return found
+        return replace(
+            found,
+            inputs=resized(found.inputs, batch_size),
+            target=resized(found.target, batch_size),
+            _profiles={},
+        )
+    builder, options = SHAPES[name]
+    if num_layers is not None:
+        options = {**options, "num_layers": num_layers}
+    return built(name, builder, options, batch_size or BATCH_SIZE)
+
+
+def _of_table_1(half: Half, batch_size: int, num_layers: int | None, num_filters: int | None) -> Model:
+    """`transformer-lm` or `amoebanet-d` of a size."""
+    if num_layers is None:
+        raise ValueError(f"{half.model} comes in any size; give --num-layers L")
+    size = {"num_layers": num_layers}
+    if half.model == HALVES["amoebanet"].model:
+        if num_filters is None:
+            raise ValueError(f"{half.model} needs --num-filters, such as 208")
+        size["num_filters"] = num_filters
+    for option, number in size.items():
+        if number < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {number}: give 1 or more")
+    return built(half.model, half.model, {**half.options, **size}, batch_size)
+
+
+def built(name: str, builder: str, options: dict[str, Any], batch_size: int) -> Model:
+    """A model of the zoo: `MODELS[builder](**options)`, called `name`."""
+    with torch.device("meta"):
+        model = MODELS[builder](**options)
+    inputs, target = example_batch(builder, batch_size, device="meta", **options)
+    return Model(
+        name, tuple(model), loss_fn(builder, **options), Boundary.of(inputs), Boundary.of(target),
+        count_parameters(model), ties_of(tuple(model)),
+        Source("from gpipe_bench.models import MODELS, example_batch, loss_fn", builder, options),
+    )  # fmt: skip
+
+
+def ties_of(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """The parameters that more than one of the layers has."""
+    users: dict[nn.Parameter, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            users.setdefault(parameter, []).append(index)
+    return tuple(
+        Tie(tuple(mine), parameter.numel() * parameter.itemsize)
+        for parameter, mine in users.items()
+        if len(mine) > 1
+    )
+
+
+def _own(name: str) -> Model:
+    module, colon, attribute = name.partition(":")
+    if not (colon and module and attribute):
+        raise ValueError(f"{name!r} is no module:function, such as my_models:small; {WANTED}")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{name}: {error}; start from the folder that holds the module, or add that to PYTHONPATH"
+        ) from error
+    try:
+        with torch.device("meta"):
+            given = function()
+    except Exception as error:
+        raise ValueError(f"{name} failed with {type(error).__name__}: {error}; {WANTED}") from error
+    if not isinstance(given, (tuple, list)) or len(given) not in (2, 4, 5):
+        raise ValueError(f"{name} returned {_kind(given)}; {WANTED}")
+    layers = _layers(given[0])
+    if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
+        raise ValueError(
+            f"{name} returned layers of {_kind(given[0])}: return an nn.Sequential or a list of layers"
+        )
+    if len(given) == 5 and not callable(given[4]):
+        raise ValueError(f"{name} returned {_kind(given[4])} as its fifth value; give {DIVIDES[15:]}")
+    examples = {tensor.shape[0] if tensor.dim() else 0 for tensor in as_tuple(given[1])}
+    if len(examples) != 1 or 0 in examples:
+        raise ValueError(
+            f"{name}: the inputs have {sorted(examples)} examples: give all of them the same first dimension"
+        )
+    target, loss = (given[2], given[3]) if len(given) > 2 else (torch.empty(*examples, device="meta"), _mean)
+    parameters = count_parameters(nn.ModuleList(layers))
+    return Model(
+        name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, ties_of(layers),
+        Source(
+            f"from {module} import {attribute}", attribute, has_loss=len(given) > 2,
+            is_foreign=_is_foreign(given[0]), divides=len(given) == 5,
+        ),
+        divide=given[4] if len(given) == 5 else None,
+    )  # fmt: skip
+
+
+def _layers(given: object) -> tuple[nn.Module, ...]:
+    """Of a sequence, or of a model that `pipeline.layers_of` knows; none of anything else."""
+    if _is_foreign(given):
+        return tuple(layers_of(given))  # type: ignore[arg-type]
+    return tuple(given) if isinstance(given, (nn.Sequential, list, tuple)) else ()
+
+
+def _is_foreign(given: object) -> bool:
+    return isinstance(given, nn.Module) and type(given).__module__.startswith("transformers.")
+
+
+def _mean(output: Any, target: Tensor) -> Tensor:
+    """A loss for a model that comes without one: it keeps nothing."""
+    return torch.stack([each.float().mean() for each in as_tuple(output) if each.is_floating_point()]).sum()
+
+
+def _kind(value: object) -> str:
+    count = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return f"type {type(value).__name__}{count}"
+
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+class Subject(Protocol):
+    """A model, its loss, and examples for it; equal ones in every process with the same seed."""
+
+    def build(self) -> tuple[list[nn.Module], Loss]:
+        """Layers and loss."""
+
+    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
+        """Inputs and target of so many examples."""
+
+
+@dataclass(frozen=True)
+class OfTheZoo:
+    """A model of `gpipe_bench.models` with its options."""
+
+    model: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> tuple[list[nn.Module], Loss]:
+        return list(MODELS[self.model](**self.options)), loss_fn(self.model, **self.options)
+
+    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
+        return example_batch(self.model, examples, device=device, **self.options)
+
+
+@dataclass(frozen=True)
+class OneOfYours:
+    """`module:function`, which returns (layers, inputs, target, loss_fn, ...); batches repeat these."""
+
+    name: str
+
+    def build(self) -> tuple[list[nn.Module], Loss]:
+        layers, _, _, loss = _given(self.name)
+        return list(layers), loss
+
+    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
+        with torch.device(device):
+            _, inputs, target, _ = _given(self.name)
+        return _repeated(inputs, examples), _repeated(target, examples)
+
+
+def _given(name: str) -> tuple[Any, Any, Any, Loss]:
+    module, _, attribute = name.partition(":")
+    layers, inputs, target, loss, *_ = getattr(importlib.import_module(module), attribute)()
+    return layers, inputs, target, loss
+
+
+def _repeated(tree: Any, examples: int) -> Any:
+    tensors, structure = flatten(tree)
+    times = [-(-examples // tensor.shape[0]) for tensor in tensors]
+    found = [torch.cat([tensor] * count)[:examples] for tensor, count in zip(tensors, times, strict=True)]
+    return unflatten(tuple(found), structure)

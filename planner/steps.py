@@ -1,0 +1,358 @@
+"""How long a step takes, for many cuts of one model under one schedule.
+
+A search looks at hundreds of thousands of stages, so the seconds of any are a few look-ups (`LayerTimes`) and
+a step is one pass over lists of numbers (`QuickSteps`). What a grid makes of the seconds of layers still adds
+up layer by layer, so each collective is charged to its layer (`times_on`):
+
+    tensor parallel    a layer's work divided, two sums of its activations in F and in B that nothing hides
+    fsdp, level 3      a layer's parameters are gathered beside the computation: the longer of the two counts
+    fsdp, level 2      gathered once in a step, before it begins
+    dp, fsdp           gradients are summed from the last backward on; what that does not hide comes after it
+
+The prediction of a candidate (`predict`) lays out the same collectives one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import inf
+from operator import add
+from typing import NamedTuple
+
+from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.order import execution_order
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.planner.candidate import Grid
+from gpipe_bench.planner.costs import Costs, ShardCosts
+from gpipe_bench.planner.topology import Topology
+
+REMATS = ("never", "except_last", "always")
+"""What a stage may recompute, what takes least first."""
+_SUMMED = ("forward_s", "again_s", "backward_s", "inputs_s", "weights_s", "update_s", "reduce_s")
+
+
+def recomputed(remat: str, num_microbatches: int) -> int:
+    """The micro-batches below this number are recomputed."""
+    return {"never": 0, "except_last": num_microbatches - 1, "always": num_microbatches}[remat]
+
+
+class StageTimes(NamedTuple):
+    """Seconds of a stage: of each action of one micro-batch, and after its last action."""
+
+    forward_s: float
+    again_s: float  # R
+    backward_s: float  # B
+    inputs_s: float  # I
+    weights_s: float  # W
+    after_s: float
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of every layer on one micro-batch, and what lies between the layers.
+
+    Args:
+        forward_s: F
+        backward_s: B
+        inputs_s, weights_s: I and W; empty for schedules that have none
+        activation_bytes, gradient_bytes: between layer i and i + 1, of one micro-batch each way
+        update_s: of the optimizer
+        reduce_s: of summing the layer's gradients over replicas, which begins inside the last backward
+        again_s: R; as F if not given
+        action_s: of an action of a stage whatever its layers, by kind
+
+    Raises:
+        ValueError: no layers, numbers that do not go with them, seconds that are negative or not finite.
+    """
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    inputs_s: Sequence[float] = ()
+    weights_s: Sequence[float] = ()
+    activation_bytes: Sequence[float] = ()
+    gradient_bytes: Sequence[float] = ()
+    update_s: Sequence[float] = ()
+    reduce_s: Sequence[float] = ()
+    again_s: Sequence[float] = ()
+    action_s: Mapping[str, float] = field(default_factory=dict)
+    _sums: dict[str, list[float]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        layers = self.num_layers
+        if not layers:
+            raise ValueError("a model without layers cannot be cut; give the seconds of one layer or more")
+        lengths = dict.fromkeys(_SUMMED, layers)
+        lengths |= dict.fromkeys(("activation_bytes", "gradient_bytes"), layers - 1)
+        for name, length in lengths.items():
+            values = getattr(self, name)
+            if len(values) != length and (len(values) or name == "backward_s"):
+                raise ValueError(f"{name} has {len(values)} entries for {layers} layers; give {length}")
+            for index, value in enumerate(values):
+                if not 0 <= value < inf:
+                    raise ValueError(f"{name}[{index}] is {value}; it must be finite and not negative")
+        seconds = {name: getattr(self, name) or [0.0] * layers for name in _SUMMED}
+        seconds["again_s"] = self.again_s or self.forward_s
+        seconds["back_s"] = seconds["least_s"] = self.backward_s
+        if self.inputs_s:
+            seconds["back_s"] = list(map(min, self.backward_s, self.inputs_s))
+            seconds["least_s"] = list(map(min, self.backward_s, map(add, self.inputs_s, self.weights_s)))
+        seconds["least_s"] = list(map(add, self.forward_s, seconds["least_s"]))
+        self._sums.update({name: list(accumulate(each, initial=0.0)) for name, each in seconds.items()})
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.forward_s)
+
+    def stage(self, start: int, stop: int) -> StageTimes:
+        """Of layers start..stop - 1; what its last backward does not hide of sums over replicas is after."""
+        sums, more = self._sums, self.action_s
+        forward, again, backward, inputs, weights, update, reduce = (
+            sums[name][stop] - sums[name][start] for name in _SUMMED
+        )
+        halved = bool(self.inputs_s)
+        hidden = weights if halved else backward
+        return StageTimes(
+            forward + more.get("F", 0.0),
+            again + more.get("R", 0.0),
+            backward + more.get("B", 0.0),
+            inputs + more.get("I", 0.0) * halved,
+            weights + more.get("W", 0.0) * halved,
+            update + max(0.0, reduce - hidden),
+        )
+
+    def least_s(self, start: int, stop: int) -> float:
+        """Work of layers start..stop - 1 on one micro-batch, its backward whole or in halves."""
+        return self._sums["least_s"][stop] - self._sums["least_s"][start]
+
+    def ahead_s(self, layer: int) -> float:
+        """Forwards of all layers before this one."""
+        return self._sums["forward_s"][layer]
+
+    def back_s(self, layer: int) -> float:
+        """Until a gradient has been back through all layers before this one."""
+        return self._sums["back_s"][layer]
+
+    def beyond_s(self, layer: int) -> float:
+        """There and back through this layer and all after it."""
+        ahead, back = self._sums["forward_s"], self._sums["back_s"]
+        return ahead[-1] - ahead[layer] + back[-1] - back[layer]
+
+    def message(self, boundary: int) -> tuple[float, float]:
+        """Bytes over a cut in front of layer `boundary`, forward and back."""
+        if not self.activation_bytes:
+            return 0.0, 0.0
+        ahead = self.activation_bytes[boundary - 1]
+        return ahead, self.gradient_bytes[boundary - 1] if self.gradient_bytes else ahead
+
+
+def times_on(
+    grid: Grid,
+    costs: Costs,
+    microbatch_size: int,
+    near: Topology,
+    *,
+    split: bool,
+    shards: ShardCosts | None = None,
+) -> LayerTimes:
+    """The times of the layers on a grid; `split` where the schedule has I and W in the place of B. What
+    `shards` of parameters were timed to add takes the place of fsdp's collectives.
+    """
+    sums_s = [
+        2 * all_reduce_s(each, grid.tp, near.ring("tp")) if grid.tp > 1 else 0.0
+        for each in (*costs.at(microbatch_size).activation_bytes, 0.0)
+    ] or [0.0]
+    costs = divided(costs, microbatch_size, grid.tp)
+    size, layers = costs.at(microbatch_size), costs.num_layers
+    ahead, backs = "G" if "G" in size.layers_s else "F", ("B", "I") if split else ("B",)
+    takes_s = {kind: list(size.layers_s.get(kind, size.layers_s[ahead])) for kind in (ahead, "R", *backs)}
+    if grid.tp > 1:
+        takes_s = {kind: list(map(add, seconds, sums_s)) for kind, seconds in takes_s.items()}
+    held = [sum(layer) for layer in costs.parameter_bytes] or [0] * layers
+    gathers_s = [0.0 if shards else all_gather_s(each, grid.fsdp, near.ring("fsdp")) for each in held]
+    if shards is not None:
+        for kind, seconds in takes_s.items():
+            more_s = [shards.more(kind, range(layer, layer + 1)) for layer in range(layers)]
+            takes_s[kind] = [max(0.0, each + more) for each, more in zip(seconds, more_s, strict=True)]
+    if grid.fsdp_level == 3:
+        takes_s = {kind: list(map(max, seconds, gathers_s)) for kind, seconds in takes_s.items()}
+    reduce_s = [0.0] * layers
+    if shards is not None:
+        reduce_s = list(shards.once_s)
+    elif grid.fsdp > 1:
+        reduce_s = [reduce_scatter_s(each, grid.fsdp, near.ring("fsdp")) for each in held]
+    if grid.dp > 1:
+        over = near.ring("dp")
+        reduce_s = [
+            a + all_reduce_s(b / grid.fsdp, grid.dp, over) for a, b in zip(reduce_s, held, strict=True)
+        ]
+    update_s = [each / grid.fsdp for each in costs.update_s] or [0.0] * layers
+    if shards is not None:
+        update_s = list(shards.update_s)
+    if grid.fsdp_level == 2:
+        update_s = list(map(add, update_s, gathers_s))
+    action_s = {"F": size.action_s.get(ahead, 0.0), **{kind: size.action_s.get(kind, 0.0) for kind in "RBIW"}}
+    return LayerTimes(
+        takes_s[ahead],
+        takes_s["B"],
+        takes_s["I"] if split else (),
+        size.layers_s["W"] if split else (),
+        size.activation_bytes,
+        size.gradient_bytes,
+        update_s,
+        reduce_s,
+        takes_s["R"],
+        action_s,
+    )
+
+
+def divided(costs: Costs, microbatch_size: int, tp: int) -> Costs:
+    """The costs of one size as each of `tp` accelerators has them that compute every layer together, without
+    the sums.
+    """
+    if tp == 1:
+        return costs
+    size = costs.at(microbatch_size)
+    layers_s = {kind: [each / tp for each in seconds] for kind, seconds in size.layers_s.items()}
+    return replace(
+        costs,
+        sizes={microbatch_size: replace(size, layers_s=layers_s, whole_s={}, shards_s={})},
+        update_s=[each / tp for each in costs.update_s],
+        parameter_bytes=[[each // tp for each in layer] for layer in costs.parameter_bytes],
+    )
+
+
+class QuickSteps:
+    """Steps of a schedule without recomputation; what is recomputed is said for each step.
+
+    The replay lays out one step with all its events; a search asks for the end of thousands of steps. Which
+    action comes after which is then known beforehand, so all of it is put into lists of numbers once. The
+    same rules are taken to the same numbers as by the replay, but for a link whose two directions wait for
+    each other, where each direction is taken for itself: who comes first is not known before the times are.
+
+    `links` has a link for each boundary between stages, or is empty where messages take no time. Raises
+    ValueError for a schedule that recomputes by itself, or another number of links.
+    """
+
+    def __init__(self, schedule: Schedule, links: Sequence[Link] = ()) -> None:
+        if any(action.kind is Kind.R for action in schedule):
+            raise ValueError(
+                f"schedule {schedule.name!r} recomputes already; give it with remat='never', and say with "
+                "each step what is recomputed"
+            )
+        boundaries = range(schedule.num_stages - 1)
+        if links and len(links) != len(boundaries):
+            raise ValueError(f"{len(links)} links for {len(boundaries)} boundaries; give one for each")
+        self.schedule = schedule
+        self.links = tuple(links) or (FREE,) * len(boundaries)
+        self.num_actions = sum(map(len, schedule.actions))
+        homes = self._homes = [schedule.worker(stage) for stage in range(schedule.num_stages)]
+        self._order = _some_order(schedule, homes)
+        # Links from worker to worker by number, each direction for itself; -1 within a worker.
+        numbers: dict[tuple[int, int], int] = {}
+
+        def number(a: int, b: int) -> int:
+            return -1 if a == b else numbers.setdefault((a, b), len(numbers))
+
+        self._ahead = [number(homes[stage], homes[stage + 1]) for stage in boundaries]
+        self._back = [number(homes[stage + 1], homes[stage]) for stage in boundaries]
+        self._num_links = len(numbers)
+
+    def makespan_s(
+        self,
+        stages: Sequence[StageTimes],
+        remat: Sequence[str],
+        messages: Sequence[tuple[float, float]] = (),
+    ) -> float:
+        """Seconds of a step.
+
+        Args:
+            stages: of each stage.
+            remat: what each stage recomputes, one of REMATS.
+            messages: bytes over each boundary between stages, forward and back; none if not given.
+        """
+        last, count = len(stages) - 1, self.schedule.num_microbatches
+        given = messages or [(0.0, 0.0)] * last
+        ahead_s = [link.occupied_s(size) for link, (size, _) in zip(self.links, given, strict=True)]
+        back_s = [link.occupied_s(size) for link, (_, size) in zip(self.links, given, strict=True)]
+        latency_s = [link.latency_s for link in self.links]
+        forward_s, again_s, backward_s, inputs_s, weights_s, after_s = zip(*stages, strict=True)
+        again = [recomputed(each, count) for each in remat]
+        inputs = [[0.0] * count for _ in stages]
+        gradients = [[0.0] * count for _ in stages]
+        free = [0.0] * self.schedule.num_workers
+        busy = [0.0] * self._num_links
+        through_ahead, through_back = self._ahead, self._back
+        for code, stage, microbatch, worker in self._order:
+            now = free[worker]
+            if code == 0:
+                arrival = inputs[stage][microbatch]
+                now = (arrival if arrival > now else now) + forward_s[stage]
+                if stage < last:
+                    link = through_ahead[stage]
+                    if link < 0:
+                        inputs[stage + 1][microbatch] = now
+                    else:
+                        start = busy[link]
+                        sent = busy[link] = (start if start > now else now) + ahead_s[stage]
+                        inputs[stage + 1][microbatch] = sent + latency_s[stage]
+            elif code < 3:
+                if microbatch < again[stage]:
+                    now += again_s[stage]
+                arrival = gradients[stage][microbatch]
+                takes_s = backward_s[stage] if code == 1 else inputs_s[stage]
+                now = (arrival if arrival > now else now) + takes_s
+                if stage:
+                    link = through_back[stage - 1]
+                    if link < 0:
+                        gradients[stage - 1][microbatch] = now
+                    else:
+                        start = busy[link]
+                        sent = busy[link] = (start if start > now else now) + back_s[stage - 1]
+                        gradients[stage - 1][microbatch] = sent + latency_s[stage - 1]
+            else:
+                now += weights_s[stage]
+            free[worker] = now
+        for worker, seconds in zip(self._homes, after_s, strict=True):
+            free[worker] += seconds
+        return max(free)
+
+
+_CODES = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
+
+
+def coded(action: Action) -> tuple[int, int, int]:
+    """Kind, stage and micro-batch as numbers."""
+    return _CODES[action.kind], action.stage, action.microbatch
+
+
+def _some_order(schedule: Schedule, homes: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """All actions with their workers, each behind what it waits for: every worker goes on as far as it can,
+    in turn.
+
+    Which of the many such orders it is does not matter: messages leave a worker in the order of its row.
+    """
+    rows = [[(*coded(action), homes[action.stage]) for action in row] for row in schedule.actions]
+    last, every = schedule.num_stages - 1, range(schedule.num_microbatches)
+    inputs, gradients = {(0, each) for each in every}, {(last, each) for each in every}  # that were made
+    order: list[tuple[int, int, int, int]] = []
+    places, before = [0] * len(rows), -1
+    while before < len(order):
+        before = len(order)
+        for worker, row in enumerate(rows):
+            for code, stage, microbatch, _ in row[places[worker] :]:
+                if code == 0:
+                    if (stage, microbatch) not in inputs:
+                        break
+                    inputs.add((stage + 1, microbatch))
+                elif code < 3:
+                    if (stage, microbatch) not in gradients or (stage + 1, microbatch) not in inputs:
+                        break
+                    gradients.add((stage - 1, microbatch))
+                order.append(row[places[worker]])
+                places[worker] += 1
+    if len(order) < sum(map(len, rows)):
+        execution_order(schedule)  # says what waits for what
+    return order

@@ -1,0 +1,502 @@
+"""Predictions for accelerators that are not here: counts, steps, the walk over what is unknown, records."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import record
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpipe_bench.experiments.paper_profiles import EXAMPLES
+from gpipe_bench.experiments.predicted.experiment import EXPERIMENT
+from gpipe_bench.experiments.predicted.records import (
+    ESTIMATE_S,
+    PART,
+    TRIED,
+    as_published,
+    errors,
+    hypotheses_of,
+    prediction_text,
+    run,
+    timed,
+)
+from gpipe_bench.experiments.predicted.sizes import (
+    FullSize,
+    num_bytes,
+    of_the_paper,
+    product_flops,
+    tiled_elements,
+)
+from gpipe_bench.experiments.predicted.steps import Steps
+from gpipe_bench.experiments.predicted.sweep import LINK, Axis, Prediction, Sweep, points, ranks
+from gpipe_bench.experiments.predicted.tables import adjusted
+from gpipe_bench.experiments.predicted.torchgpipe import SETTINGS, SIZES, predict
+from gpipe_bench.harness import paper as paper_file
+from gpipe_bench.harness.experiment import Case, RunOptions
+from gpipe_bench.harness.unknowns import Unknown, load_unknowns
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+from gpipe_bench.pipeline.plan.breakdown import breakdown
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.replay import replay
+from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+from gpipe_bench.planner import accelerators
+from gpipe_bench.planner.accelerators import P100_16, TPU_V2, Accelerator
+
+TRANSFORMER = {
+    "num_layers": 3, "d_model": 64, "ffn_dim": 256, "num_heads": 2, "seq_len": 16, "vocab_size": 100,
+    "attention": "explicit",
+}  # fmt: skip
+AMOEBANET = {"num_layers": 6, "num_filters": 16, "image_size": 64, "num_classes": 10, "aux_head": False}
+
+
+# Counts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "examples"),
+    [("transformer-lm", TRANSFORMER, 5), ("amoebanet-d", AMOEBANET, 4), ("resnet101", {"image_size": 64}, 4)],
+)
+def test_operations_and_memory_scaled_from_one_prime_number_of_examples_are_those_of_any(
+    model, options, examples
+) -> None:
+    full = FullSize(model, options)
+    with torch.device("meta"):
+        modules = MODELS[model](**options)
+    inputs, target = example_batch(model, examples, device="meta", **options)
+    with FlopCounterMode(display=False) as forward:
+        output = modules(inputs)
+    assert sum(full.flops(examples)) == forward.get_total_flops()
+    with FlopCounterMode(display=False) as backward:
+        loss_fn(model, **options)(output, target).backward()
+    assert backward.get_total_flops() == sum(
+        product_flops(each, examples)
+        for layer in full.layers
+        for operation in layer.backward
+        for each in operation.products
+    )
+    assert sum(full.parameters) == sum(p.numel() for p in modules.parameters())
+    layers, loss = Profiler(None).model(
+        modules, loss_fn(model, **options), Boundary.of(inputs), Boundary.of(target)
+    )
+    assert [full.sent_bytes(n, examples, "float32") for n in range(len(layers) - 1)] == [
+        layer.outputs.num_bytes for layer in layers[:-1]
+    ]
+    cut = (range(2), range(2, len(modules)))
+    wanted = pipeline_memory(layers, loss, cut, gpipe(2, 3, "always"), receive_ahead=1)
+    peak = full.peak_bytes("float32", cut, 3, examples, "always")
+    assert peak == max(stage.peak for stage in wanted)
+
+
+def test_padded_operations_of_a_convolution_by_hand() -> None:
+    """3 x 3, 40 to 70 channels, 14 x 14 places, 4 images: rows 784, inner 360, columns 70."""
+    product = (1, 196 * EXAMPLES, 360, 70)
+    assert product_flops(product, 4) == 2 * 784 * 360 * 70
+    assert product_flops(product, 4, 128) == 2 * 784 * 384 * 128
+    assert product_flops(product, 1, 128) == 2 * 200 * 384 * 128  # 196 rows in tiles of 8
+
+
+def test_tiles_by_hand() -> None:
+    # 4 images, 40 channels: 8 x 128 one way, 128 x 40 the other
+    assert tiled_elements((4, 40, 14, 14), "images") == 196 * 8 * 128
+    assert tiled_elements((256, 8, 1, 1), "images") == 256 * 8
+    assert tiled_elements((2, 3, 16, 100), "sequences") == 6 * 16 * 128
+    assert tiled_elements((100,), "images") == 100
+    assert num_bytes(((70, 40), 4, True), 4, "bfloat16") == 4 * 70 * 40, "parameters stay float32"
+    assert num_bytes(((EXAMPLES, 40), 4, True), 4, "bfloat16") == 2 * 4 * 40
+
+
+def test_an_operation_takes_the_longer_of_arithmetic_and_memory_and_fused_ones_nothing() -> None:
+    full = FullSize("transformer-lm", TRANSFORMER)
+    arithmetic = Accelerator(name="counts", flops_per_s=1.0, half_flops_per_s=2.0, bytes_per_s=math.inf)
+    seconds = full.seconds(arithmetic, "float32", 2, (0.5, 1.0))[1]
+    per_token = 2 * (4 * 64 * 64 + 2 * 64 * 256) + 2 * 2 * 16 * 64
+    assert full.flops(2)[1] == 2 * 16 * per_token
+    assert seconds.forward.tolist() == [2 * 2 * 16 * per_token, 2 * 16 * per_token]
+    assert seconds.backward[1] == 2 * seconds.forward[1]
+    assert full.seconds(arithmetic, "bfloat16", 2, (1.0,))[1].forward[0] == seconds.forward[1] / 2
+    moving = replace(arithmetic, flops_per_s=math.inf, bytes_per_s=1.0)
+    slow, fused = (
+        full.seconds(each, "float32", 2, (1.0,))[1].forward[0]
+        for each in (moving, replace(moving, fuses=True, name="fuses"))
+    )
+    pointwise = sum(
+        num_bytes(tensor, 2, "float32")
+        for each in full.layers[1].forward
+        if each.is_elementwise
+        for tensor in each.tensors
+    )
+    assert pointwise > 0
+    assert slow - fused == pointwise
+    with pytest.raises(ValueError, match="share of the peak"):
+        full.seconds(arithmetic, "float32", 2, (0.0,))
+
+
+def test_fewer_than_eight_images_take_a_tpu_as_long_as_eight() -> None:
+    full = FullSize("resnet101", {"image_size": 64})
+    one, eight, nine = (full.seconds(TPU_V2, "float32", n, (0.5,))[0].forward[0] for n in (1, 8, 9))
+    assert one == eight < nine
+    gpu = [full.seconds(P100_16, "float32", n, (0.5,))[0].forward[0] for n in (1, 8)]
+    assert gpu[0] < gpu[1] / 4
+
+
+def test_a_core_is_half_a_chip() -> None:
+    for each, clock_hz, units in ((accelerators.TPU_V2, 700e6, 1), (accelerators.TPU_V3, 940e6, 2)):
+        assert each.flops_per_s == pytest.approx(units * 2 * 128 * 128 * clock_hz, rel=0.01)
+    assert (P100_16.flops_per_s, P100_16.bytes_per_s) == (9.3e12, 732e9)
+
+
+def test_cuts_follow_the_rule_and_batches_hold_at_least_m_examples_and_fit() -> None:
+    full = of_the_paper("table2", "transformer", quick=True)
+    assert full.cut("layers", "cumulative share", 13) is None, "a stage would be empty"
+    with pytest.raises(ValueError, match="unknown cost 'seconds'"):
+        full.cut("seconds", "least variance", 2)
+    cut, batches = full.cut("layers", "least variance", 2), (2, 4, 64, 4096)
+    assert cut == (range(6), range(6, 12))
+    small = full.peak_bytes("float32", cut, 4, 16, "always")
+    peaks = full.peaks("float32", cut, batches, 4, "always", most=small - 1)
+    assert peaks[0] == peaks[3] == math.inf, "too few examples, and behind one that is too large"
+    assert peaks[1] < peaks[2] == small
+    assert full.peaks("float32", None, batches, 4, "always", most=small) == [math.inf] * 4
+    steps = full.steps(TPU_V2, "float32", cut, batches, 4, links=((0.5,), (1e10,), (1e-6,)))
+    assert np.isnan(steps.makespan_s()[:, 0, 0, 0]).tolist() == [True, False, False, False]
+
+
+# Steps ------------------------------------------------------------------------------------------------------
+
+SECONDS = st.floats(0.01, 10)
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 5), st.integers(1, 7), st.sampled_from(["never", "always", "except_last"]))
+def test_all_settings_at_once_give_what_the_replay_and_the_breakdown_give_one_by_one(
+    data, num_stages, num_microbatches, remat
+) -> None:
+    def many(count: int) -> list[np.ndarray]:
+        return [np.array(data.draw(st.lists(SECONDS, min_size=2, max_size=2))) for _ in range(count)]
+
+    forward, backward, update = (many(num_stages) for _ in range(3))
+    sent, returned = (many(num_stages - 1) for _ in range(2))
+    bandwidth, latency, setup = many(3)
+    steps = Steps(
+        num_microbatches, remat, forward, backward, sent, returned, bandwidth, latency, setup, update
+    )
+    makespans, shares = steps.makespan_s(), steps.shares()
+    for at in range(2):
+        times = {
+            (stage, kind): float(seconds[stage][at])
+            for kind, seconds in ((Kind.F, forward), (Kind.R, forward), (Kind.B, backward))
+            for stage in range(num_stages)
+        }
+        arguments = {
+            "activation_bytes": [float(each[at]) for each in sent],
+            "gradient_bytes": [float(each[at]) for each in returned],
+            "setup_s": [float(setup[at])] + [0.0] * (num_stages - 1),
+            "update_s": [float(each[at]) for each in update],
+        }
+        link, schedule = (
+            Link("a link", float(latency[at]), float(bandwidth[at])),
+            gpipe(num_stages, num_microbatches, remat),
+        )
+        assert makespans[at] == pytest.approx(replay(schedule, times, link, **arguments).makespan_s)
+        apart = breakdown(schedule, times, link, **arguments).shares
+        for part, share in apart.items():
+            assert shares["all accelerators"][part][at] == pytest.approx(float(share), abs=1e-9)
+        assert sum(each[at] for each in shares["the slowest accelerator"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("k", "m"), [(2, 1), (2, 8), (4, 32), (8, 32)])
+def test_equal_stages_over_a_free_link_give_the_closed_forms(k: int, m: int) -> None:
+    one, two = np.array(1.0), np.array(2.0)
+    kept = Steps(m, "never", [one] * k, [two] * k, [one * 0] * (k - 1), [one * 0] * (k - 1))
+    assert kept.makespan_s() == 3 * (m + k - 1)
+    assert kept.shares()["all accelerators"]["bubble"] == pytest.approx((k - 1) / (m + k - 1))
+    again = replace(kept, remat="always")
+    # A recomputation starts while the stage waits for the first gradient, but on the last stage it cannot.
+    assert again.makespan_s() == (m + k - 1) + 3 * m + 2 * (k - 1)
+    assert again.shares()["all accelerators"]["load imbalance"] == 0
+
+
+# The sweep --------------------------------------------------------------------------------------------------
+
+
+def unknown(setting: str, allowed=(), **rest) -> Unknown:
+    return Unknown(
+        tables=("t",),
+        setting=setting,
+        allowed=allowed,
+        reason="because",
+        sources=("general: made up",),
+        **rest,
+    )
+
+
+def test_the_middle_is_a_rule() -> None:
+    assert points(unknown("a", range=(1.0, 100.0))) == (1, 10, 100)
+    assert ranks(unknown("a", range=(1.0, 100.0))) == (2, 0, 1)
+    assert ranks(unknown("b", allowed=(8, 16, 32, 64))) == (2, 0, 1, 3)
+    assert ranks(unknown("b", allowed=(1000, 1001))) == (0, 1)
+    assert ranks(unknown("c", allowed=("first", "second"))) == (0, 1)
+    assert ranks(unknown("d", allowed=(True, False))) == (0, 1)
+
+
+AXES = (Axis("a", (1, 2, 3), (1, 0, 2)), Axis("b", ("x", "y"), (0, 1)))
+CELL = ("table", "row", "column")
+
+
+def test_where_the_middle_is_not_admitted_the_nearest_is_and_the_first_settings_stay() -> None:
+    values = np.array([[1.0, 2.0], [np.nan, 3.0], [4.0, 5.0]])
+    found = Prediction.by_rule("", AXES, {CELL: values})
+    assert found.settings == {"a": 2, "b": "y"}, "one step in b rather than one in a, which stands first"
+    assert found.middle(CELL) == 3
+    other = ("table", "row", "other")
+    found = Prediction.by_rule(
+        "", AXES, {CELL: values, other: np.array([[1.0, 1.0], [1.0, np.nan], [1.0, 1.0]])}
+    )
+    assert found.settings == {"a": 1, "b": "x"}, "a combination has all cells of the table"
+    with pytest.raises(ValueError, match="no combination of a, b is admitted"):
+        Prediction.by_rule("", AXES, {CELL: np.full((3, 2), np.nan)})
+
+
+def test_what_is_no_setting_is_left_out() -> None:
+    known = Axis("known", (1000,), (0,), is_setting=False)
+    found = Prediction.by_rule("", (AXES[0], known, AXES[1]), {CELL: np.arange(6.0).reshape(3, 1, 2)})
+    assert found.settings == {"a": 2, "b": "x"}
+    assert found.values[CELL].shape == (3, 2)
+
+
+def test_arrays_over_a_sweep_have_a_dimension_for_every_setting() -> None:
+    sweep = Sweep((*AXES, Axis("c", (4, 5), (0, 1))))
+    alone = sweep.over(lambda b, a: f"{a}{b}", "b", "a")
+    assert alone.tolist() == [[["1x"], ["1y"]], [["2x"], ["2y"]], [["3x"], ["3y"]]]
+    given = sweep.over(lambda c: [c, 2 * c, 3 * c], "c", gives=("a",))
+    assert given.tolist() == [[[4, 5]], [[8, 10]], [[12, 15]]]
+    assert (sweep.values("a") * sweep.values("c")).shape == (3, 1, 2)
+    quick = Sweep.of("table3-transformer", ("num_classes", "batch_size", "share_of_peak"), quick=True,
+                     whole=("batch_size",), num_classes=7)  # fmt: skip
+    assert quick["num_classes"] == (7,)
+    assert len(quick["batch_size"]) > 1 == len(quick["share_of_peak"])
+
+
+@settings(max_examples=50)
+@given(st.lists(st.one_of(st.floats(0.1, 10), st.just(math.nan)), min_size=6, max_size=6))
+def test_the_range_holds_every_combination_and_every_part(values: list[float]) -> None:
+    if np.isnan(values).all():
+        return
+    found = Prediction.by_rule("", AXES, {CELL: np.array(values).reshape(3, 2)})
+    spread = found.spread(CELL)
+    admitted = [value for value in values if not math.isnan(value)]
+    assert (spread.low, spread.high, spread.combinations) == (min(admitted), max(admitted), len(admitted))
+    assert [part.what for part in spread.parts] == ["a", "b"]
+    for part in spread.parts:
+        assert spread.low <= part.low <= found.middle(CELL) <= part.high <= spread.high
+
+
+def test_the_three_ways_to_adjust_a_batch() -> None:
+    """Batches 1 and 2 of K = 2 and 4 alike: rates by hand."""
+    rates = {(k, m): np.array([1.0, 10.0]) * k * m for m in (1, 4) for k in (2, 4)}
+    fits = {key: np.ones(2, dtype=bool) for key in rates}
+    fits[4, 4] = np.array([True, False])
+    cells = {key: ("t", f"M={key[1]}", f"K={key[0]}") for key in rates}
+    wanted = {cell: (key, (2, 1), 1.0) for key, cell in cells.items()}
+    sentence = ("claims-text", "K=4 / K=2", "M=4")
+    batch, values = adjusted(
+        Axis("batch_size", (1, 2), (0, 1)), rates, fits, {**wanted, sentence: ((4, 4), (2, 4), 2.0)}
+    )
+    assert batch.values[:4] == (
+        "one batch for the table: 1", "one batch for the table: 2", "one batch for each M: 1, first 1",
+        "one batch for each M: 1, first 2",
+    )  # fmt: skip
+    assert batch.ranks == (0, 1, 1, 2, 2, 3, 2, 3, 3, 4)
+
+    def found(cell: tuple[str, str, str]) -> list[float | None]:
+        return [None if math.isnan(value) else value for value in values[cell].tolist()]
+
+    # The batch of 2 does not fit with K = 4 and M = 4: 8 with the batch of 1, over 1 or over 10 times 2.
+    assert found(cells[4, 4]) == [8, None, 8, 0.8, None, None, 8, 0.8, None, None]
+    assert found(cells[2, 4]) == [4, None, 4, 0.4, None, None, 4, 0.4, 40, 4]
+    assert found(cells[2, 1]) == [1, None, 1, None, None, 1, 1, None, None, 1]
+    assert found(sentence) == [1, None, 1, 1, None, None, 1, 0.1, None, None]  # of one row's batch, or of two
+
+
+# Records ----------------------------------------------------------------------------------------------------
+
+
+def predicted(experiment: str, model: str):
+    """A record of the path itself: a tiny model and the middle alone, said to be of the short profile."""
+    case = Case({"part": PART, "model": model})
+    found = run(experiment, case, RunOptions(profile="smoke"))
+    return record(
+        experiment=experiment, profile="short", case=case.key, quantities=found.quantities,
+        details=json.loads(json.dumps(found.details)),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def table3():
+    return predicted("table3", "transformer")
+
+
+def test_every_predicted_number_is_an_entry_of_the_first_question(table3) -> None:
+    entries = as_published([table3])
+    assert [entry.place for entry in entries] == [("table3-transformer", "M=32", f"K={k}") for k in (2, 4, 8)]
+    for entry in entries:
+        assert entry.question == "as published"
+        assert entry.spread.low <= entry.quantity.value <= entry.spread.high
+        assert entry.quantity.provenance == "modelled"
+        assert {part.what for part in entry.spread.parts} <= set(load_unknowns().of("table3-transformer"))
+    assert "As published" in prediction_text([table3])
+    assert prediction_text([]) == ""
+    other = replace(table3, case={"part": "steps", "model": "transformer"})
+    assert timed([table3, other]) == [other]
+
+
+def test_every_experiment_appends_its_predictions() -> None:
+    for experiment, model in ESTIMATE_S:
+        module = importlib.import_module(f"gpipe_bench.experiments.{experiment}")
+        for profile in ("smoke", "short"):
+            keys = [case.key for case in module.EXPERIMENT.cases(RunOptions(profile=profile))]
+            assert {"part": PART, "model": model} in keys
+    found = predicted("table3", "transformer")
+    module = importlib.import_module("gpipe_bench.experiments.table3")
+    assert [entry.question for entry in module.EXPERIMENT.cells([found])] == ["as published"] * 3
+
+
+def test_a_prediction_knows_nothing_of_the_papers_numbers(table3, monkeypatch, tmp_path) -> None:
+    def refuse(*given):
+        raise AssertionError("a prediction looked at the paper's numbers")
+
+    monkeypatch.setattr(paper_file, "load_paper", refuse)
+    monkeypatch.setattr(paper_file, "PATH", tmp_path / "nothing.csv")
+    again = predicted("table3", "transformer")
+    assert [q.value for q in again.quantities] == [q.value for q in table3.quantities]
+
+
+def test_entries_need_no_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "from gpipe_bench.experiments.predicted import records\n"
+        "from gpipe_bench.experiments.predicted.experiment import EXPERIMENT\n"
+        "print(len(EXPERIMENT.cells([])), records.as_published([]), records.hypotheses_of([]))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.stdout.split("\n")[0] == "0 [] []", found.stderr
+
+
+def test_errors_elsewhere_are_of_the_middle_and_by_kind() -> None:
+    ratio, speed = ("table2-amoebanet", "M=4", "K=2"), ("table2-amoebanet", "M=4 throughput", "K=2")
+    published = {c.key: c.value for c in paper_file.load_paper() if c.source == "torchgpipe"}
+    found = errors(
+        [
+            {"cell": list(ratio), "value": 1.1 * published[ratio]},
+            {"cell": list(speed), "value": 0.7 * published[speed]},
+            {"cell": ["no", "such", "number"], "value": 1.0},
+        ]
+    )
+    assert found.ratios == pytest.approx((0.1,))
+    assert found.absolute == pytest.approx((0.3,))
+    assert "ratios median 10 %, worst 10 % of 1; absolute speeds median 30 %" in found.sentence
+    assert errors([]) is None
+
+
+# Hypotheses -------------------------------------------------------------------------------------------------
+
+
+def kept(prediction: Prediction, experiment: str):
+    """A record of a prediction."""
+    quantities, details = prediction.quantities(lambda cell: "%")
+    return record(
+        experiment=experiment, profile="short", case={"part": PART, "model": "m"},
+        quantities=tuple(quantities), details=json.loads(json.dumps(details | prediction.to_data())),
+    )  # fmt: skip
+
+
+def test_hypotheses_are_the_middle_every_single_change_and_the_best_of_all() -> None:
+    axes = (
+        Axis("activation_format", ("float32", "bfloat16"), (0, 1)),
+        Axis("num_microbatches", (4, 8), (0, 1)),
+    )
+    cells = [("breakdown-v5", part, "share of the step") for part in ("computation", "recompute")]
+    values = {
+        cells[0]: np.array([[60.0, 65.6], [61.0, 62.0]]),
+        cells[1]: np.array([[20.0, 22.5], [21.0, 0.0]]),
+    }
+    found = hypotheses_of([kept(Prediction.by_rule("A model", axes, values), "table4")])
+    assert [each.name for each in found] == [
+        "A model: the middle of everything",
+        "A model: activation_format bfloat16",
+        "A model: num_microbatches 8",
+        "A model: the best of 4 combinations",
+    ]
+    assert dict(found[0].values) == {cells[0]: 60, cells[1]: 20}
+    assert dict(found[-1].values) == {cells[0]: 65.6, cells[1]: 22.5}
+    assert found[-1].settings == {"activation_format": "float32", "num_microbatches": 8, TRIED: 4}
+
+
+def test_the_best_of_table_2_may_have_a_batch_for_each_row() -> None:
+    labels = ["one batch for the table: 1"] + [
+        f"one batch for each M: {own}, first {first}" for own in (1, 2) for first in (1, 2)
+    ]
+    axis = Axis("batch_size", tuple(labels), (0, 1, 2, 3, 4))
+    cells = [("table2-amoebanet", f"M={m}", "K=4") for m in (1, 4)]
+    values = {
+        cells[0]: np.array([9.0, 1.13, math.nan, math.nan, 5.0]),  # a row has one batch, the first its own
+        cells[1]: np.array([9.0, 3.0, 7.0, 1.26, 8.0]),
+    }
+    best = hypotheses_of([kept(Prediction.by_rule("A model", (axis,), values), "table2")])[-1]
+    assert dict(best.values) == {cells[0]: 1.13, cells[1]: 1.26}
+    assert best.settings["batch_size"] == "one batch for each M: M=1: 1, M=4: 2"
+    assert best.settings[TRIED] == 5, "one for the table, and two rows of M = 4 with either first one"
+
+
+# Others' numbers --------------------------------------------------------------------------------------------
+
+PUBLISHED = {(cell.source, *cell.key): cell for cell in paper_file.load_paper()}
+
+
+def ran(**key: str):
+    found = EXPERIMENT.run(Case(key), RunOptions(profile="short"))
+    return record(
+        experiment="predictions", profile="short", case=key, quantities=found.quantities,
+        details=found.details,
+    )  # fmt: skip
+
+
+def test_the_published_cuts_have_as_many_layers_as_the_zoos_models() -> None:
+    for model, runs in SETTINGS.items():
+        for each in runs:
+            assert each.cut[-1].stop == len(SIZES[model].layers)
+            assert ("torchgpipe", *each.cell) in PUBLISHED
+
+
+def test_torchgpipes_resnet_is_predicted_over_what_it_does_not_state() -> None:
+    found = predict("resnet101")
+    assert tuple(axis.name for axis in found.axes) == LINK
+    ratio = ("figure3-resnet101", "normalized throughput", "pipeline-4")
+    speed, base = (("figure3-resnet101", "throughput", column) for column in ("pipeline-4", "naive-1"))
+    assert found.spread(ratio).combinations == 27
+    assert found.middle(ratio) == pytest.approx(found.middle(speed) / found.middle(base))
+
+
+def test_every_number_stands_in_the_table_with_its_error() -> None:
+    records = [ran(part="torchgpipe", script="resnet101"), ran(part="count")]
+    for entry in EXPERIMENT.cells(records):
+        assert (entry.source, *entry.place) in PUBLISHED, entry.place
+        assert entry.quantity.unit == PUBLISHED[entry.source, *entry.place].unit
+        assert entry.question == "as published"
+    text = EXPERIMENT.tables(records, [])
+    for part in ("Ratios:", "Absolute speeds:", "Counts:", "in the median", "155.3M"):
+        assert part in text
+    assert EXPERIMENT.tables([], []) == ""

@@ -4,31 +4,238 @@
 backward. Here the graph is a value that the stage holds: `recompute` builds it whenever the schedule says so,
 `backward` consumes it. Between actions a stage holds, per micro-batch, either its boundary inputs
 (re-materialization) or its graph (`kept`); how the layers are called is the same in all actions (`layers`).
-What a stage is made of, and what happens before and after the actions of a step, is in `steps`.
+
+Which outputs need a gradient and which inputs are overwritten shows only when the layers run, so it is found
+in the first step of a kind and forgotten when another parameter is trained or a layer changes its mode. A
+micro-batch's share of the examples and the scale of gradients enter where its backward begins and nowhere
+else, so that no pass over the gradients follows, micro-batches may be uneven and steps add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gpipe_bench.pipeline.stage.aliases import overlapping, separate, version
-from gpipe_bench.pipeline.stage.habits import other_outputs, overwrites_alias, overwrites_now
 from gpipe_bench.pipeline.stage.halves.waiting import run_engine
+from gpipe_bench.pipeline.stage.inputs import Arriving, deliver
 from gpipe_bench.pipeline.stage.kept import Kept
-from gpipe_bench.pipeline.stage.microbatch import Message, flatten, unflatten
-from gpipe_bench.pipeline.stage.steps import StageSteps
+from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
+from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
+from gpipe_bench.pipeline.stage.state.batchnorm import Gather, Statistics
+from gpipe_bench.pipeline.stage.state.buffers import Buffers
+from gpipe_bench.pipeline.stage.tied import Leaves
+from gpipe_bench.pipeline.transfers import Transfers
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()
 
 
-class Stage(StageSteps):
-    """Consecutive layers of the model on one device, and the actions of a schedule on them."""
+class Stage:
+    """Consecutive layers of the model on one device, and the actions of a schedule on them.
+
+    `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
+    draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
+    `torch.compile`, for layers that shall be compiled; `runner` is what calls them; `leaves` are of weights
+    that other layers use, too. `first_microbatch` is the number of micro-batch 0 among those of all replicas,
+    which keys the random streams, too.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        *,
+        device: torch.device,
+        is_last: bool,
+        seed: int = 0,
+        gather: Gather | None = None,
+        backend: str | None = None,
+        runner: Callable[..., LayerRunner] = LayerRunner,
+        leaves: Leaves | None = None,
+        first_microbatch: int = 0,
+    ) -> None:
+        self.index, self.device, self.seed = index, device, seed
+        self.is_first, self.is_last = index == 0, is_last
+        self.layers = tuple(layers)
+        self.first_layer = first_layer
+        self.statistics = Statistics(self.layers, gather)
+        self.outputs: list[Tree | None] = []  # of each micro-batch, on the last stage, when there is no loss
+        # Those of the layers and, on the last stage, of a loss that is a module, each once, as last seen.
+        self.parameters = _parameters(self.layers)
+        self._loss_module: nn.Module | None = None
+        self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
+        self._runner = runner(
+            self.layers, first_layer,
+            device=device, seed=seed, statistics=self.statistics, backend=backend,
+            leaves=leaves, first_microbatch=first_microbatch,
+        )  # fmt: skip
+        self._leaves = leaves
+        # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite.
+        self._needs_grad: dict[Hashable, tuple[bool, ...]] = {}
+        self._overwritten: dict[Hashable, tuple[int, ...]] = {}
+        self._found_for: tuple[tuple[bool, ...], ...] = ()  # what is trained, and the layers' modes
+        self._without_grad: list[nn.Parameter] = []  # trainable, and no backward has given them one
+        self._microbatches: list[Kept] = []
+        self._transfers = Transfers()  # of the mini-batch and the targets
+        self._feed: Sequence[Tree] | Arriving = ()
+        self._training = False
+        self._without_graph: Callable[[], AbstractContextManager[None]] = torch.no_grad
+        self._losses: list[Tensor] = []  # of the micro-batches, each times its share
+        self._shares: Sequence[float] = ()
+        self._scaler: torch.amp.GradScaler | None = None
+        self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}  # gradients of losses
+
+    # A step begins and ends
+
+    def begin(
+        self,
+        step: int,
+        num_microbatches: int,
+        *,
+        training: bool,
+        inference: bool = False,
+        feed: Sequence[Tree] = (),
+        targets: Sequence[Tree | None] = (),
+        loss_fn: LossFn | None = None,
+        shares: Sequence[float] = (),
+        shared: Mapping[str, Any] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Prepares training step or forward pass number `step`.
+
+        `feed` holds the micro-batches of the first stage; `targets`, `loss_fn`, `shares` (each
+        micro-batch's share of the examples) and the `scaler` of gradients belong to the last. Without
+        `loss_fn` the last stage keeps its outputs. `shared` are keyword arguments of the layers.
+        """
+        while len(self._microbatches) < num_microbatches:
+            self._microbatches.append(Kept(self.index))
+        self._training = training
+        self._without_graph = torch.inference_mode if inference else torch.no_grad
+        self.statistics.begin()
+        self._buffers.begin(loss_fn)
+        self._feed = deliver(feed, self.device, self._transfers, "the mini-batch", once=True)
+        self._shares, self._scaler, self._losses = shares, scaler, []
+        self.outputs = [None] * (num_microbatches if self.is_last else 0)
+        self.look(loss_fn)
+        arriving = deliver(targets, self.device, self._transfers, "the target")
+        self._runner.begin(step, arriving, loss_fn, shared)
+        self.look_for_first_gradients()
+
+    def look(self, loss_fn: LossFn | None) -> None:
+        """Finds the parameters that there are now, those of a loss that is a module among them, and forgets
+        what was found if what is trained, or a layer's mode, has changed. Who exchanges gradients calls it
+        before a step begins.
+
+        `ValueError` for a model that was moved.
+        """
+        if self.is_last and loss_fn is not None:  # there is none where nothing is trained
+            self._loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
+        found = _parameters(self.layers)
+        if found and found[0].device != self.device:
+            raise ValueError(
+                f"the parameters of stage {self.index} have moved from {self.device} to "
+                f"{found[0].device}; move the model before the pipeline is built, or pass devices="
+            )
+        loss = self._loss_module
+        self.parameters = found if loss is None else _parameters([*self.layers, loss])
+        now = (
+            tuple([parameter.requires_grad for parameter in self.parameters]),
+            tuple([layer.training for layer in self.layers]),
+        )
+        if now != self._found_for:
+            self._found_for = now
+            self._forget_what_was_found()
+
+    def look_for_first_gradients(self) -> None:
+        """Notes which of the layers' parameters have no gradient yet. Who exchanges the parameters in a step
+        calls it again before the first backward.
+        """
+        self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
+        self._without_grad += [leaf for leaf in self._own_leaves() if leaf.grad is None]
+
+    def refresh(self) -> None:
+        """Forgets which outputs need a gradient, which inputs are overwritten and which buffers change; the
+        next step finds out.
+        """
+        self._forget_what_was_found()
+        self._buffers.forget()
+
+    def _forget_what_was_found(self) -> None:
+        self._needs_grad.clear()
+        self._overwritten.clear()
+
+    def finish(self) -> None:
+        """Ends a step: the moving averages of batch normalization move once."""
+        self.statistics.commit()
+        self._buffers.end()
+        self._release()
+
+    def reset(self) -> None:
+        """Drops everything the current step holds, after an error."""
+        self.statistics.forget()
+        self._buffers.forget()
+        self._release()
+        self._losses = []
+        self.outputs = []
+
+    def _release(self) -> None:
+        for microbatch in self._microbatches:
+            microbatch.drop()
+        self._feed = ()
+        self._scaler = None
+        self._runner.release()
+
+    def loss(self) -> Tensor | None:
+        """The mean loss of the mini-batch, once the last stage has taken all micro-batches forward."""
+        if not self._losses or len(self._losses) < len(self._shares):
+            return None
+        return self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
+
+    # What is known of its layers
+
+    @property
+    def drew(self) -> int | None:
+        """A layer of the model that drew in training mode when there was no loss."""
+        return self._runner.drew
+
+    @property
+    def trainable(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that require a gradient."""
+        return tuple([p for p in self.parameters if p.requires_grad])
+
+    @property
+    def receiving(self) -> tuple[nn.Parameter, ...]:
+        """What the gradients of `trainable` come in on in this step: for a weight that other layers use, too,
+        the leaf of each layer.
+        """
+        leaves = self._own_leaves()
+        if not leaves:
+            return self.trainable
+        assert self._leaves is not None
+        return (*[p for p in self.trainable if not self._leaves.stands_for(p)], *leaves)
+
+    def _own_leaves(self) -> list[nn.Parameter]:
+        if self._leaves is None:
+            return []
+        return self._leaves.of_layers(range(self.first_layer, self.first_layer + len(self.layers)))
+
+    @property
+    def overwrites_input(self) -> bool:
+        """Whether the layers overwrite the stage's input, as found in the steps so far that recompute.
+
+        The forward and the recomputation of such a stage each work on a copy, so that one more input is alive
+        while F runs, and from R to B where what was received stays alive too.
+        """
+        return any(self._overwritten.values())
+
+    # The actions
 
     def forward(self, m: int, received: Message | None, graph: bool) -> Message | None:
         """F: runs the layers, with a graph or, under re-materialization, without; returns what the next stage
@@ -69,7 +276,7 @@ class Stage(StageSteps):
                     self._overwritten.setdefault(kind, overwritten)
             if self.is_last:
                 loss = self._runner.loss(m, output)
-                self._losses.add(m, loss)
+                self._losses.append(loss.detach() * self._shares[m])
                 if graph:
                     state.keep_graph((loss,))
                 if state.buffers is not None:
@@ -81,7 +288,10 @@ class Stage(StageSteps):
         tensors = self._buffers.apart(tensors)
         needs_grad = known if known is not None else tuple([tensor.requires_grad for tensor in tensors])
         if len(needs_grad) != len(tensors):
-            raise other_outputs(self.index, len(tensors), len(needs_grad))
+            raise RuntimeError(
+                f"{len(tensors)} tensors leave stage {self.index} now and {len(needs_grad)} did before, for "
+                "inputs of the same kind; call Pipeline.refresh() on every rank after changing the model"
+            )
         self._needs_grad[kind] = needs_grad
         if graph:
             state.keep_graph(tensors, needs_grad)
@@ -107,7 +317,11 @@ class Stage(StageSteps):
         """R: the forward again on the kept inputs, same draws, now with a graph; its outputs are not kept."""
         state = self._microbatches[m]
         if state.versions != tuple([tensor._version for tensor in state.inputs]):
-            raise overwrites_now(self.index)
+            raise RuntimeError(
+                f"a layer of stage {self.index} has begun to change the stage's input in place, so it cannot "
+                "be recomputed; call Pipeline.refresh() on every rank before the first step in which it "
+                "does, or use the out-of-place form of the operation (inplace=False) in the first layer"
+            )
         buffers: AbstractContextManager[None] = (
             _AS_THEY_ARE if state.buffers is None else self._buffers.as_saved(state.buffers)
         )
@@ -168,14 +382,17 @@ class Stage(StageSteps):
             self._runner.in_backward(weights.accumulate)
             self._without_grad = [p for p in self._without_grad if p.grad is None]
 
-    # Parts of the actions
-
     def _find_overwritten(self, state: Kept, watched: list[tuple[Tensor, int]]) -> tuple[int, ...]:
         """The positions of the inputs that the layers have changed, of those `watched`, which it clears."""
         found = tuple([i for i, (tensor, before) in enumerate(watched) if version(tensor) != before])
         watched.clear()
         if not set(state.aliases).isdisjoint(found):
-            raise overwrites_alias(self.index)
+            raise RuntimeError(
+                f"a layer of stage {self.index} changes an input of the stage in place that shares memory "
+                "with another one, in which the change would not show behind a cut as it does without; give "
+                "the layer before clone() one of the two, use the out-of-place form of the operation "
+                "(inplace=False), or keep both layers in one stage"
+            )
         return found
 
     def _roots(
@@ -187,5 +404,23 @@ class Stage(StageSteps):
                 raise RuntimeError(
                     "the loss depends on no parameter that requires a gradient; there is nothing to train"
                 )
-            return state.edges, (self._losses.gradient(m, state.edges[0]),)
+            return state.edges, (self._gradient_of_loss(m, state.edges[0]),)
         return state.roots(gradients)
+
+    def _gradient_of_loss(self, m: int, edge: GradientEdge) -> Tensor:
+        """Of a micro-batch's loss, which enters the graph by `edge`."""
+        metadata = edge.node._input_metadata[edge.output_nr]
+        key = (self._shares[m], metadata.dtype)
+        gradient = self._seeds.get(key)
+        if gradient is None or gradient.shape != tuple(metadata.shape):
+            gradient = torch.full(tuple(metadata.shape), key[0], dtype=metadata.dtype, device=metadata.device)
+            self._seeds[key] = gradient
+        if self._scaler is not None:
+            gradient = self._scaler.scale(gradient).to(metadata.dtype)
+        return gradient
+
+
+def _parameters(roots: Iterable[nn.Module]) -> tuple[nn.Parameter, ...]:
+    """Each once; `Module.parameters` takes three times as long."""
+    found = [p for root in roots for module in root.modules() for p in module._parameters.values()]
+    return tuple([p for p in dict.fromkeys(found) if p is not None])

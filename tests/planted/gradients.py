@@ -46,7 +46,7 @@ GRADIENTS = (
         file="pipeline/stage/stage.py",
         old="            self._runner.in_backward(run_engine, roots, seeds)\n",
         new="""\
-            last = self._habits.parameters[-1] if m == 1 and self._habits.parameters else None
+            last = self.parameters[-1] if m == 1 and self.parameters else None
             kept = None if last is None or last.grad is None else last.grad.clone()
             self._runner.in_backward(run_engine, roots, seeds)
             if last is not None:
@@ -61,8 +61,8 @@ GRADIENTS = (
         old="            self._runner.in_backward(run_engine, roots, seeds)\n",
         new="""\
             self._runner.in_backward(run_engine, roots, seeds)
-            if m == 0 and self._habits.parameters and self._habits.parameters[0].grad is not None:
-                self._habits.parameters[0].grad.mul_(1.01)
+            if m == 0 and self.parameters and self.parameters[0].grad is not None:
+                self.parameters[0].grad.mul_(1.01)
 """,
         why="a comparison that is loose, or of sums over parameters, lets this through",
         tests=TRANSPARENT,
@@ -97,11 +97,11 @@ GRADIENTS = (
     ),
     Mutant(
         name="accumulation over steps dropped",
-        file="pipeline/stage/steps.py",
+        file="pipeline/stage/stage.py",
         old="        self.statistics.begin()\n",
         new="""\
         self.statistics.begin()
-        for parameter in self._habits.parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 """,
         why="several steps before one optimizer step must add up",
@@ -109,7 +109,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="loss not weighted by its share",
-        file="pipeline/stage/losses.py",
+        file="pipeline/stage/stage.py",
         old="        key = (self._shares[m], metadata.dtype)\n",
         new="        key = (1 / len(self._shares), metadata.dtype)\n",
         why="with micro-batches of unequal size the mean of means is not the mean",
@@ -117,9 +117,9 @@ GRADIENTS = (
     ),
     Mutant(
         name="reported loss not weighted by its share",
-        file="pipeline/stage/losses.py",
-        old="self._weighted.append(loss.detach() * self._shares[m])",
-        new="self._weighted.append(loss.detach() / len(self._shares))",
+        file="pipeline/stage/stage.py",
+        old="self._losses.append(loss.detach() * self._shares[m])",
+        new="self._losses.append(loss.detach() / len(self._shares))",
         why="the loss that is returned is the mini-batch's, too",
         tests=("tests/test_transparency.py::test_micro_batches_make_the_mean_over_the_mini_batch",),
     ),
@@ -287,9 +287,9 @@ GRADIENTS = (
     ),
     Mutant(
         name="what needs a gradient never asked again",
-        file="pipeline/stage/habits.py",
-        old="            self.forget()\n",
-        new="            self.overwritten.clear()\n",
+        file="pipeline/stage/stage.py",
+        old="            self._forget_what_was_found()\n",
+        new="            self._overwritten.clear()\n",
         why="unfreezing a parameter changes what travels back",
         tests=("tests/test_transparency.py::test_stages_without_anything_to_train[frozen0-always]",),
     ),

@@ -49,7 +49,7 @@ STATISTICS = (
     ),
     Mutant(
         name="statistics of a failed step linger",
-        file="pipeline/stage/steps.py",
+        file="pipeline/stage/stage.py",
         old="        self.statistics.forget()\n",
         new="",
         why="half a mini-batch would be counted with the next one",

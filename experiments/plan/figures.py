@@ -21,6 +21,7 @@ BAND = 0.12
 """The worst error that was asked for, either way."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 """Told apart with any eyes (Okabe and Ito)."""
+TICKS_MS = (5, 10, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700, 1000)
 TICKS_S = (1, 2, 3, 5, 7, 10, 15, 20, 25, 30, 35, 40, 50, 60, 70, 80, 100, 150, 200, 300, 500, 1000)
 
 
@@ -53,7 +54,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 
 
 def _predicted(models: dict[str, list[Compared]]) -> Figure:
-    """A panel per model, both axes in milliseconds."""
+    """A panel per model, both axes in milliseconds, logarithmic: shards take several times as long."""
     from matplotlib.figure import Figure
 
     columns = min(len(models), 2)
@@ -75,7 +76,12 @@ def _predicted(models: dict[str, list[Compared]]) -> Figure:
                     markerfacecolor=COLORS[Kind.B] if chosen else "white",
                     label=("the plan's best" if chosen else "others") + ", replicas" * replicas,
                 )  # fmt: skip
-        axes.set(xlim=line, ylim=line, xlabel="predicted (ms)", ylabel="measured (ms)")
+        axes.set(xscale="log", yscale="log", xlim=line, ylim=line)
+        axes.set(xlabel="predicted (ms)", ylabel="measured (ms)")
+        ticks = [tick for tick in TICKS_MS if line[0] <= tick <= line[1]]
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks(ticks, [str(tick) for tick in ticks])
+            axis.set_ticks([], minor=True)
         summary = (
             f"\nrank correlation {order_of(own):.2f}, regret {100 * regret(own):.1f} %" if own[1:] else ""
         )

@@ -15,9 +15,9 @@ from tiny_models import mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.mesh.collectives import OverBackend
+from gpipe_bench.pipeline.mesh.reductions import Buckets
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
-from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
 
 mse_loss = nn.functional.mse_loss
 

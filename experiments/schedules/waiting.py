@@ -21,9 +21,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline.mesh.collectives import OverBackend
 from gpipe_bench.pipeline.plan.replay import SLOTS
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
 from gpipe_bench.pipeline.ranks.messages.connection import Work
 from gpipe_bench.pipeline.stage.stage import Stage
 

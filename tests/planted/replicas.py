@@ -9,7 +9,7 @@ STEPS = ("tests/test_mesh.py::test_case[gradients_of_earlier_steps_count_once]",
 REPLICAS = (
     Mutant(
         name="shares of a replica's own batch",
-        file="pipeline/ranks/mesh/shares.py",
+        file="pipeline/mesh/shares.py",
         old="            examples = int(self._examples)\n",
         new="            examples = sum(self._lengths)\n",
         why="a sum over replicas of means is no mean: too large by their number, or by more",
@@ -17,7 +17,7 @@ REPLICAS = (
     ),
     Mutant(
         name="gradients of earlier steps counted by every replica",
-        file="pipeline/ranks/mesh/reductions.py",
+        file="pipeline/mesh/reductions.py",
         old="        if self._collectives.rank and not self._own:\n",
         new="        if self._collectives.rank < 0:\n",
         why="they are sums already, and would be summed again in every step without zero_grad",
@@ -25,7 +25,7 @@ REPLICAS = (
     ),
     Mutant(
         name="gradients of a replica's own forgotten",
-        file="pipeline/ranks/mesh/reductions.py",
+        file="pipeline/mesh/reductions.py",
         old="            self._own = True\n",
         new="            self._own = False\n",
         why="steps without a sum would count of the first replica alone",
@@ -49,7 +49,7 @@ REPLICAS = (
     ),
     Mutant(
         name="a gradient of another replica dropped",
-        file="pipeline/ranks/mesh/reductions.py",
+        file="pipeline/mesh/reductions.py",
         old="                    if not marks[place]:\n",
         new="                    if marks[place] < self._collectives.size:\n",
         why="where the loss of one replica alone depends on a parameter, the replicas' weights would part",
@@ -57,7 +57,7 @@ REPLICAS = (
     ),
     Mutant(
         name="a tree that is no subtree of another's",
-        file="pipeline/ranks/mesh/halving.py",
+        file="pipeline/mesh/halving.py",
         old="            low, high = (start, (start + end) // 2), ((start + end) // 2, end)\n",
         new="            low, high = (start, start + 1), (start + 1, end)\n",
         why="sums would be grouped by who holds the micro-batches, so bits would depend on the grid",
@@ -65,7 +65,7 @@ REPLICAS = (
     ),
     Mutant(
         name="the loss of one replica",
-        file="pipeline/ranks/mesh/joint.py",
+        file="pipeline/mesh/joint.py",
         old="        return loss if mean is None else mean.wait()\n",
         new="        if mean is not None:\n            mean.wait()\n        return loss\n",
         why="what is shown would be a part of the mean over the batch",
@@ -73,7 +73,7 @@ REPLICAS = (
     ),
     Mutant(
         name="parameters that come later stay as they are",
-        file="pipeline/ranks/mesh/joint.py",
+        file="pipeline/mesh/joint.py",
         old="                self._collectives.take_over([parameter.detach() for parameter in new])\n",
         new="                pass\n",
         why="replicas would train models that begin with different values",
@@ -81,7 +81,7 @@ REPLICAS = (
     ),
     Mutant(
         name="sums of the parameters of the step before",
-        file="pipeline/ranks/mesh/joint.py",
+        file="pipeline/mesh/joint.py",
         old="            stage.look(loss_fn)\n",
         new="            stage.look(None)\n",
         why="the gradients of a loss that is a module would stay each replica's own",

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 
+from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid
 from gpipe_bench.pipeline.stage.microbatch import Message
 from gpipe_bench.pipeline.stage.parts import here, is_divided, local
 from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction

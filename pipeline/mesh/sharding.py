@@ -39,9 +39,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_bench.pipeline.errors import PeerError
+from gpipe_bench.pipeline.mesh.gathering import Gather, Holders, Scatter
+from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.ranks.mesh.divided.gathering import Gather, Holders, Scatter
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid
 from gpipe_bench.pipeline.stage.parts import is_divided
 from gpipe_bench.pipeline.stage.stage import Stage
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.ranks.mesh.flat import Room
+from gpipe_bench.pipeline.mesh.flat import Room
 from gpipe_bench.pipeline.ranks.messages.connection import Work
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 

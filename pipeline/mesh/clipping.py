@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.ranks.mesh.divided.norms import norms_of
+from gpipe_bench.pipeline.mesh.norms import norms_of
 from gpipe_bench.pipeline.stage.parts import is_divided, local
 from gpipe_bench.pipeline.stage.stage import Stage
 

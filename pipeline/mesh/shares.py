@@ -8,7 +8,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.ranks.mesh.collectives import Collectives
+from gpipe_bench.pipeline.mesh.collectives import Collectives
 
 
 class GlobalShares(Sequence[float]):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid
+from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 
 

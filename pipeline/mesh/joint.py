@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.mesh.collectives import OverBackend
+from gpipe_bench.pipeline.mesh.division import Divided
+from gpipe_bench.pipeline.mesh.grid import Grid
+from gpipe_bench.pipeline.mesh.reductions import Buckets
+from gpipe_bench.pipeline.mesh.shares import GlobalShares, MeanOfAll
+from gpipe_bench.pipeline.mesh.tree import Tree
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
-from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
-from gpipe_bench.pipeline.ranks.mesh.divided.division import Divided
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid
-from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
-from gpipe_bench.pipeline.ranks.mesh.shares import GlobalShares, MeanOfAll
-from gpipe_bench.pipeline.ranks.mesh.tree import Tree
 from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.stage.parts import is_divided, local
 from gpipe_bench.pipeline.stage.reduced import Reduction

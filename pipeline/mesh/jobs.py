@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import distributed as dist
 
+from gpipe_bench.pipeline.mesh.grid import NAMES, Grid
 from gpipe_bench.pipeline.ranks.failures.job import SILENCE_S, Job
-from gpipe_bench.pipeline.ranks.mesh.grid import NAMES, Grid
 from gpipe_bench.pipeline.ranks.store import Store
 
 

@@ -27,10 +27,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline.mesh.buckets import buckets
+from gpipe_bench.pipeline.mesh.collectives import Collectives
+from gpipe_bench.pipeline.mesh.flat import Flat, Room
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.mesh.buckets import buckets
-from gpipe_bench.pipeline.ranks.mesh.collectives import Collectives
-from gpipe_bench.pipeline.ranks.mesh.flat import Flat, Room
 from gpipe_bench.pipeline.ranks.messages.connection import Work
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.times.journal import Journal

@@ -24,8 +24,7 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.assembled import Assembled
 from gpipe_bench.pipeline.engine import Observer
-from gpipe_bench.pipeline.mesh.clipping import clip
-from gpipe_bench.pipeline.mesh.scaler import GradScaler, decides_for
+from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for
 from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline

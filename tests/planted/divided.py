@@ -88,7 +88,7 @@ DIVIDED = (
     ),
     Mutant(
         name="a norm counts this rank's part only",
-        file="pipeline/mesh/norms.py",
+        file="pipeline/mesh/gradients.py",
         old="            mine = _together(torch.stack(parts), norm_type)\n",
         new="            mine = _together(torch.stack(parts[:1]), norm_type)\n",
         why="gradients would be clipped by the norm of one part",

@@ -19,7 +19,7 @@ from gpipe_bench.pipeline.arguments import Automatic, Device, backend_of
 from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.mesh.division import divided_over
 from gpipe_bench.pipeline.mesh.grid import Grid, building, join
-from gpipe_bench.pipeline.mesh.joint import joint_of
+from gpipe_bench.pipeline.mesh.reduce import joint_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
 from gpipe_bench.pipeline.plan.portals import lines_of

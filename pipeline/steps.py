@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices, engine
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.mesh.joint import Joint
+from gpipe_bench.pipeline.mesh.reduce import Joint
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint

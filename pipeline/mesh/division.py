@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
+from gpipe_bench.pipeline.mesh.collectives import Replicas
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import Tie
 from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
 from gpipe_bench.pipeline.stage.stage import Stage

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
+from gpipe_bench.pipeline.mesh.collectives import Replicas
 from gpipe_bench.pipeline.mesh.grid import Grid
-from gpipe_bench.pipeline.ranks.replicas import Replicas
 
 
 class Holders:

@@ -43,6 +43,7 @@ from gpipe_bench.pipeline.mesh.gathering import Gather, Holders, Scatter
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.stage.parts import is_divided
+from gpipe_bench.pipeline.stage.reduced import Reduction
 from gpipe_bench.pipeline.stage.stage import Stage
 
 
@@ -137,7 +138,7 @@ class _NoView(torch.autograd.Function):
         return gradient, None
 
 
-class Shards:
+class Shards(Reduction):
     """The `Reduction` of a stage whose layers are sharded: tells FSDP2 which backward is the last.
 
     Args:

@@ -144,7 +144,7 @@ def _here(gradients: Gradients) -> Gradients:
     return tuple([None if gradient is None else here(gradient) for gradient in gradients])
 
 
-class Layouts:
+class Layouts(Reduction):
     """The `Reduction` of a divided stage: keeps gradients laid out like their parameters.
 
     Args:

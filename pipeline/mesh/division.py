@@ -111,7 +111,7 @@ class Divided:
     def connect(self, replicas: Replicas, *, accelerated: bool) -> None:
         """Prepares the ways between processes that hold parts; all `replicas` of a stage call."""
         if self._zero is not None:
-            from gpipe_bench.pipeline.mesh.gathering import Holders
+            from gpipe_bench.pipeline.mesh.sharding import Holders
 
             self._holders = Holders(replicas, self._grid, accelerated=accelerated)
 

@@ -24,8 +24,7 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.assembled import Assembled
 from gpipe_bench.pipeline.engine import Observer
-from gpipe_bench.pipeline.gradients.clipping import clip
-from gpipe_bench.pipeline.gradients.scaler import GradScaler, decides_for
+from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for
 from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -73,11 +72,11 @@ class Pipeline(Assembled):
         most_alive: for `schedule="auto"`: graphs of a stage and a micro-batch that a worker may hold at a
             time. Default: any number.
         mesh: the grid of the job, a `DeviceMesh` with a dimension "pp" for the workers of this pipeline and,
-            if wanted, "dp", "fsdp" and "tp" (`ranks.mesh.grid`). Replicas begin with the parameters and
+            if wanted, "dp", "fsdp" and "tp" (`mesh.grid`). Replicas begin with the parameters and
             buffers of the first.
         zero: what the processes along "fsdp" hold in parts. 2 (the default): gradients and the optimizer's
             state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs. See
-            `ranks.mesh.divided.sharding`.
+            `mesh.sharding`.
         reduction: how gradients are summed over replicas: in "buckets" that leave within a stage's last
             backward, or by a "tree" over all micro-batches, which takes more memory and gives the same bits
             on every grid of as many micro-batches whose replicas are a power of two.

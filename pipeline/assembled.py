@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe_bench.pipeline.arguments import Automatic, Device, backend_of
 from gpipe_bench.pipeline.layout import layout_of
+from gpipe_bench.pipeline.mesh.division import divided_over
+from gpipe_bench.pipeline.mesh.grid import Grid, building, join
+from gpipe_bench.pipeline.mesh.reduce import joint_of
 from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
 from gpipe_bench.pipeline.model.part import Part
 from gpipe_bench.pipeline.plan.portals import lines_of
@@ -28,10 +31,6 @@ from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
-from gpipe_bench.pipeline.ranks.mesh.divided.division import divided_over
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid, joined, located
-from gpipe_bench.pipeline.ranks.mesh.jobs import building, job_of, watch_over
-from gpipe_bench.pipeline.ranks.mesh.joint import joint_of
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.arguments.keywords import Keywords
 from gpipe_bench.pipeline.stage.microbatch import Tree
@@ -86,10 +85,7 @@ class Assembled(nn.Module):
         if mesh is not None:
             if group is not None:
                 raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
-            place = located(mesh)
-            job = job_of(place, timeout_s)
-            self.grid = job.bounded(lambda: joined(place), timeout_s)
-            watch_over(job, self.grid, timeout_s)
+            self.grid, job = join(mesh, timeout_s)
             group = self.grid.group("pp")
         self._divided = divided_over(self.grid, zero)
         network = None if group is None else network_of(group)

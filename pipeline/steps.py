@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices, engine
 from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline.mesh.reduce import Joint
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
-from gpipe_bench.pipeline.ranks.mesh.joint import Joint
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.arguments import shared as shared_arguments
 from gpipe_bench.pipeline.stage.microbatch import (

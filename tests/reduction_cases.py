@@ -15,9 +15,9 @@ from tiny_models import mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.mesh.collectives import Collectives
+from gpipe_bench.pipeline.mesh.reduce import Buckets
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
-from gpipe_bench.pipeline.ranks.mesh.reductions import Buckets
 
 mse_loss = nn.functional.mse_loss
 
@@ -26,7 +26,7 @@ def collectives_of_a_step() -> None:
     """A bucket each, the loss, and where the loss is made the number of examples; none in evaluation."""
     parts = [mlp_batch(4, seed=r) for r in range(2)]
     pipeline = on_grid(2, 2, seeded(mlp), 4, schedule="1f1b", bucket_bytes=2 * 42 * 8)
-    with mock.patch.object(OverBackend, "sum", autospec=True, side_effect=OverBackend.sum) as sums:
+    with mock.patch.object(Collectives, "sum", autospec=True, side_effect=Collectives.sum) as sums:
         for _ in range(3):
             sums.reset_mock()
             pipeline.step(*own_part(pipeline, parts), mse_loss)
@@ -58,7 +58,7 @@ def buckets_leave_inside_the_last_backward() -> None:
             reduction.after = partial(after, of=reduction, whole=reduction.after)
         for step in range(3):
             begun.clear()
-            with mock.patch.object(OverBackend, "sum", autospec=True, side_effect=OverBackend.sum) as sums:
+            with mock.patch.object(Collectives, "sum", autospec=True, side_effect=Collectives.sum) as sums:
                 pipeline.step(*own_part(pipeline, parts), mse_loss)
             timeline = pipeline.gather_timeline()
             for stage in range(pipeline.schedule.num_stages):

@@ -7,8 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.ranks.mesh.divided.gathering import Holders, Scatter
-from gpipe_bench.pipeline.ranks.mesh.divided.sharding import Shards
+from gpipe_bench.pipeline.mesh.sharding import Holders, Scatter, Shards
 from gpipe_bench.pipeline.stage.stage import Stage
 
 

@@ -21,9 +21,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline.mesh.collectives import Collectives
 from gpipe_bench.pipeline.plan.replay import SLOTS
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.mesh.collectives import OverBackend
 from gpipe_bench.pipeline.ranks.messages.connection import Work
 from gpipe_bench.pipeline.stage.stage import Stage
 
@@ -132,12 +132,12 @@ class _Late:
 def slow_sums(seconds: Callable[[int], float]) -> Iterator[None]:
     """Within it, a sum over replicas takes `seconds` of its bytes on a link that carries one at a time."""
     free_s = 0.0
-    at_once = OverBackend.sum
+    at_once = Collectives.sum
 
-    def late(self: OverBackend, numbers: Tensor) -> Work:
+    def late(self: Collectives, numbers: Tensor) -> Work:
         nonlocal free_s
         free_s = max(free_s, time.perf_counter()) + seconds(numbers.nbytes)
         return _Late(at_once(self, numbers), free_s)
 
-    with mock.patch.object(OverBackend, "sum", late):
+    with mock.patch.object(Collectives, "sum", late):
         yield

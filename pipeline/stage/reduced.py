@@ -8,7 +8,7 @@ alone does. Stages without a grid are of the class `Stage` and pay nothing for i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -19,7 +19,7 @@ from gpipe_bench.pipeline.stage.stage import Gradients, Stage
 Result = TypeVar("Result")
 
 
-class Reduction(Protocol):
+class Reduction:
     """What joins the gradients of one stage with those of other processes.
 
     In a training step it is told, in this order: `begin`; before and after every action that runs backward

@@ -9,7 +9,7 @@ CASE = "tests/test_sharding.py::test_case"
 DIVIDED = (
     Mutant(
         name="gathered parameters outlive an evaluation",
-        file="pipeline/ranks/mesh/divided/sharding.py",
+        file="pipeline/mesh/sharding.py",
         old="""\
     def evaluated(self) -> None:
         for layer in self._layers:
@@ -24,7 +24,7 @@ DIVIDED = (
     ),
     Mutant(
         name="gradients of shards are averaged",
-        file="pipeline/ranks/mesh/divided/sharding.py",
+        file="pipeline/mesh/sharding.py",
         old="        module.set_gradient_divide_factor(1.0)\n",
         new="",
         why="a share of the loss counts the examples of all replicas, so their gradients are summed",
@@ -32,7 +32,7 @@ DIVIDED = (
     ),
     Mutant(
         name="W leaves its gradients where nobody sums them",
-        file="pipeline/ranks/mesh/divided/sharding.py",
+        file="pipeline/mesh/sharding.py",
         old="        if last and self._zero == 2:\n",
         new="        if last and self._zero == 2 and kind is Kind.B:\n",
         why="no hook of torch's ends a W, so that parameters would have no gradients at all",
@@ -40,7 +40,7 @@ DIVIDED = (
     ),
     Mutant(
         name="a layer meets the views of torch's hook",
-        file="pipeline/ranks/mesh/divided/sharding.py",
+        file="pipeline/mesh/sharding.py",
         old="            layer.register_forward_pre_hook(around.enter)\n",
         new="",
         why="a view has other strides, and masks follow them: a recomputation would drop other elements",
@@ -48,7 +48,7 @@ DIVIDED = (
     ),
     Mutant(
         name="sums of gradients are not waited for",
-        file="pipeline/ranks/mesh/divided/sharding.py",
+        file="pipeline/mesh/sharding.py",
         old="            layer.sums.finish()\n",
         new="            layer.sums.forget()\n",
         why="the optimizer would read a sum that is still coming in",
@@ -56,7 +56,7 @@ DIVIDED = (
     ),
     Mutant(
         name="the head count of the whole layer is taken",
-        file="pipeline/ranks/mesh/divided/tensor_parallel.py",
+        file="pipeline/mesh/tensor_parallel.py",
         old="    if not heads or not columns:\n",
         new="    if heads or not columns:\n",
         why="`view(..., -1)` makes other heads of the same channels, without an error",
@@ -88,7 +88,7 @@ DIVIDED = (
     ),
     Mutant(
         name="a norm counts this rank's part only",
-        file="pipeline/ranks/mesh/divided/norms.py",
+        file="pipeline/mesh/gradients.py",
         old="            mine = _together(torch.stack(parts), norm_type)\n",
         new="            mine = _together(torch.stack(parts[:1]), norm_type)\n",
         why="gradients would be clipped by the norm of one part",

@@ -31,7 +31,7 @@ TREES = (
     ),
     Mutant(
         name="every rank decides about its own gradients",
-        file="pipeline/gradients/scaler.py",
+        file="pipeline/mesh/gradients.py",
         old="self._pipeline.gather(any(bool(flag) for flag in found.values()))",
         new="[any(bool(flag) for flag in found.values())]",
         why="some ranks would take a step that the others skip",

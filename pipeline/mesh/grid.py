@@ -1,4 +1,5 @@
-"""Where a process is in the grid of a job: which pipeline it belongs to, and who else holds the same stage.
+"""Where a process is in the grid of a job: which pipeline it belongs to, who else holds the same stage, and
+who ends with it.
 
 torch's `DeviceMesh` gives the ranks of a job places along named dimensions. Here the four names that mean
 something to a pipeline get their meaning, once, so that nobody else asks a mesh:
@@ -15,6 +16,7 @@ A *replica* is a pipeline that takes a share of the batch of its own: there are 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import cast
@@ -22,13 +24,16 @@ from typing import cast
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gpipe_bench.pipeline.ranks.failures.job import SILENCE_S, Job
+from gpipe_bench.pipeline.ranks.store import Store
+
 NAMES = ("dp", "fsdp", "pp", "tp")
 _BATCH = ("dp", "fsdp")  # along these every rank has a share of the batch of its own
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of a job, seen from this process; made by `grid_of`.
+    """The grid of a job, seen from this process; made by `join`.
 
     Args:
         mesh: torch's, with dimensions of `NAMES`
@@ -90,24 +95,39 @@ class Grid:
         return {name: index for (name, _), index in zip(self.shape, place, strict=True)}
 
 
-def grid_of(mesh: DeviceMesh) -> Grid:
-    """The grid of a mesh whose dimensions are named; every rank of the mesh must call. Errors as of
-    `located`.
-    """
-    return joined(located(mesh))
+def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, Job]:
+    """The grid of a mesh whose dimensions are named, and the job of it: all ranks of the mesh, who end
+    together (`ranks.failures.job`). Every rank of the mesh must call.
 
-
-def joined(grid: Grid) -> Grid:
-    """The same with the groups that the mesh does not have itself; every rank of the mesh must call."""
-    return replace(grid, batch_group=_batch_group(grid.mesh, tuple(name for name, _ in grid.shape)))
-
-
-def located(mesh: DeviceMesh) -> Grid:
-    """This process's place in the grid of a mesh, found without asking the others.
+    What is done in the groups of the mesh is bounded by the timeout from now on, and they are closed when the
+    pipeline fails: the pipeline's own messages go other ways.
 
     `ValueError` for a name that means nothing here, a mesh without `pp`, a process outside of it, and ranks
-    that do not ascend along a dimension.
+    that do not ascend along a dimension. `ActionError` names a rank that does not come within the timeout.
     """
+    place = _located(mesh)
+    job = _job_of(place, timeout_s)
+    shared = tuple(name for name, size in place.shape if name in _BATCH and size > 1)
+
+    def batch_group() -> dist.ProcessGroup | None:
+        if len(shared) < 2:
+            return mesh.get_group(shared[0]) if shared else None
+        return mesh[shared]._flatten().get_group()
+
+    grid = replace(place, batch_group=job.bounded(batch_group, timeout_s))
+    groups = [grid.group(name) for name in NAMES if name != "pp" and grid.size(name) > 1]
+    groups += [grid.batch_group] if grid.batch_group not in groups else []
+    job.watch_over([group for group in groups if group is not None], mesh.device_type, timeout_s)
+    return grid, job
+
+
+def building(job: Job | None) -> AbstractContextManager[None]:
+    """For what is done together while a pipeline is built (`Job.building`), where there is a grid."""
+    return nullcontext() if job is None else job.building()
+
+
+def _located(mesh: DeviceMesh) -> Grid:
+    """This process's place in the grid of a mesh, found without asking the others."""
     names = tuple(mesh.mesh_dim_names or ())
     known = f"name them as in init_device_mesh(..., mesh_dim_names={('dp', 'pp')!r}), of {', '.join(NAMES)}"
     if not names:
@@ -140,10 +160,21 @@ def located(mesh: DeviceMesh) -> Grid:
     )
 
 
-def _batch_group(mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup | None:
-    shared = tuple(name for name in names if name in _BATCH and mesh.size(names.index(name)) > 1)
-    if not shared:
-        return None
-    if len(shared) == 1:
-        return mesh.get_group(shared[0])
-    return mesh[shared]._flatten().get_group()
+def _job_of(place: Grid, timeout_s: float) -> Job:
+    """The processes of a grid; returns when all have come."""
+    everybody, pipeline = dist.group.WORLD, place.group("pp")
+    assert everybody is not None
+    assert pipeline is not None
+    # Grids beside each other in one job, each of some of its ranks, have keys of their own.
+    store = Store(everybody, f"grid of {' '.join(map(str, place.ranks))}, ")
+    job = Job(
+        store,
+        dist.get_rank(),
+        sorted(place.ranks),
+        members=dist.get_process_group_ranks(pipeline),
+        coordinates=place.coordinates,
+    )
+    job.meet(timeout_s)
+    silence_s = timeout_s if place.mesh.device_type == "cpu" else min(timeout_s, SILENCE_S)
+    job.look_out(timeout_s, silence_s)
+    return job

@@ -1,28 +1,39 @@
 """Gradients summed by one tree over the micro-batches of all replicas: the same bits on every grid.
 
-The gradients of each micro-batch are taken out of `.grad` when its backward is over and put into the tree
-(`halving`). That takes about log2(M) + 1 copies of a stage's gradients, and they cannot leave before the
-last backward is over, so it is an option, for those who compare grids bit by bit. Between replicas every part
-is sent to all, which sum alike.
+Floating-point sums depend on how they are grouped, so replicas that sum their own micro-batches one after the
+other and then each other's get other bits than one pipeline that sums all of them. A binary tree over all
+micro-batches, halved from the top, has every replica's micro-batches as a subtree, if there are 2, 4, 8 ...
+replicas: each sums its own, and the rest of the tree sums these.
+
+    0 1 2 3 4 5 6 7      ((0+1)+(2+3)) + ((4+5)+(6+7))      of two replicas: each one of the outer brackets
+
+A sum is made as soon as both of its halves are there, whatever the order in which they come, so that of n
+things in order log2(n) + 1 are held at most.
+
+The gradients of each micro-batch are taken out of `.grad` when its backward is over and put into the tree.
+That takes about log2(M) + 1 copies of a stage's gradients, and they cannot leave before the last backward is
+over, so it is an option, for those who compare grids bit by bit. Between replicas every part is sent to all,
+which sum alike.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline.mesh.collectives import Collectives, Flat, Room, buckets
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.mesh.buckets import buckets
-from gpipe_bench.pipeline.ranks.mesh.collectives import Collectives
-from gpipe_bench.pipeline.ranks.mesh.flat import Flat, Room
-from gpipe_bench.pipeline.ranks.mesh.halving import Halving, sum_of
 from gpipe_bench.pipeline.ranks.messages.connection import Work
+from gpipe_bench.pipeline.stage.reduced import Reduction
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.times.journal import Journal
 
+T = TypeVar("T")
 _Gradients = list[Tensor | None]
+_Span = tuple[int, int]
 
 
 class _Sent(NamedTuple):
@@ -35,7 +46,7 @@ class _Sent(NamedTuple):
     found: list[Tensor]
 
 
-class Tree:
+class Tree(Reduction):
     """The `Reduction` of one stage by a tree over micro-batches.
 
     Args:
@@ -93,17 +104,11 @@ class Tree:
                 parameter.grad = held if gradient is None else held.add_(gradient)
         self._held, self._sum = [], []
 
-    def evaluated(self) -> None:
-        pass
-
     def reset(self) -> None:
         for parameter, held in zip(self._parameters, self._held, strict=False):
             parameter.grad = held
         self._tree.take()
         self._early, self._held, self._sum, self._sent = {}, [], [], []
-
-    def refresh(self) -> None:
-        pass
 
     def _take(self) -> _Gradients:
         """What is in `.grad`, which has nothing afterwards."""
@@ -116,15 +121,8 @@ class Tree:
     def _send(self, collectives: Collectives) -> None:
         sizes, kinds = [p.nbytes for p in self._parameters], [p.dtype for p in self._parameters]
         for number, positions in enumerate(buckets(sizes, kinds, bucket_bytes=self._bucket_bytes)):
-            room = Room([self._parameters[i] for i in positions], len(positions))
-            flat = room.empty()
-            for place, (position, view) in enumerate(zip(positions, flat.views, strict=True)):
-                gradient = self._sum[position]
-                flat.rest[place] = gradient is not None
-                if gradient is None:
-                    view.zero_()
-                else:
-                    view.copy_(gradient)
+            room = Room([self._parameters[i] for i in positions], marked=True)
+            flat = room.filled([self._sum[i] for i in positions])
             self._journal.begun(self._stage.index, number)
             work, found = collectives.gather(flat.numbers)
             self._journal.watch(work, self._stage.index, number)
@@ -136,7 +134,7 @@ class Tree:
             collectives.wait(sent.work)
             self._journal.waited(self._stage.index, number)
             flat = sent.room.of(sum_of(sent.found, torch.add))
-            for position, view, mark in zip(sent.positions, flat.views, flat.rest.tolist(), strict=True):
+            for position, view, mark in zip(sent.positions, flat.views, flat.marks.tolist(), strict=True):
                 self._sum[position] = view if mark else None
         self._sent = []
 
@@ -145,3 +143,47 @@ class Tree:
 def _add(left: _Gradients, right: _Gradients) -> _Gradients:
     """The sums of gradients, where there are any, in memory of their own."""
     return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
+
+
+class Halving(Generic[T]):
+    """The sum of `count` things, numbered from 0, of which `add` makes one of two."""
+
+    def __init__(self, count: int, add: Callable[[T, T], T]) -> None:
+        self._whole, self._add = (0, count), add
+        self._other_half: dict[_Span, _Span] = {}
+        self._held: dict[_Span, T] = {}
+        self._halve(self._whole)
+
+    def _halve(self, span: _Span) -> None:
+        start, end = span
+        if end - start > 1:
+            low, high = (start, (start + end) // 2), ((start + end) // 2, end)
+            self._other_half[low], self._other_half[high] = high, low
+            self._halve(low)
+            self._halve(high)
+
+    def put(self, number: int, thing: T) -> None:
+        """Takes in one of them."""
+        span = (number, number + 1)
+        while span != self._whole and (other := self._other_half[span]) in self._held:
+            found = self._held.pop(other)
+            low_first = span < other
+            thing = self._add(thing, found) if low_first else self._add(found, thing)
+            span = (min(span[0], other[0]), max(span[1], other[1]))
+        self._held[span] = thing
+
+    def take(self) -> T | None:
+        """The sum, once all are in, and begins anew; None if any is missing."""
+        found = self._held.pop(self._whole, None)
+        self._held = {}
+        return found
+
+
+def sum_of(things: Sequence[T], add: Callable[[T, T], T]) -> T:
+    """The sum of all of them, at least one, by the same tree."""
+    tree = Halving(len(things), add)
+    for number, thing in enumerate(things):
+        tree.put(number, thing)
+    found = tree.take()
+    assert found is not None
+    return found

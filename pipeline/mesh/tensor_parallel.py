@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 
+from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid
 from gpipe_bench.pipeline.stage.microbatch import Message
 from gpipe_bench.pipeline.stage.parts import here, is_divided, local
 from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
@@ -144,7 +145,7 @@ def _here(gradients: Gradients) -> Gradients:
     return tuple([None if gradient is None else here(gradient) for gradient in gradients])
 
 
-class Layouts:
+class Layouts(Reduction):
     """The `Reduction` of a divided stage: keeps gradients laid out like their parameters.
 
     Args:
@@ -164,7 +165,7 @@ class Layouts:
             if parameter.requires_grad and parameter not in self._cut:
                 self._cut.add(parameter)
                 if any(placement.is_shard() for placement in parameter.placements):
-                    parameter.register_hook(_Cut(parameter))
+                    parameter.register_hook(partial(_part_of_whole, parameter.placements))
         for parameter, placements in self._summed.items():  # type: ignore[assignment]
             if isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements:
                 parameter.grad = _one_part(parameter.grad, placements)
@@ -201,6 +202,13 @@ class Layouts:
     def refresh(self) -> None:
         if self._replicas is not None:
             self._replicas.refresh()
+
+
+def _part_of_whole(placements: tuple[Placement, ...], gradient: Tensor) -> Tensor | None:
+    """A hook of a divided parameter: of a gradient that comes whole, this process's part."""
+    if isinstance(gradient, DTensor) and all(each.is_replicate() for each in gradient.placements):
+        return gradient.redistribute(placements=placements)
+    return None
 
 
 def _one_part(gradient: DTensor, placements: tuple[Placement, ...]) -> DTensor:
@@ -275,15 +283,3 @@ class _Part(Tensor):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         return self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))
-
-
-class _Cut:
-    """A hook of a divided parameter: of a gradient that comes whole, this process's part."""
-
-    def __init__(self, parameter: DTensor) -> None:
-        self._placements = parameter.placements
-
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        if isinstance(gradient, DTensor) and all(each.is_replicate() for each in gradient.placements):
-            return gradient.redistribute(placements=self._placements)
-        return None

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
+from gpipe_bench.pipeline.mesh.collectives import Replicas
+from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.ranks.mesh.grid import Grid
-from gpipe_bench.pipeline.ranks.replicas import Replicas
 from gpipe_bench.pipeline.ranks.tied import Tie
 from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
 from gpipe_bench.pipeline.stage.stage import Stage
@@ -44,7 +44,7 @@ class Divided:
         """The class of the stages."""
         if not self._along_tp:
             return ReducedStage
-        from gpipe_bench.pipeline.ranks.mesh.divided.tensor_parallel import DividedStage
+        from gpipe_bench.pipeline.mesh.tensor_parallel import DividedStage
 
         return DividedStage
 
@@ -86,42 +86,42 @@ class Divided:
                     "of 'fsdp' and 'tp'"
                 )
         if self._along_tp:
-            from gpipe_bench.pipeline.ranks.mesh.divided.tensor_parallel import check_divided
+            from gpipe_bench.pipeline.mesh.tensor_parallel import check_divided
 
             check_divided(layers, self._grid)
         if self._zero is not None:
-            from gpipe_bench.pipeline.ranks.mesh.divided.sharding import check_sharded
+            from gpipe_bench.pipeline.mesh.sharding import check_sharded
 
             check_sharded(layers, schedule, self._zero)
 
     def check_own(self, layers: Mapping[str, nn.Module]) -> None:
         """`ValueError` for what cannot be done with the `layers` of this process."""
         if self._along_tp:
-            from gpipe_bench.pipeline.ranks.mesh.divided.tensor_parallel import refuse_mixed
+            from gpipe_bench.pipeline.mesh.tensor_parallel import refuse_mixed
 
             refuse_mixed(layers)
 
     def divide(self, layers: Mapping[str, nn.Module]) -> None:
         """Leaves this process its parts of the parameters of its `layers`, where it had all of them."""
         if self._zero is not None:
-            from gpipe_bench.pipeline.ranks.mesh.divided.sharding import shard_layers
+            from gpipe_bench.pipeline.mesh.sharding import shard_layers
 
             shard_layers(layers, self._grid, self._zero)
 
     def connect(self, replicas: Replicas, *, accelerated: bool) -> None:
         """Prepares the ways between processes that hold parts; all `replicas` of a stage call."""
         if self._zero is not None:
-            from gpipe_bench.pipeline.ranks.mesh.divided.gathering import Holders
+            from gpipe_bench.pipeline.mesh.sharding import Holders
 
             self._holders = Holders(replicas, self._grid, accelerated=accelerated)
 
     def reduction(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> Reduction:
         """What joins the gradients of a stage; `sums` makes what sums over replicas."""
         if self._zero is not None:
-            from gpipe_bench.pipeline.ranks.mesh.divided.sharding import Shards
+            from gpipe_bench.pipeline.mesh.sharding import Shards
 
             return Shards(stage, self._zero, self._holders)
-        from gpipe_bench.pipeline.ranks.mesh.divided.tensor_parallel import Layouts
+        from gpipe_bench.pipeline.mesh.tensor_parallel import Layouts
 
         return Layouts(stage, sums)
 

@@ -1,1 +1,0 @@
-"""What is done with all gradients of a step together."""

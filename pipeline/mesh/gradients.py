@@ -1,0 +1,182 @@
+"""What is done with all gradients of a step together: clipping by their norm, and scaling.
+
+The norm is made of one norm per parameter in the model's order, wherever the stages and the parts of the
+parameters are, so that every number of stages gives the same bits. Where processes have a part of a gradient
+each, the part's norm is computed where the part is; what the parts of all gradients come to travels once for
+each dimension of the mesh along which there are parts, and is added up in the order of the ranks, so that all
+of them find the same bits. A gradient that is whole here gives the bits of the plain model; one in parts
+gives them but for the rounding of a sum of squares that is grouped by parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from gpipe_bench.pipeline.stage.parts import is_divided, local
+from gpipe_bench.pipeline.stage.stage import Stage
+
+
+def clip(
+    stages: Mapping[int, Stage],
+    copies: Collection[nn.Parameter],
+    gather: Callable[[list[tuple[int, Tensor]]], list[list[tuple[int, Tensor]]]] | None,
+    max_norm: float,
+    norm_type: float,
+) -> Tensor:
+    """Scales the gradients of all `stages` so that the norm of all together is at most `max_norm`.
+
+    Args:
+        stages: those of this process, by their index
+        copies: parameters among theirs that another rank counts
+        gather: what every rank brings, in the order of the ranks; None where all stages are in this process
+        max_norm: what the norm may be
+        norm_type: which norm
+
+    Returns the norm before, a float64 scalar.
+    """
+    layers = [layer for stage in stages.values() for layer in stage.layers]
+    everything = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
+    parameters = [parameter for parameter in everything if parameter not in copies]
+    device = next(iter(stages.values())).device
+    norms = _norms(parameters, norm_type, device)
+    if gather is not None:
+        # The parameters of a rank come stage by stage.
+        counts: dict[int, int] = {}
+        seen: set[nn.Parameter] = set(copies)
+        for index, stage in stages.items():
+            own = {p for layer in stage.layers for p in layer.parameters()} - seen
+            counts[index] = len(own)
+            seen |= own
+        of_stages = zip(counts, norms.cpu().split(list(counts.values())), strict=True)
+        found_norms = dict(pair for of_rank in gather(list(of_stages)) for pair in of_rank)
+        norms = torch.cat([found_norms[stage] for stage in sorted(found_norms)]).to(device)
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    whole = [parameter for parameter in everything if not is_divided(parameter)]
+    torch.nn.utils.clip_grads_with_norm_(whole, max_norm, total)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it, which takes no mixture
+    for parameter in everything:
+        if is_divided(parameter) and (gradient := local(parameter.grad)) is not None:
+            gradient.mul_(scale)
+    return total
+
+
+def _norms(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of the gradient of each parameter, float64; 0 where there is none.
+
+    All processes that have parts of the parameters call.
+    """
+    norms = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+    if norm_type == -math.inf:
+        norms.fill_(math.inf)  # of what is empty or absent, until something is found
+    present = [(i, g) for i, p in enumerate(parameters) if (g := local(p.grad)) is not None and g.numel()]
+    if present:
+        found = torch._foreach_norm([gradient for _, gradient in present], norm_type)
+        norms[[i for i, _ in present]] = torch.stack([norm.to(norms) for norm in found])
+    for groups, places in _groups_of_parts(parameters).items():
+        mine = norms[places]
+        for group in groups:
+            parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, mine, group=group)
+            mine = _together(torch.stack(parts), norm_type)
+        norms[places] = mine
+    if norm_type == -math.inf:
+        norms[[i for i, p in enumerate(parameters) if p.grad is None]] = 0.0
+    return norms
+
+
+def _groups_of_parts(parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.ProcessGroup, ...], list[int]]:
+    """The parameters by the processes that have parts of them, in the order of the parameters."""
+    found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for i, parameter in enumerate(parameters):
+        if is_divided(parameter):
+            mesh = parameter.device_mesh  # type: ignore[attr-defined]
+            groups = tuple(
+                mesh.get_group(dimension)
+                for dimension, placement in enumerate(parameter.placements)  # type: ignore[attr-defined]
+                # Not `is_shard`: parts of parts, fsdp around tp, are of another class.
+                if not placement.is_replicate() and mesh.size(dimension) > 1
+            )
+            if groups:
+                found.setdefault(groups, []).append(i)
+    return found
+
+
+def _together(parts: Tensor, norm_type: float) -> Tensor:
+    """The norms of whole tensors from those of their parts, one row of `parts` each."""
+    if norm_type == math.inf:
+        return parts.amax(0)
+    if norm_type == -math.inf:
+        return parts.amin(0)
+    if norm_type == 0:
+        return parts.sum(0)
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total += part**norm_type
+    return total ** (1 / norm_type)
+
+
+class Gathering(Protocol):
+    """What a scaler needs of its pipeline."""
+
+    @property
+    def group(self) -> object:
+        """The processes that have a part of it; None where there is but this one."""
+
+    def gather(self, mine: bool) -> list[bool]:
+        """What every rank brings."""
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for the gradients of a pipeline; made by `Pipeline.scaler`.
+
+    torch's skips an optimizer's step, and lowers its scale, where it finds an infinite gradient among the
+    parameters that it sees. Over processes each rank sees its own, so that some would take a step which the
+    others skip, with another scale from then on. Here what a rank finds is told to all others before any
+    decides: `step` and `unscale_` wait for all ranks, which must call them alike; a rank that does not come
+    ends the pipeline as in a step. `state_dict` is the same on every rank.
+    """
+
+    def __init__(self, pipeline: Gathering, device: str, **options: Any) -> None:
+        super().__init__(device, **options)
+        self._pipeline = pipeline
+
+    def step(self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's; None for a rank that has nothing to train, which takes part in the decision."""
+        if optimizer is not None:
+            return super().step(optimizer, *args, **kwargs)
+        if self._enabled and not self._per_optimizer_states[id(None)]["found_inf_per_device"]:
+            self.unscale_(None)
+        return None
+
+    def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """As torch's; None as in `step`."""
+        super().unscale_(optimizer)  # type: ignore[arg-type]
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """What every way to a decision goes through: whether an infinite gradient was found, by device."""
+        found: dict[torch.device, Tensor] = {}
+        if optimizer is not None:
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = found or {found_inf.device: found_inf}  # of a rank without gradients
+        if self._pipeline.group is not None:
+            anywhere = any(self._pipeline.gather(any(bool(flag) for flag in found.values())))
+            for flag in found.values():
+                flag.fill_(float(anywhere))
+        return found
+
+
+def decides_for(scaler: torch.amp.GradScaler, pipeline: Gathering) -> bool:
+    """Whether the decisions of `scaler` hold for all ranks of `pipeline`."""
+    return isinstance(scaler, GradScaler) and scaler._pipeline is pipeline

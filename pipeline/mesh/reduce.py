@@ -1,0 +1,418 @@
+"""What the replicas of a pipeline do together in a step, as one process takes part in it.
+
+Each of them takes a share of the batch. What a micro-batch counts for is its share of the examples of all,
+and what is given back is the mean over all: of the loss, and of the gradients of each stage, which a
+`Reduction` each joins: by default in buckets (`Buckets`), while the last backward of a step still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.mesh.collectives import Collectives, Flat, Replicas, Room, buckets
+from gpipe_bench.pipeline.mesh.division import Divided
+from gpipe_bench.pipeline.mesh.grid import Grid
+from gpipe_bench.pipeline.mesh.tree import Tree
+from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.ranks.failures.job import Job
+from gpipe_bench.pipeline.ranks.gather import check_equal
+from gpipe_bench.pipeline.ranks.messages.connection import Work
+from gpipe_bench.pipeline.stage.parts import is_divided, local
+from gpipe_bench.pipeline.stage.reduced import Reduction
+from gpipe_bench.pipeline.stage.running.layers import LossFn
+from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.times.journal import Journal
+
+REDUCTIONS = ("buckets", "tree")
+
+
+class Joint:
+    """This process's part.
+
+    Args:
+        replicas: who else holds these stages; None where nobody does.
+        device: of the stages.
+        by_tree: whether gradients are summed by a tree over all micro-batches, or in buckets.
+        bucket_bytes: gradients that leave together.
+        divided: how the parameters of the stages are divided over processes; None where none are.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas | None,
+        device: torch.device,
+        *,
+        by_tree: bool,
+        bucket_bytes: int | None,
+        divided: Divided | None = None,
+    ) -> None:
+        self.replicas, self._by_tree, self._bucket_bytes = replicas, by_tree, bucket_bytes
+        self._divided = divided
+        self._stages: list[Stage] = []
+        self._reductions: dict[int, Reduction] = {}
+        self._alike: list[nn.Parameter] = []  # of the stages, with the values of the first replica
+        self.journal = Journal(device)
+        self._collectives = self._of_hosts = None
+        if replicas is not None:
+            accelerated = devices.is_accelerator(device)
+            self._collectives = Collectives(replicas, replicas.connect("sums", accelerated=accelerated))
+            self._of_hosts = self._collectives
+            if accelerated:
+                self._of_hosts = Collectives(replicas, replicas.connect("sums of hosts", accelerated=False))
+            if divided is not None:
+                divided.connect(replicas, accelerated=accelerated)
+
+    def start_alike(self, plan: object, model: nn.Module) -> None:
+        """All replicas begin with the first one's parameters and buffers.
+
+        `ValueError` where a replica has other ones, or another plan of what is done with them.
+        """
+        if self._collectives is None:
+            return
+        values = [*model.named_parameters(), *model.named_buffers()]
+        forms = [(name, value.shape, value.dtype) for name, value in values]
+        mine = (plan, forms, self._by_tree, self._bucket_bytes)
+        check_equal(self._collectives.replicas.share(mine), "replica")
+        with torch.no_grad():
+            self._collectives.take_over([local(value) for _, value in values])
+
+    def _go_on_alike(self) -> None:
+        """The same for parameters that have come since, be it in a layer or with a loss that is a module.
+
+        `ValueError` where the replicas have other ones, or where two stages would both sum one.
+        """
+        now = [parameter for stage in self._stages for parameter in stage.parameters]
+        if len(now) == len(self._alike) and all(map(is_, now, self._alike)):
+            return
+        received = [parameter for stage in self._stages for parameter in stage.receiving]
+        if len(set(received)) < len(received):
+            raise ValueError(
+                "a parameter that belongs to one stage has come to another one too, or to loss_fn, since the "
+                "pipeline was built, and both would sum its gradients over replicas; tie weights before the "
+                "pipeline is built, and give loss_fn parameters of its own"
+            )
+        if self._collectives is not None:
+            known = set(self._alike)
+            new = [p for p in dict.fromkeys(now) if p not in known and not is_divided(p)]
+            forms = [(parameter.shape, parameter.dtype) for parameter in now]
+            if any(theirs != forms for theirs in self._collectives.replicas.share(forms)):
+                raise ValueError(
+                    "the replicas of a stage have been given different parameters since the pipeline was "
+                    "built; change the layers, and loss_fn, alike on all ranks"
+                )
+            with torch.no_grad():
+                self._collectives.take_over([parameter.detach() for parameter in new])
+        self._alike = now
+
+    def reduction(self, stage: Stage) -> Reduction:
+        """What joins the gradients of a stage of this process."""
+        found: Reduction | None
+        if self._divided is not None:
+            found = self._divided.reduction(stage, self._buckets)
+        elif self._by_tree:
+            found = Tree(stage, self._collectives, self.journal, self._bucket_bytes)
+        else:
+            found = self._buckets(stage)
+        assert found is not None
+        self._stages.append(stage)
+        self._alike += stage.parameters
+        self._reductions[stage.index] = found
+        return found
+
+    def _buckets(self, stage: Stage) -> Reduction | None:
+        if self._collectives is None:
+            return None
+        return Buckets(stage, self._collectives, self.journal, self._bucket_bytes)
+
+    def agree(self, num_microbatches: int, *, training: bool, is_own: bool) -> int:
+        """In how many micro-batches a step goes that a replica would take in so many: where all must have
+        equally many, or all refuse fewer than their schedule has, as the smallest share of the batch allows.
+        All replicas of the first stage call.
+        """
+        alike = self._divided is not None and self._divided.by_layer
+        if self.replicas is None or not (alike or (training and is_own)):
+            return num_microbatches
+        return min(self.replicas.share(num_microbatches))
+
+    def begin(
+        self, lengths: Sequence[int], loss_fn: LossFn | None, *, sync: bool, has_loss: bool
+    ) -> Sequence[float]:
+        """A training step with micro-batches of `lengths` examples begins; what each of them counts for, on
+        the process that has the loss.
+        """
+        for stage in self._stages:
+            stage.look(loss_fn)
+        self._go_on_alike()
+        for reduction in self._reductions.values():
+            reduction.begin(len(lengths), sync=sync)
+        if self._of_hosts is not None:
+            return _GlobalShares(lengths, self._of_hosts) if has_loss else ()
+        return tuple([length / sum(lengths) for length in lengths])
+
+    def finish(self, loss: Tensor) -> Tensor:
+        """All actions of a training step are taken: waits for the gradients; the loss over all replicas."""
+        collectives = self._collectives
+        if collectives is not None:
+            loss = loss.clone()
+            of_all = collectives.sum(loss)
+        for reduction in self._reductions.values():
+            reduction.finish()
+        if collectives is not None:
+            collectives.wait(of_all)
+        return loss
+
+    def evaluated(self) -> None:
+        """A pass of forwards alone is over."""
+        for reduction in self._reductions.values():
+            reduction.evaluated()
+
+    def reset(self) -> None:
+        """Drops what is held of the step, after an error."""
+        for reduction in self._reductions.values():
+            reduction.reset()
+
+
+def joint_of(
+    grid: Grid | None,
+    job: Job | None,
+    device: torch.device,
+    timeout_s: float,
+    reduction: str,
+    bucket_bytes: int | None,
+    divided: Divided | None = None,
+) -> Joint | None:
+    """What is done jointly on a grid, or because of the way to sum gradients; None if nothing is. `job` are
+    the processes of the grid.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
+    group = None if grid is None else grid.batch_group
+    by_tree = reduction == "tree"
+    if group is None and not by_tree and divided is None:
+        return None
+    replicas = None if group is None or job is None else Replicas(group, timeout_s, job)
+    return Joint(replicas, device, by_tree=by_tree, bucket_bytes=bucket_bytes, divided=divided)
+
+
+class _GlobalShares(Sequence[float]):
+    """The share of each micro-batch of this replica in the examples of all replicas.
+
+    How many the others have is asked at once and waited for when somebody wants to know, which is behind the
+    first forward.
+    """
+
+    def __init__(self, lengths: Sequence[int], collectives: Collectives) -> None:
+        self._lengths, self._collectives = lengths, collectives
+        self._examples = torch.tensor([sum(lengths)], dtype=torch.float64)
+        self._work = collectives.sum(self._examples)
+        self._shares: tuple[float, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[float]: ...
+    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
+        if self._shares is None:
+            self._collectives.wait(self._work)
+            examples = int(self._examples)
+            self._shares = tuple([length / examples for length in self._lengths])
+        return self._shares[index]
+
+
+class _Sent(NamedTuple):
+    """A bucket that has left."""
+
+    positions: tuple[int, ...]
+    flat: Flat
+    work: Work
+    missing: tuple[int, ...]  # of the positions, those without a gradient on this replica
+
+
+class Buckets(Reduction):
+    """The `Reduction` of one stage whose replicas have all of its parameters: summed over them while the last
+    backward of a step still runs.
+
+        0B3 . . . . .[0B0                 ]                      the last backward of stage 0 in this step
+                         .[bucket][bucket] [bucket]              each leaves as soon as all of it is there
+                                                    ^            the end of the step waits
+
+    Every gradient that comes in within the last backward is announced by a hook of its parameter, which hangs
+    there for that time alone. When those of a bucket are there they are copied end to end, what was copied is
+    from then on `.grad`, and the sum of it begins. What never comes (a parameter that the loss does not
+    depend on) leaves with the end of the backward: as zeros, with a mark, so that a parameter that no replica
+    has a gradient for has none afterwards either.
+
+    Which gradients come in which order, and how often (a layer that is checkpointed in the reentrant way
+    gives a weight several in one backward), is found in the first step, in which all leave with the end of
+    the last backward.
+
+    A sum over replicas must count what was in `.grad` before the step once. So replica 0 keeps it and adds to
+    it, and the others begin without: what they all have afterwards holds it. Where the earlier step was
+    without `sync`, it is each replica's own, and all keep it.
+
+    Args:
+        stage: whose gradients they are.
+        collectives: between its replicas.
+        journal: where is written when each sum began and ended.
+        bucket_bytes: gradients that leave together; as `buckets` has it if not given.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        collectives: Collectives,
+        journal: Journal,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self._stage, self._collectives = stage, collectives
+        self._journal, self._bucket_bytes = journal, bucket_bytes
+        self._trainable: tuple[nn.Parameter, ...] = ()
+        self._parameters: tuple[nn.Parameter, ...] = ()  # what their gradients come in on
+        self._times: list[int] | None = None  # each gets a gradient in the last backward; None: not known yet
+        self._buckets: tuple[tuple[int, ...], ...] = ()
+        self._bucket_of: dict[int, int] = {}
+        self._rooms: list[Room] = []
+        self._seen: list[int] = []  # positions, as gradients came in
+        self._to_come: list[int] = []  # gradients of each parameter in this backward
+        self._open: list[int] = []  # parameters of each bucket that are not there yet
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._sent: list[_Sent] = []
+        self._sync = True
+        self._own = False  # what is in .grad is of this replica alone
+
+    def begin(self, num_microbatches: int, *, sync: bool) -> None:
+        self._sync = sync
+        trainable, before = self._stage.trainable, len(self._parameters)
+        self._parameters = self._stage.receiving  # of tied weights other ones in every step
+        if (
+            len(self._parameters) != before
+            or len(trainable) != len(self._trainable)
+            or any(a is not b for a, b in zip(trainable, self._trainable, strict=True))
+        ):
+            self._trainable = trainable
+            self.refresh()
+        if self._collectives.replicas.rank and not self._own:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def before(self, kind: Kind, m: int, *, last: bool) -> None:
+        if not (last and self._sync):
+            return
+        self._seen = []
+        if self._times is not None:
+            self._to_come = list(self._times)
+            self._open = [sum(self._times[i] > 0 for i in bucket) for bucket in self._buckets]
+            # What nobody expects is not waited for here, but at the end of the backward.
+            for number, bucket in enumerate(self._buckets):
+                self._open[number] += any(self._times[i] == 0 for i in bucket)
+        for position, parameter in enumerate(self._parameters):
+            hook = self._came_in(position)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def after(self, kind: Kind, m: int, *, last: bool) -> None:
+        if not (last and self._sync):
+            return
+        self._unhook()
+        while len(self._sent) < len(self._buckets):
+            self._send()
+
+    def finish(self) -> None:
+        if not self._sync:
+            self._own = True
+            return
+        self._own = False
+        for number, sent in enumerate(self._sent):
+            self._collectives.wait(sent.work)
+            self._journal.waited(self._stage.index, number)
+            if sent.missing:
+                marks = sent.flat.marks.tolist()
+                for place, position in enumerate(sent.positions):
+                    if not marks[place]:
+                        self._parameters[position].grad = None
+        self._sent = []
+        if self._times is None:
+            self._learn()
+
+    def reset(self) -> None:
+        self._unhook()
+        self._sent = []
+
+    def refresh(self) -> None:
+        self._times = None
+        self._plan([])
+
+    def _plan(self, order: list[int]) -> None:
+        self._buckets = buckets(
+            [p.nbytes for p in self._parameters],
+            [p.dtype for p in self._parameters],
+            order,
+            self._bucket_bytes,
+        )
+        self._bucket_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket}
+        self._rooms = [Room([self._parameters[i] for i in bucket], marked=True) for bucket in self._buckets]
+
+    def _learn(self) -> None:
+        """From the next step on buckets leave when they are full, in the order that replica 0 has seen."""
+        self._times = [0] * len(self._parameters)
+        for position in self._seen:
+            self._times[position] += 1
+        last_first = dict.fromkeys(reversed(self._seen))  # when the last gradient of each was there
+        order = self._collectives.replicas.share(list(reversed(last_first)))[0]
+        self._plan(order)
+
+    def _came_in(self, position: int) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            self._seen.append(position)
+            if self._times is None:
+                return
+            self._to_come[position] -= 1
+            number = self._bucket_of[position]
+            if self._to_come[position] == 0:
+                self._open[number] -= 1
+                while len(self._sent) < len(self._buckets) and not self._open[len(self._sent)]:
+                    self._send()
+            elif self._to_come[position] < 0 and number < len(self._sent):
+                raise RuntimeError(
+                    f"a parameter of stage {self._stage.index} got more gradients in a backward than in an "
+                    "earlier step, when the sum over replicas had begun; call Pipeline.refresh() on every "
+                    "rank before the first step in which it does"
+                )
+
+        return hook
+
+    def _unhook(self) -> None:
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Begins the sum of the next bucket."""
+        number = len(self._sent)
+        positions = self._buckets[number]
+        gradients = [self._parameters[i].grad for i in positions]
+        if any(each is not None and each.layout is not torch.strided for each in gradients):
+            raise RuntimeError(
+                f"a gradient of stage {self._stage.index} is sparse and cannot be summed over replicas; "
+                "use sparse=False"
+            )
+        missing = tuple([i for i, each in zip(positions, gradients, strict=True) if each is None])
+        flat = self._rooms[number].filled(gradients)
+        del gradients  # their memory is free when the sum begins
+        for position, view in zip(positions, flat.views, strict=True):
+            self._parameters[position].grad = view
+        self._journal.begun(self._stage.index, number)
+        work = self._collectives.sum(flat.numbers)
+        self._journal.watch(work, self._stage.index, number)
+        self._sent.append(_Sent(positions, flat, work, missing))

@@ -1,1 +1,0 @@
-"""Parameters that replicas divide among themselves, and layers that ranks share."""

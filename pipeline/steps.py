@@ -21,7 +21,8 @@ from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.mesh.joint import Joint
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
-from gpipe_bench.pipeline.stage.arguments import shared as shared_arguments
+from gpipe_bench.pipeline.stage import shared as shared_arguments
+from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.microbatch import (
     Message,
     Tree,
@@ -32,7 +33,6 @@ from gpipe_bench.pipeline.stage.microbatch import (
     tensors_of,
 )
 from gpipe_bench.pipeline.stage.reduced import ReducedStage
-from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Nested

@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gpipe_bench.pipeline.memory.ends import SOURCE
 from gpipe_bench.pipeline.memory.story import Deferred
 from gpipe_bench.pipeline.memory.tracker import EventLog
-from gpipe_bench.pipeline.stage.halves.split import Split
-from gpipe_bench.pipeline.stage.halves.waiting import Waiting, Weights
+from gpipe_bench.pipeline.stage.split_backward import Split
+from gpipe_bench.pipeline.stage.waiting import Waiting, Weights
 
 
 class Halved:

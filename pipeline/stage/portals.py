@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline.plan.portals import Declared, Line, arriving, check, leaving
 from gpipe_bench.pipeline.stage.aliases import version
+from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.stage.microbatch import Tree
-from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
 
 
 class Stash(nn.Module):

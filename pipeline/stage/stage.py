@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gpipe_bench.pipeline.stage.aliases import overlapping, separate, version
-from gpipe_bench.pipeline.stage.halves.waiting import run_engine
+from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
+from gpipe_bench.pipeline.stage.buffers import Buffers
+from gpipe_bench.pipeline.stage.graph import Kept
 from gpipe_bench.pipeline.stage.inputs import Arriving, deliver
-from gpipe_bench.pipeline.stage.kept import Kept
+from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten, unflatten
-from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
-from gpipe_bench.pipeline.stage.state.batchnorm import Gather, Statistics
-from gpipe_bench.pipeline.stage.state.buffers import Buffers
 from gpipe_bench.pipeline.stage.tied import Leaves
+from gpipe_bench.pipeline.stage.waiting import run_engine
 from gpipe_bench.pipeline.transfers import Transfers
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message

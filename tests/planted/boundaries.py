@@ -54,7 +54,7 @@ BOUNDARIES = (
     ),
     Mutant(
         name="strides of single examples lost at a boundary",
-        file="pipeline/stage/kept.py",
+        file="pipeline/stage/graph.py",
         old="        return tensor.detach()\n",
         new="        return tensor.view_as(tensor)\n",
         why="masks follow the memory layout, so bits would depend on the cuts",
@@ -97,7 +97,7 @@ LIFETIMES = (
     ),
     Mutant(
         name="outputs kept by the graph's owner",
-        file="pipeline/stage/kept.py",
+        file="pipeline/stage/graph.py",
         old="        self.places = tuple(",
         new="        self.weights = tuple(outputs)\n        self.places = tuple(",
         why="an output lives on only if a layer saved it",

@@ -23,8 +23,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gpipe_bench.pipeline.stage.halves.deferrable import KINDS, PASSAGES, Kind
-from gpipe_bench.pipeline.stage.halves.waiting import LEAF, Waiting, Weights, run_engine
+from gpipe_bench.pipeline.stage.deferrable import KINDS, PASSAGES, Kind
+from gpipe_bench.pipeline.stage.waiting import LEAF, Waiting, Weights, run_engine
 
 _ORDER = attrgetter("order")
 

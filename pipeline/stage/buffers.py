@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.stage.state.buffer_state import (
+from gpipe_bench.pipeline.stage.buffer_state import (
     ABSENT,
     Absent,
     Key,

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.stage.arguments.keywords import Keywords
+from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
 from gpipe_bench.pipeline.stage.inputs import Arriving
+from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.microbatch import Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
-from gpipe_bench.pipeline.stage.running.compiled import compile_layers, without_graph
-from gpipe_bench.pipeline.stage.state.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.tied import Leaves
 
 Result = TypeVar("Result")

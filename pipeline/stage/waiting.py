@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-from gpipe_bench.pipeline.stage.halves.deferrable import Formula
+from gpipe_bench.pipeline.stage.deferrable import Formula
 
 LEAF = "AccumulateGrad"
 # W lets the engine add gradients when it has this many: a pass costs 10 us, and memory is to be free again.

@@ -23,8 +23,12 @@ from gpipe_bench.pipeline.ranks.mesh.joint import Joint
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage import shared as shared_arguments
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.microbatch import (
+from gpipe_bench.pipeline.stage.reduced import ReducedStage
+from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.tied import Leaves
+from gpipe_bench.pipeline.stage.trees import (
     Message,
+    Nested,
     Tree,
     flatten,
     num_examples,
@@ -32,10 +36,6 @@ from gpipe_bench.pipeline.stage.microbatch import (
     split,
     tensors_of,
 )
-from gpipe_bench.pipeline.stage.reduced import ReducedStage
-from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.stage.tied import Leaves
-from gpipe_bench.pipeline.stage.trees import Nested
 from gpipe_bench.pipeline.times.clock import Clock
 from gpipe_bench.pipeline.transport import Plan, ShortBatchError, Transport, rows_for
 

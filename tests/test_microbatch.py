@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_bench.pipeline.stage.microbatch import flatten, merge, sizes, split, unflatten
+from gpipe_bench.pipeline.stage.trees import flatten, merge, sizes, split, unflatten
 
 
 @given(batch_size=st.integers(1, 60), data=st.data())

@@ -16,8 +16,7 @@ from tree_models import ByKey, Keyed, Mode, Output, Pair, Part, tree_batch, tree
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
-from gpipe_bench.pipeline.stage.microbatch import change, flatten, merge, split, unflatten
-from gpipe_bench.pipeline.stage.trees import Constant
+from gpipe_bench.pipeline.stage.trees import Constant, change, flatten, merge, split, unflatten
 from gpipe_bench.pipeline.transport import InProcess
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -213,7 +212,7 @@ def test_a_tensor_and_a_tuple_of_tensors_are_not_looked_into(monkeypatch: pytest
     def look(*arguments: Any) -> None:
         raise AssertionError("the long way")
 
-    monkeypatch.setattr("gpipe_bench.pipeline.stage.microbatch.take_apart", look)
+    monkeypatch.setattr("gpipe_bench.pipeline.stage.trees.take_apart", look)
     x = torch.zeros(4, 2)
     for tree in (x, (x, x), (x,)):
         flatten(tree)

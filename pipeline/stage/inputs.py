@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.stage.microbatch import Structure, Tree, flatten, tensors_of, unflatten
+from gpipe_bench.pipeline.stage.trees import Structure, Tree, flatten, tensors_of, unflatten
 from gpipe_bench.pipeline.transfers import Mark, Transfers
 
 Batch = TypeVar("Batch", bound=Tree | None)  # None: there is no target

@@ -18,9 +18,9 @@ from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
 from gpipe_bench.pipeline.stage.inputs import Arriving
 from gpipe_bench.pipeline.stage.keywords import Keywords
-from gpipe_bench.pipeline.stage.microbatch import Tree, flatten, unflatten
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 from gpipe_bench.pipeline.stage.tied import Leaves
+from gpipe_bench.pipeline.stage.trees import Tree, flatten, unflatten
 
 Result = TypeVar("Result")
 LossFn = Callable[..., Tensor]  # (output, target) -> mean loss over the examples of a micro-batch

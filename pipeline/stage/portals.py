@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline.plan.portals import Declared, Line, arriving, check, leaving
 from gpipe_bench.pipeline.stage.aliases import version
 from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
-from gpipe_bench.pipeline.stage.microbatch import Tree
+from gpipe_bench.pipeline.stage.trees import Tree
 
 
 class Stash(nn.Module):

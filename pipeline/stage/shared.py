@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpipe_bench.pipeline.stage import trees
-from gpipe_bench.pipeline.stage.microbatch import Message, unflatten
+from gpipe_bench.pipeline.stage.trees import Message, unflatten
 
 
 def take_apart(shared: Mapping[str, Any]) -> Message:

@@ -38,7 +38,7 @@ BOUNDARIES = (
     ),
     Mutant(
         name="a repeated tensor travels twice",
-        file="pipeline/stage/microbatch.py",
+        file="pipeline/stage/trees.py",
         old="positions.setdefault(id(tensor), len(distinct))",
         new="positions.setdefault(len(structure), len(distinct))",
         why="gradients that meet in it would be summed in another grouping, behind some cuts",
@@ -78,7 +78,7 @@ BOUNDARIES = (
     ),
     Mutant(
         name="smaller micro-batches first",
-        file="pipeline/stage/microbatch.py",
+        file="pipeline/stage/trees.py",
         old="    return (size + 1,) * larger + (size,) * (num_microbatches - larger)\n",
         new="    return (size,) * (num_microbatches - larger) + (size + 1,) * larger\n",
         why="profiles are taken of the first micro-batch, which is to be the largest",

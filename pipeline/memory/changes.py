@@ -13,7 +13,7 @@ from torch import nn
 
 from gpipe_bench.pipeline.memory.story import BufferRole
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.buffer_state import State
+from gpipe_bench.pipeline.stage.buffers import State
 
 
 class Moved:

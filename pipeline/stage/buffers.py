@@ -25,23 +25,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-
-from gpipe_bench.pipeline.stage.buffer_state import (
-    ABSENT,
-    Absent,
-    Key,
-    State,
-    Value,
-    buffer_of,
-    copy_of,
-    same,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 
 # A buffer of which a copy is kept although it has never changed.
 SMALL_BYTES = 2**16
+
+Key = tuple[nn.Module, str]
+
+
+class Absent:
+    """Stands for a buffer that had not been registered yet."""
+
+
+ABSENT = Absent()
+Value = Tensor | None | Absent
 
 
 @dataclass
@@ -304,3 +305,35 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any
         if value is not now.get(name, ABSENT)
         and not (isinstance(value, Tensor) and value.nbytes > SMALL_BYTES)
     }
+
+
+class State(NamedTuple):
+    """A buffer at a moment: which tensor, and how often it has been changed in place."""
+
+    tensor: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> State:
+        # Tensors made in inference mode have no version, and cannot change outside of it.
+        return cls(tensor, 0 if tensor is None or tensor.is_inference() else tensor._version)
+
+    def has_moved(self, tensor: Tensor | None) -> bool:
+        return tensor is not self.tensor or self.version != State.of(tensor).version
+
+
+def buffer_of(key: Key) -> Tensor | None:
+    module, name = key
+    return module._buffers.get(name)
+
+
+def copy_of(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach().clone()
+
+
+def same(value: Value, tensor: Tensor | None) -> bool:
+    if value is None or tensor is None or isinstance(value, Absent):
+        return value is tensor
+    if tensor.is_meta or isinstance(tensor, FakeTensor):  # without values, which then can't change unseen
+        return True
+    return torch.equal(value, tensor)

@@ -18,9 +18,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_bench.pipeline.stage.aliases import overlapping
 from gpipe_bench.pipeline.stage.buffers import Saved
-from gpipe_bench.pipeline.stage.split_backward import Split
+from gpipe_bench.pipeline.stage.split_backward import Split, Weights
 from gpipe_bench.pipeline.stage.trees import Message, Nested, Structure, Tree, flatten
-from gpipe_bench.pipeline.stage.waiting import Weights
 
 
 class _Entry(torch.autograd.Function):

@@ -27,9 +27,9 @@ from gpipe_bench.pipeline.stage.buffers import Buffers
 from gpipe_bench.pipeline.stage.graph import Kept
 from gpipe_bench.pipeline.stage.inputs import Arriving, deliver
 from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
+from gpipe_bench.pipeline.stage.split_backward import run_engine
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten, unflatten
-from gpipe_bench.pipeline.stage.waiting import run_engine
 from gpipe_bench.pipeline.transfers import Transfers
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message

@@ -197,7 +197,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="the outputs held until the second half",
-        file="pipeline/stage/deferrable.py",
+        file="pipeline/stage/split_backward.py",
         old="    return tensor.detach()\n",
         new="    return tensor\n",
         why="a tensor that knows where it comes from holds the graph",
@@ -205,7 +205,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="checkpoints looked into",
-        file="pipeline/stage/deferrable.py",
+        file="pipeline/stage/split_backward.py",
         old='    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:\n',
         new="    if False:\n",
         why="every look at what a checkpoint did not save computes all of it again",
@@ -213,7 +213,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="the first gradient copied",
-        file="pipeline/stage/waiting.py",
+        file="pipeline/stage/split_backward.py",
         old="            edges += (_entrance(weight), *bias)\n",
         new="            edges += (weight, *bias)\n",
         why="a copy of every weight's gradient, at the fullest moment of a stage",
@@ -221,7 +221,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="a column's product taken by rows",
-        file="pipeline/stage/deferrable.py",
+        file="pipeline/stage/split_backward.py",
         old="    if down == 1 and across == rows:\n",
         new="    if False:\n",
         why="the same product computed in another layout has other bits, or strides",

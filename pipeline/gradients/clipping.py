@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.ranks.mesh.divided.norms import norms_of
-from gpipe_bench.pipeline.stage.parts import is_divided, local
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.tensors import is_divided, local
 
 
 def clip(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_bench.pipeline.stage.aliases import overlapping
 from gpipe_bench.pipeline.stage.buffers import Saved
 from gpipe_bench.pipeline.stage.split_backward import Split, Weights
+from gpipe_bench.pipeline.stage.tensors import overlapping
 from gpipe_bench.pipeline.stage.trees import Message, Nested, Structure, Tree, flatten
 
 

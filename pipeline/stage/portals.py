@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.plan.portals import Declared, Line, arriving, check, leaving
-from gpipe_bench.pipeline.stage.aliases import version
 from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
+from gpipe_bench.pipeline.stage.tensors import version
 from gpipe_bench.pipeline.stage.trees import Tree
 
 

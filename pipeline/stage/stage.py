@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gpipe_bench.pipeline.stage.aliases import overlapping, separate, version
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
 from gpipe_bench.pipeline.stage.graph import Kept
 from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
 from gpipe_bench.pipeline.stage.split_backward import run_engine
+from gpipe_bench.pipeline.stage.tensors import overlapping, separate, version
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten, unflatten
 from gpipe_bench.pipeline.transfers import Transfers

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.stage.parts import is_divided, local
+from gpipe_bench.pipeline.stage.tensors import is_divided, local
 
 
 def norms_of(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:

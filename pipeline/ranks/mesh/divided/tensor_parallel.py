@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.ranks.mesh.grid import Grid
-from gpipe_bench.pipeline.stage.parts import here, is_divided, local
 from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+from gpipe_bench.pipeline.stage.tensors import here, is_divided, local
 from gpipe_bench.pipeline.stage.trees import Message
 
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")

@@ -70,9 +70,8 @@ class Buffers:
         self._shadows: dict[Key, Tensor | None] = {}  # values of the small ones that have not changed
         self._silent: set[Key] = set()  # change behind torch's back
         self._moved: set[Key] = set()  # have changed in this step
-        self._before: dict[
-            Key, Value
-        ] = {}  # of those that began to change in this step: the value until then
+        # Of those that began to change in this step: the value until then.
+        self._before: dict[Key, Value] = {}
         self._states: dict[Key, State] = {}  # of those that change, before the forward of the moment
         self._learning = True
         self._begun = False
@@ -115,13 +114,10 @@ class Buffers:
             return None
         self._notice()
         kept = [*self._changing, *self._still] if self._learning else self._changing
-        copies: dict[int, Tensor | None] = {}  # two names of one tensor are one copy
-        saved = Saved(attributes={module: dict(module.__dict__) for module in self._modules})
-        for module, name in kept:
-            tensor = module._buffers.get(name)
-            if id(tensor) not in copies:
-                copies[id(tensor)] = copy_of(tensor)
-            saved.copies[module, name] = copies[id(tensor)]
+        saved = Saved(
+            _copies({(module, name): module._buffers.get(name) for module, name in kept}),
+            {module: dict(module.__dict__) for module in self._modules},
+        )
         self._states = {key: State.of(buffer_of(key)) for key in self._changing}
         return saved
 
@@ -157,15 +153,13 @@ class Buffers:
                 else:
                     module.__dict__[name] = value
         states: dict[Key, State] = {}
-        copies: dict[int, Tensor | None] = {}
-        for (module, name), value in values.items():
-            if isinstance(value, Absent):
+        copies = _copies(values)
+        for (module, name), copy in copies.items():
+            if isinstance(copy, Absent):
                 del module._buffers[name]
-                continue
-            if id(value) not in copies:
-                copies[id(value)] = copy_of(value)
-            module._buffers[name] = copies[id(value)]
-            states[module, name] = State.of(copies[id(value)])
+            else:
+                module._buffers[name] = copy
+                states[module, name] = State.of(copy)
         try:
             yield
             moved = {key for key, state in states.items() if state.has_moved(buffer_of(key))}
@@ -242,7 +236,7 @@ class Buffers:
         self._still[key] = State.of(tensor)
         self._shadows.pop(key, None)
         if tensor is None or tensor.nbytes <= SMALL_BYTES:
-            self._shadows[key] = copy_of(tensor)
+            self._shadows[key] = None if tensor is None else tensor.detach().clone()
 
     def _notice(self, saved: Saved | None = None) -> list[Key]:
         """Takes in which buffers have begun to change since the last look, in the forward of `saved` or by
@@ -327,8 +321,18 @@ def buffer_of(key: Key) -> Tensor | None:
     return module._buffers.get(name)
 
 
-def copy_of(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.detach().clone()
+def _copies(values: Mapping[Key, Value]) -> dict[Key, Value]:
+    """Copies of the values; two names of one tensor are one copy."""
+    copies: dict[int, Tensor] = {}
+    found: dict[Key, Value] = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            if id(value) not in copies:
+                copies[id(value)] = value.detach().clone()
+            found[key] = copies[id(value)]
+        else:
+            found[key] = value
+    return found
 
 
 def same(value: Value, tensor: Tensor | None) -> bool:

@@ -44,21 +44,6 @@ class _Entry(torch.autograd.Function):
 class Kept:
     """What stage number `stage` holds of one micro-batch between two of its actions."""
 
-    __slots__ = (
-        "aliases",
-        "buffers",
-        "edges",
-        "exits",
-        "inputs",
-        "kind",
-        "needs_grad",
-        "places",
-        "stage",
-        "structure",
-        "versions",
-        "weights",
-    )
-
     def __init__(self, stage: int) -> None:
         self.stage = stage  # for messages
         self.drop()

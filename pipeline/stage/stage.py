@@ -3,7 +3,7 @@
 `torch.utils.checkpoint` ties the recomputation to the arrival of the gradient, because it runs inside the
 backward. Here the graph is a value that the stage holds: `recompute` builds it whenever the schedule says so,
 `backward` consumes it. Between actions a stage holds, per micro-batch, either its boundary inputs
-(re-materialization) or its graph (`kept`); how the layers are called is the same in all actions (`layers`).
+(re-materialization) or its graph (`graph`); how the layers are called is the same in all actions (`layers`).
 
 Which outputs need a gradient and which inputs are overwritten shows only when the layers run, so it is found
 in the first step of a kind and forgotten when another parameter is trained or a layer changes its mode. A

@@ -42,7 +42,7 @@ BOUNDARIES = (
         old="positions.setdefault(id(tensor), len(distinct))",
         new="positions.setdefault(len(structure), len(distinct))",
         why="gradients that meet in it would be summed in another grouping, behind some cuts",
-        tests=("tests/test_microbatch.py::test_a_repeated_tensor_travels_once",),
+        tests=("tests/test_trees.py::test_a_repeated_tensor_travels_once",),
     ),
     Mutant(
         name="a repeated tensor charged twice",
@@ -82,7 +82,7 @@ BOUNDARIES = (
         old="    return (size + 1,) * larger + (size,) * (num_microbatches - larger)\n",
         new="    return (size,) * (num_microbatches - larger) + (size + 1,) * larger\n",
         why="profiles are taken of the first micro-batch, which is to be the largest",
-        tests=("tests/test_microbatch.py::test_split_gives_views_and_merge_undoes_it",),
+        tests=("tests/test_trees.py::test_split_gives_views_and_merge_undoes_it",),
     ),
 )
 

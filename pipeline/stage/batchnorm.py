@@ -39,11 +39,11 @@ class _Meter:
         self.scratch_mean = self.scratch_var = self.mean = self.squares = torch.empty(0, device="meta")
 
     @property
-    def fits(self) -> bool:
-        """False at first, and when the averages have moved or changed their precision."""
+    def kind(self) -> tuple[torch.dtype, torch.device]:
+        """The averages' precision, and where they are."""
         average = self.module._buffers["running_mean"]
         assert average is not None
-        return self.scratch_mean.dtype == average.dtype and self.scratch_mean.device == average.device
+        return average.dtype, average.device
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The module's own forward, with scratch buffers in place of its moving averages."""
@@ -177,14 +177,12 @@ class Statistics:
         return tuple([meter.module for meter in self._meters])
 
     def begin(self) -> None:
-        """Prepares a step."""
-        if all(meter.fits for meter in self._meters):
+        """Prepares a step: anew at first, and when the averages have moved or changed their precision."""
+        if all(m.kind == (m.scratch_mean.dtype, m.scratch_mean.device) for m in self._meters):
             return
         kinds: dict[tuple[torch.dtype, torch.device], list[_Meter]] = {}
         for meter in self._meters:
-            average = meter.module._buffers["running_mean"]
-            assert average is not None
-            kinds.setdefault((average.dtype, average.device), []).append(meter)
+            kinds.setdefault(meter.kind, []).append(meter)
         self._blocks = [_Block(meters, *kind) for kind, meters in kinds.items()]
 
     def redirect(self, *, recording: bool) -> None:

@@ -29,9 +29,9 @@ from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.gather import gather_timeline
-from gpipe_bench.pipeline.stage.microbatch import Tree, merge
-from gpipe_bench.pipeline.stage.running.layers import LossFn
+from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.trees import Tree, merge
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.

@@ -26,8 +26,8 @@ from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.schedules.placement import shared_by
 from gpipe_bench.pipeline.ranks.connecting.network import Network
-from gpipe_bench.pipeline.stage.microbatch import Tree
-from gpipe_bench.pipeline.stage.running.compiled import BACKEND
+from gpipe_bench.pipeline.stage.compiled import BACKEND
+from gpipe_bench.pipeline.stage.trees import Tree
 
 Device = torch.device | str
 _STAGES_PER_WORKER = 2  # of schedules that allow any number, if nobody says

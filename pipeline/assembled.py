@@ -32,13 +32,13 @@ from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
-from gpipe_bench.pipeline.stage.arguments.keywords import Keywords
-from gpipe_bench.pipeline.stage.microbatch import Tree
+from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
+from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.portals import declarations, runner_of
 from gpipe_bench.pipeline.stage.reduced import ReducedStage
 from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.stage.state.batchnorm import refuse_unsupported
 from gpipe_bench.pipeline.stage.tied import Leaves
+from gpipe_bench.pipeline.stage.trees import Tree
 from gpipe_bench.pipeline.steps import Steps
 from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.portals import Line, leaving
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.stage.aliases import version
-from gpipe_bench.pipeline.stage.microbatch import Message, flatten, unflatten
 from gpipe_bench.pipeline.stage.portals import changed
 from gpipe_bench.pipeline.stage.stage import Gradients
+from gpipe_bench.pipeline.stage.tensors import version
+from gpipe_bench.pipeline.stage.trees import Message, flatten, unflatten
 from gpipe_bench.pipeline.transfers import Mark, Sent, Transfers
 from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Plan, Transport
 

@@ -21,9 +21,14 @@ from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
-from gpipe_bench.pipeline.stage.arguments import shared as shared_arguments
-from gpipe_bench.pipeline.stage.microbatch import (
+from gpipe_bench.pipeline.stage.keywords import flatten_shared, shared_versions, unflatten_shared
+from gpipe_bench.pipeline.stage.layers import LossFn
+from gpipe_bench.pipeline.stage.reduced import ReducedStage
+from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.tied import Leaves
+from gpipe_bench.pipeline.stage.trees import (
     Message,
+    Nested,
     Tree,
     flatten,
     num_examples,
@@ -31,11 +36,6 @@ from gpipe_bench.pipeline.stage.microbatch import (
     split,
     tensors_of,
 )
-from gpipe_bench.pipeline.stage.reduced import ReducedStage
-from gpipe_bench.pipeline.stage.running.layers import LossFn
-from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.stage.tied import Leaves
-from gpipe_bench.pipeline.stage.trees import Nested
 from gpipe_bench.pipeline.times.clock import Clock
 from gpipe_bench.pipeline.transport import Plan, ShortBatchError, Transport, rows_for
 
@@ -125,7 +125,7 @@ class Steps:
                 if self._joint is not None:
                     count = self._joint.agree(count, training=training, is_own=self._is_own)
                 feed = _feed(batch, count, "the mini-batch")
-                message = shared_arguments.take_apart(shared) if shared else None
+                message = flatten_shared(shared) if shared else None
                 plan = Plan(examples, count, training, message)
                 signature = self._signature(model, batch, plan) if self._asks else None
             plan = self._transport.begin(plan, signature)
@@ -144,7 +144,7 @@ class Steps:
             shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
             if training and self._joint is not None:
                 shares = self._joint.begin(lengths, loss_fn, sync=sync, has_loss=self._has_last)
-            versions = shared_arguments.versions(plan.shared)
+            versions = shared_versions(plan.shared)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
                 if stage.is_last and training:
@@ -158,7 +158,7 @@ class Steps:
                     targets=targets,
                     loss_fn=loss_fn,
                     shares=shares,
-                    shared=shared_arguments.put_together(plan.shared, stage.device),
+                    shared=unflatten_shared(plan.shared, stage.device),
                     scaler=scaler if stage.is_last else None,
                 )
                 if training and self._elsewhere:
@@ -168,7 +168,7 @@ class Steps:
             if self._on_accelerators:
                 observe = engine.on_their_devices(self._stages, observe)
             engine.run(program, self._transport, clock, observe)
-            if versions != shared_arguments.versions(plan.shared):
+            if versions != shared_versions(plan.shared):
                 raise RuntimeError(
                     "a layer has changed a tensor of shared in place, which all layers and micro-batches "
                     "use; use the out-of-place form of the operation"

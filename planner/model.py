@@ -23,7 +23,7 @@ from gpipe_bench.models.parallel import check_divisible, tensor_parallel
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
 from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile, Profiler, fake_copy
 from gpipe_bench.pipeline.model.layers_of import layers_of
-from gpipe_bench.pipeline.stage.microbatch import flatten, unflatten
+from gpipe_bench.pipeline.stage.trees import flatten, unflatten
 
 BATCH_SIZE = 32
 """Examples of the mini-batch of a published shape, where none are given."""

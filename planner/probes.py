@@ -55,7 +55,7 @@ from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, transfers
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Event
-from gpipe_bench.pipeline.stage.microbatch import flatten, split
+from gpipe_bench.pipeline.stage.trees import flatten, split
 from gpipe_bench.planner.costs import LEVELS, About, kinds_of
 from gpipe_bench.planner.model import Subject
 from gpipe_bench.planner.timing import settle, time_step

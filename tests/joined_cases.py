@@ -29,8 +29,8 @@ from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Schedule
 from gpipe_bench.pipeline.plan.schedules import calibration
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.stage.microbatch import sizes
 from gpipe_bench.pipeline.stage.rng import run_plain
+from gpipe_bench.pipeline.stage.trees import sizes
 
 NUM_PROCESSES = 3
 TIMEOUT_S = 30.0

@@ -13,7 +13,7 @@ import torch
 from random_models import Counted, Dense, Head, Join, Layer, Shift, Skip, Turn, Twice, flat, joined, parts
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.stage.microbatch import Tree
+from gpipe_bench.pipeline.stage.trees import Tree
 
 
 class Packed(Layer):

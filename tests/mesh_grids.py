@@ -11,8 +11,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.stage.microbatch import Tree, num_examples, sizes, split
 from gpipe_bench.pipeline.stage.rng import Generators, run_plain, stream_key
+from gpipe_bench.pipeline.stage.trees import Tree, num_examples, sizes, split
 
 PATIENCE_S = 900.0
 """A time-out that nothing here reaches, however slow the machine."""

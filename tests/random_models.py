@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.stage.microbatch import Tree, sizes, split
+from gpipe_bench.pipeline.stage.trees import Tree, sizes, split
 
 
 def parts(value: Tree) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-from gpipe_bench.pipeline.stage.microbatch import Tree, split
+from gpipe_bench.pipeline.stage.trees import Tree, split
 from gpipe_bench.pipeline.transport import InProcess
 
 Loss = Callable[..., Tensor]

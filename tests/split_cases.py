@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_bench.pipeline.stage.microbatch import Tree
+from gpipe_bench.pipeline.stage.trees import Tree
 
 
 class Call(nn.Module):

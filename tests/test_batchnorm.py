@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint as run_again_in_the_backward
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES
-from gpipe_bench.pipeline.stage.microbatch import split
-from gpipe_bench.pipeline.stage.state.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.trees import split
 
 mse_loss = nn.functional.mse_loss
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}

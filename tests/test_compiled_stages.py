@@ -18,7 +18,7 @@ from tiny_models import mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.stage.running import compiled
+from gpipe_bench.pipeline.stage import compiled
 
 TRACED = "aot_eager"
 mse_loss = nn.functional.mse_loss

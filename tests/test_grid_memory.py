@@ -17,7 +17,7 @@ from gpipe_bench.pipeline.memory.stages.workers import peak_bytes, stage_footpri
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.launch import launch
-from gpipe_bench.pipeline.stage.microbatch import split
+from gpipe_bench.pipeline.stage.trees import split
 
 
 def case(dimension: str, schedule: str, remat: str, microbatches: int, **others: Any) -> dict[str, Any]:

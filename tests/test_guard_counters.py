@@ -19,7 +19,7 @@ from gpipe_bench.experiments.guard.counters import (
     of_schedule,
 )
 from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
-from gpipe_bench.pipeline.stage.running.layers import LayerRunner
+from gpipe_bench.pipeline.stage.layers import LayerRunner
 
 SMALL = CASES[0]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
-from gpipe_bench.pipeline.stage.arguments.keywords import Keywords
+from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.rng import run_plain
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}

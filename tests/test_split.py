@@ -16,8 +16,8 @@ from own_graphs import CASES, Case, Residual, UNet
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline, split
-from gpipe_bench.pipeline.stage.microbatch import split as microbatches
 from gpipe_bench.pipeline.stage.portals import Carried, declarations
+from gpipe_bench.pipeline.stage.trees import split as microbatches
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

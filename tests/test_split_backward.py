@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpipe_bench import models
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, one_f_one_b
-from gpipe_bench.pipeline.stage.microbatch import Message, Tree, flatten
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten
 
 NUM_MICROBATCHES = 3
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -16,7 +16,7 @@ from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.launch import launch
-from gpipe_bench.pipeline.stage.microbatch import split
+from gpipe_bench.pipeline.stage.trees import split
 
 SIZES = {
     "num_layers": 2, "d_model": 16, "num_heads": 2, "vocab_size": 97, "seq_len": 12, "dropout": 0.0,

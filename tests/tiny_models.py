@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.stage.microbatch import Tree, change, num_examples, sizes, split
 from gpipe_bench.pipeline.stage.rng import Generators, run_plain, stream_key
+from gpipe_bench.pipeline.stage.trees import Tree, change, num_examples, sizes, split
 
 
 class Start(nn.Module):

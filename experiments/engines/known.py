@@ -16,7 +16,7 @@ from gpipe_bench.experiments.engines.setup import LossFn, Setup
 from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.stage.microbatch import num_examples
+from gpipe_bench.pipeline.stage.trees import num_examples
 
 
 class Ours:

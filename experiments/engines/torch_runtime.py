@@ -23,7 +23,7 @@ from gpipe_bench.experiments.engines.setup import LossFn
 from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.placement import loop, vee
-from gpipe_bench.pipeline.stage.microbatch import tensors_of
+from gpipe_bench.pipeline.stage.trees import tensors_of
 
 CLASSES: dict[str, str] = {
     "gpipe": "GPipe",

@@ -21,8 +21,8 @@ from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS, SEED
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-    from gpipe_bench.pipeline.stage.microbatch import Message
     from gpipe_bench.pipeline.stage.stage import Gradients
+    from gpipe_bench.pipeline.stage.trees import Message
 
 MICROBATCH_SIZE = 2
 

@@ -139,7 +139,7 @@ def _count(
 
     from gpipe_bench.experiments.engines.setup import clear
     from gpipe_bench.pipeline.memory.tracker import LiveMemory
-    from gpipe_bench.pipeline.stage.microbatch import tensors_of
+    from gpipe_bench.pipeline.stage.trees import tensors_of
 
     clear(layers)
     schedule, memory, rank = schedule_of(candidate), LiveMemory(), dist.get_rank()

@@ -36,8 +36,8 @@ from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.stage.microbatch import Message, split
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+from gpipe_bench.pipeline.stage.trees import Message, split
 from gpipe_bench.pipeline.times.clock import Clock
 from gpipe_bench.pipeline.transport import InProcess
 

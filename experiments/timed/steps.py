@@ -31,7 +31,7 @@ from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.stage.microbatch import flatten, split
+from gpipe_bench.pipeline.stage.trees import flatten, split
 from gpipe_bench.pipeline.times.clock import conditions
 from gpipe_bench.planner.timing import copy_bandwidth, settle, time_step
 

@@ -13,8 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.stage.microbatch import Tree
-from gpipe_bench.pipeline.stage.trees import Nested, take_apart
+from gpipe_bench.pipeline.stage.trees import Nested, Tree, take_apart
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from gpipe_bench.pipeline.memory.story import BufferRole
-from gpipe_bench.pipeline.stage.state.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.state.buffer_state import State
+from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.buffers import State
 
 
 class Moved:

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.profile import fake_copy
-from gpipe_bench.pipeline.stage.microbatch import Tree, change, tensors_of
 from gpipe_bench.pipeline.stage.portals import Carried, declarations
+from gpipe_bench.pipeline.stage.trees import Tree, change, tensors_of
 
 # A CPU core and a GPU alike do about ten floating-point operations in the time in which they move a byte.
 FLOPS_PER_BYTE = 10

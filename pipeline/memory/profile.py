@@ -40,7 +40,7 @@ from gpipe_bench.pipeline.memory.split_profile import Halved
 from gpipe_bench.pipeline.memory.story import LayerProfile, SplitStory, Story
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_this_rank
 from gpipe_bench.pipeline.signature import signature
-from gpipe_bench.pipeline.stage.state.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.batchnorm import Statistics
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.compiling.halves import Halves

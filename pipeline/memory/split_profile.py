@@ -17,8 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gpipe_bench.pipeline.memory.ends import SOURCE
 from gpipe_bench.pipeline.memory.story import Deferred
 from gpipe_bench.pipeline.memory.tracker import EventLog
-from gpipe_bench.pipeline.stage.halves.split import Split
-from gpipe_bench.pipeline.stage.halves.waiting import Waiting, Weights
+from gpipe_bench.pipeline.stage.split_backward import Split, Waiting, Weights
 
 
 class Halved:
@@ -50,7 +49,7 @@ class Halved:
         weights = self._weights
         assert weights is not None
         self._weights = None
-        single, shared, done = weights.parts()
+        single, shared, done = weights.single, weights.shared, weights.done
         del weights
         found = []
         while single:

@@ -176,7 +176,7 @@ class SplitStory:
 
 
 class BufferRole(Enum):
-    """What a recomputation copies of a buffer (gpipe_bench.pipeline.stage.state.buffers)."""
+    """What a recomputation copies of a buffer (gpipe_bench.pipeline.stage.buffers)."""
 
     STATISTICS = "left to batch normalization"
     CHANGING = "changes in a forward, in place"
@@ -198,7 +198,7 @@ class LayerProfile:
     trained_sizes: tuple[int, ...]  # bytes of each parameter tensor that gets a gradient
     buffer_sizes: tuple[
         int, ...
-    ]  # with what a stage adds for batch normalization (gpipe_bench.pipeline.stage.state.batchnorm)
+    ]  # with what a stage adds for batch normalization (gpipe_bench.pipeline.stage.batchnorm)
     free: Story
     first: Story
     later: Story

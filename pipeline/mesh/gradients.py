@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.stage.parts import is_divided, local
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.tensors import is_divided, local
 
 
 def clip(

@@ -23,10 +23,10 @@ from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.messages.connection import Work
-from gpipe_bench.pipeline.stage.parts import is_divided, local
+from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.reduced import Reduction
-from gpipe_bench.pipeline.stage.running.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.tensors import is_divided, local
 from gpipe_bench.pipeline.times.journal import Journal
 
 REDUCTIONS = ("buckets", "tree")

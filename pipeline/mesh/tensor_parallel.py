@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor, Placement
 
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.stage.microbatch import Message
-from gpipe_bench.pipeline.stage.parts import here, is_divided, local
 from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+from gpipe_bench.pipeline.stage.tensors import here, is_divided, local
+from gpipe_bench.pipeline.stage.trees import Message
 
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
 _WIDTHS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")

@@ -15,7 +15,7 @@ from gpipe_bench.pipeline.model.cut import cuttable, parts_between
 from gpipe_bench.pipeline.model.own_layers import OwnLayers
 from gpipe_bench.pipeline.model.trace import Place, Trace, inputs_of, trace
 from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.stage.microbatch import Tree
+from gpipe_bench.pipeline.stage.trees import Tree
 
 
 def split(

@@ -34,7 +34,7 @@ from gpipe_bench.pipeline.ranks.messages.sharing import Shared, Sharing
 from gpipe_bench.pipeline.ranks.portals import LinesBetweenRanks, refuse_portals
 from gpipe_bench.pipeline.ranks.routes import loss_route
 from gpipe_bench.pipeline.ranks.together import Together
-from gpipe_bench.pipeline.stage.microbatch import sizes
+from gpipe_bench.pipeline.stage.trees import sizes
 from gpipe_bench.pipeline.transport import Plan, rows_for
 
 

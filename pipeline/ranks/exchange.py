@@ -23,9 +23,8 @@ from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import changed, conform
 from gpipe_bench.pipeline.ranks.routes import header_chain
 from gpipe_bench.pipeline.ranks.ways import Way, receivers, senders
-from gpipe_bench.pipeline.stage.microbatch import Message
 from gpipe_bench.pipeline.stage.stage import Gradients
-from gpipe_bench.pipeline.stage.trees import Nested
+from gpipe_bench.pipeline.stage.trees import Message, Nested
 
 
 class Exchange:

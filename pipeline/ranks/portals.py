@@ -28,9 +28,9 @@ from gpipe_bench.pipeline.ranks.messages.gate import Gate
 from gpipe_bench.pipeline.ranks.messages.neighbour import Departure
 from gpipe_bench.pipeline.ranks.messages.receiving import Receiver
 from gpipe_bench.pipeline.ranks.messages.sending import changed, conform
-from gpipe_bench.pipeline.stage.aliases import version
 from gpipe_bench.pipeline.stage.portals import changed as overwritten
 from gpipe_bench.pipeline.stage.stage import Gradients
+from gpipe_bench.pipeline.stage.tensors import version
 
 # Above the tags of all that shares the connection of the outlines, below that of the headers.
 _OUTLINES = 2**27

@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.plan.portals import Declared, Line, arriving, check, leaving
-from gpipe_bench.pipeline.stage.aliases import version
-from gpipe_bench.pipeline.stage.microbatch import Tree
-from gpipe_bench.pipeline.stage.running.layers import LayerRunner, LossFn
+from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
+from gpipe_bench.pipeline.stage.tensors import version
+from gpipe_bench.pipeline.stage.trees import Tree
 
 
 class Stash(nn.Module):
@@ -172,15 +172,11 @@ class PortalRunner(LayerRunner):
         self, step: int, targets: Any, loss_fn: LossFn | None, shared: Mapping[str, Any] | None = None
     ) -> None:
         super().begin(step, targets, loss_fn, shared)
-        calls: list[tuple[Callable[..., Any], int | None, Mapping[str, Any] | None]] = [
-            (self._enter, None, None)
+        calls = [
+            (self._through(index, call) if any(self._declared[index]) else call, key, keywords)
+            for index, (call, key, keywords) in enumerate(self._calls)
         ]
-        for index, (call, key, keywords) in enumerate(self._calls):
-            if any(self._declared[index]):
-                calls.append((self._through(index, call), key, keywords))
-            else:
-                calls.append((call, key, keywords))
-        self._calls = (*calls, (self._leave, None, None))
+        self._calls = ((self._enter, None, None), *calls, (self._leave, None, None))
 
     def release(self) -> None:
         super().release()

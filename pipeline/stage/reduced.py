@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.stage.parts import is_divided
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+from gpipe_bench.pipeline.stage.tensors import is_divided
 
 Result = TypeVar("Result")
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import _backward as torch_split
 
 from gpipe_bench.pipeline.ranks.host import keep_freed_memory
-from gpipe_bench.pipeline.stage.microbatch import Message
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.trees import Message
 
 ROUNDS = 20
 

@@ -38,11 +38,11 @@ BOUNDARIES = (
     ),
     Mutant(
         name="a repeated tensor travels twice",
-        file="pipeline/stage/microbatch.py",
+        file="pipeline/stage/trees.py",
         old="positions.setdefault(id(tensor), len(distinct))",
         new="positions.setdefault(len(structure), len(distinct))",
         why="gradients that meet in it would be summed in another grouping, behind some cuts",
-        tests=("tests/test_microbatch.py::test_a_repeated_tensor_travels_once",),
+        tests=("tests/test_trees.py::test_a_repeated_tensor_travels_once",),
     ),
     Mutant(
         name="a repeated tensor charged twice",
@@ -54,7 +54,7 @@ BOUNDARIES = (
     ),
     Mutant(
         name="strides of single examples lost at a boundary",
-        file="pipeline/stage/kept.py",
+        file="pipeline/stage/graph.py",
         old="        return tensor.detach()\n",
         new="        return tensor.view_as(tensor)\n",
         why="masks follow the memory layout, so bits would depend on the cuts",
@@ -78,11 +78,11 @@ BOUNDARIES = (
     ),
     Mutant(
         name="smaller micro-batches first",
-        file="pipeline/stage/microbatch.py",
+        file="pipeline/stage/trees.py",
         old="    return (size + 1,) * larger + (size,) * (num_microbatches - larger)\n",
         new="    return (size,) * (num_microbatches - larger) + (size + 1,) * larger\n",
         why="profiles are taken of the first micro-batch, which is to be the largest",
-        tests=("tests/test_microbatch.py::test_split_gives_views_and_merge_undoes_it",),
+        tests=("tests/test_trees.py::test_split_gives_views_and_merge_undoes_it",),
     ),
 )
 
@@ -97,7 +97,7 @@ LIFETIMES = (
     ),
     Mutant(
         name="outputs kept by the graph's owner",
-        file="pipeline/stage/kept.py",
+        file="pipeline/stage/graph.py",
         old="        self.places = tuple(",
         new="        self.weights = tuple(outputs)\n        self.places = tuple(",
         why="an output lives on only if a layer saved it",

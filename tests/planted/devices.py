@@ -92,7 +92,7 @@ ON_DEVICES = (
     ),
     Mutant(
         name="one more size than torch keeps",
-        file="pipeline/stage/running/compiled.py",
+        file="pipeline/stage/compiled.py",
         old="        except torch._dynamo.exc.FailOnRecompileLimitHit:\n",
         new="        except ZeroDivisionError:\n",
         why="the ninth size of a mini-batch would end the training",
@@ -102,7 +102,7 @@ ON_DEVICES = (
     ),
     Mutant(
         name="code is shared by what is printed",
-        file="pipeline/stage/running/compiled.py",
+        file="pipeline/stage/compiled.py",
         old="    return hash((signature(layer), devices))\n",
         new="    return hash((repr(layer), devices))\n",
         why="layers of other attributes would take the room for each other's sizes",
@@ -110,7 +110,7 @@ ON_DEVICES = (
     ),
     Mutant(
         name="F is another program than R",
-        file="pipeline/stage/running/layers.py",
+        file="pipeline/stage/layers.py",
         old="if torch.is_grad_enabled() or not any(needs_grad):",
         new="if True:",
         why="a recomputation would run another compiled form than the forward did, with other roundings",

@@ -69,7 +69,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="input gradient scaled by 1.01",
-        file="pipeline/stage/kept.py",
+        file="pipeline/stage/graph.py",
         old="        ctx.exits[ctx.position] = gradient\n",
         new="        ctx.exits[ctx.position] = gradient * 1.01\n",
         why="errors at a boundary show in the earlier stages alone",
@@ -141,7 +141,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="hooks of activations passed by",
-        file="pipeline/stage/halves/split.py",
+        file="pipeline/stage/split_backward.py",
         old="            if waiting.inputs:\n",
         new="            if False:\n",
         why="a gradient that a hook has changed is the one that a whole backward would have used",
@@ -149,7 +149,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="hooks of parameters run in both halves",
-        file="pipeline/stage/halves/split.py",
+        file="pipeline/stage/split_backward.py",
         old="        active.clear()\n",
         new="        pass\n",
         why="a hook that changes the gradient would change it twice",
@@ -157,7 +157,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="uses of one weight added one by one",
-        file="pipeline/stage/halves/split.py",
+        file="pipeline/stage/split_backward.py",
         old="(single if self._shared.isdisjoint(waiting.leaves) else shared)",
         new="single",
         why="a whole backward adds up the uses of a weight in a micro-batch first",
@@ -165,7 +165,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="uses of one weight added in their order in the forward",
-        file="pipeline/stage/halves/split.py",
+        file="pipeline/stage/split_backward.py",
         old="        shared.sort(key=_ORDER, reverse=True)\n",
         new="        shared.sort(key=_ORDER)\n",
         why="a sum of three depends on the order",
@@ -173,7 +173,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="a weight's direct use before its turn",
-        file="pipeline/stage/halves/split.py",
+        file="pipeline/stage/split_backward.py",
         old="(len(uses) > 2 and not _arrive_in_turn(uses))",
         new="False",
         why="a sum of three depends on the order",
@@ -181,7 +181,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="a weight that something unknown uses too",
-        file="pipeline/stage/halves/split.py",
+        file="pipeline/stage/split_backward.py",
         old="if not self._rest.keys().isdisjoint(w.leaves)]:\n",
         new="if False]:\n",
         why="what the first half computes of it would be there twice",
@@ -197,7 +197,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="the outputs held until the second half",
-        file="pipeline/stage/halves/deferrable.py",
+        file="pipeline/stage/split_backward.py",
         old="    return tensor.detach()\n",
         new="    return tensor\n",
         why="a tensor that knows where it comes from holds the graph",
@@ -205,7 +205,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="checkpoints looked into",
-        file="pipeline/stage/halves/deferrable.py",
+        file="pipeline/stage/split_backward.py",
         old='    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:\n',
         new="    if False:\n",
         why="every look at what a checkpoint did not save computes all of it again",
@@ -213,7 +213,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="the first gradient copied",
-        file="pipeline/stage/halves/waiting.py",
+        file="pipeline/stage/split_backward.py",
         old="            edges += (_entrance(weight), *bias)\n",
         new="            edges += (weight, *bias)\n",
         why="a copy of every weight's gradient, at the fullest moment of a stage",
@@ -221,7 +221,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="a column's product taken by rows",
-        file="pipeline/stage/halves/deferrable.py",
+        file="pipeline/stage/split_backward.py",
         old="    if down == 1 and across == rows:\n",
         new="    if False:\n",
         why="the same product computed in another layout has other bits, or strides",
@@ -261,7 +261,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="a recomputation finds today's attributes",
-        file="pipeline/stage/state/buffers.py",
+        file="pipeline/stage/buffers.py",
         old="                    module.__dict__[name] = value\n",
         new="                    pass\n",
         why="what an attribute says of a buffer must be true of the copy too",
@@ -269,7 +269,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="the first forward's buffers not copied",
-        file="pipeline/stage/state/buffers.py",
+        file="pipeline/stage/buffers.py",
         old="        kept = [*self._changing, *self._still] if self._learning else self._changing\n",
         new="        kept = list(self._changing)\n",
         why="that a buffer changes is known only after it has changed",
@@ -295,7 +295,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="autocast during the backward",
-        file="pipeline/stage/running/layers.py",
+        file="pipeline/stage/layers.py",
         old="            if not self._autocast:\n",
         new="            if True:\n",
         why="the context that chose the precisions must not choose those of the backward",

@@ -159,7 +159,7 @@ HALVES_MODELLED = (
     ),
     Mutant(
         name="W takes the operations as the graph was walked",
-        file="pipeline/stage/halves/split.py",
+        file="pipeline/stage/split_backward.py",
         old="        single.sort(key=_ORDER, reverse=True)\n",
         new="",
         why="where branches meet, what is let go of when would depend on the walk",

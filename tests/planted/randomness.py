@@ -11,7 +11,7 @@ MASKS = ("tests/test_rng.py::test_masks_depend_on_layer_and_micro_batch_alone[2-
 RANDOMNESS = (
     Mutant(
         name="one random stream for all micro-batches",
-        file="pipeline/stage/running/layers.py",
+        file="pipeline/stage/layers.py",
         old="                    generators.seed(mix(key ^ (self._first_microbatch + m)))\n",
         new="                    generators.seed(mix(key))\n",
         why="all micro-batches would drop the same units",
@@ -19,7 +19,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="who may draw asked in the first step alone",
-        file="pipeline/stage/running/layers.py",
+        file="pipeline/stage/layers.py",
         old="        self._draws = tuple(map(may_draw, self.layers))",
         new="        if not self._calls:\n            self._draws = tuple(map(may_draw, self.layers))",
         why="a hook that draws may come later, and would draw other numbers in the recomputation",
@@ -27,7 +27,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="recomputation not seeded",
-        file="pipeline/stage/running/layers.py",
+        file="pipeline/stage/layers.py",
         old="                    generators.seed(mix(key ^ (self._first_microbatch + m)))\n",
         new="                    if recording:\n"
         "                        generators.seed(mix(key ^ (self._first_microbatch + m)))\n",
@@ -36,7 +36,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="recomputation with another stream",
-        file="pipeline/stage/running/layers.py",
+        file="pipeline/stage/layers.py",
         old="                    generators.seed(mix(key ^ (self._first_microbatch + m)))\n",
         new="                    again = m if recording else m + 1\n"
         "                    generators.seed(mix(key ^ (self._first_microbatch + again)))\n",
@@ -45,7 +45,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="streams numbered within the stage",
-        file="pipeline/stage/running/layers.py",
+        file="pipeline/stage/layers.py",
         old="layer_key(self.seed, step, self.first_layer + i)",
         new="layer_key(self.seed, step, i)",
         why="masks would depend on where the model is cut",
@@ -53,7 +53,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="the loss has one stream for all micro-batches",
-        file="pipeline/stage/running/layers.py",
+        file="pipeline/stage/layers.py",
         old="self._generators.seed(mix(self._loss_key ^ (self._first_microbatch + m)))",
         new="self._generators.seed(mix(self._loss_key))",
         why="a loss may draw too",
@@ -61,7 +61,7 @@ RANDOMNESS = (
     ),
     Mutant(
         name="the user's generator not given back",
-        file="pipeline/stage/running/layers.py",
+        file="pipeline/stage/layers.py",
         old="            if states is not None:\n                generators.restore(states)\n",
         new="",
         why="data loading after a step would repeat itself",

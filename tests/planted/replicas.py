@@ -41,7 +41,7 @@ REPLICAS = (
     ),
     Mutant(
         name="replicas draw the same",
-        file="pipeline/stage/running/layers.py",
+        file="pipeline/stage/layers.py",
         old="generators.seed(mix(key ^ (self._first_microbatch + m)))",
         new="generators.seed(mix(key ^ m))",
         why="the dropout masks of replicas would be equal, which no gradient of one replica shows",

@@ -9,7 +9,7 @@ AVERAGES = ("tests/test_batchnorm.py::test_averages_move_once_by_the_whole_mini_
 STATISTICS = (
     Mutant(
         name="averages moved by every micro-batch",
-        file="pipeline/stage/state/batchnorm.py",
+        file="pipeline/stage/batchnorm.py",
         old="        if self.recording:\n            self.fold()\n",
         new="        if self.recording:\n            self.fold()\n            self.commit()\n",
         why="GPipe tracks the averages of the mini-batch (section 2.2)",
@@ -25,7 +25,7 @@ STATISTICS = (
     ),
     Mutant(
         name="averages see what a layer recomputes itself",
-        file="pipeline/stage/running/layers.py",
+        file="pipeline/stage/layers.py",
         old="            self.statistics.redirect(recording=False)\n",
         new="            self.statistics.redirect(recording=True)\n",
         why="a layer that checkpoints its own parts runs them once more inside the backward",
@@ -33,7 +33,7 @@ STATISTICS = (
     ),
     Mutant(
         name="biased variance",
-        file="pipeline/stage/state/batchnorm.py",
+        file="pipeline/stage/batchnorm.py",
         old="[1.0 / max(m.count - 1, 1) for m in meters]",
         new="[1.0 / max(m.count, 1) for m in meters]",
         why="torch keeps the unbiased variance",
@@ -41,7 +41,7 @@ STATISTICS = (
     ),
     Mutant(
         name="means of micro-batches not merged into the variance",
-        file="pipeline/stage/state/batchnorm.py",
+        file="pipeline/stage/batchnorm.py",
         old="        self.squares.add_(shift)\n",
         new="",
         why="the mean of the micro-batches' variances is not the mini-batch's variance",

@@ -23,7 +23,7 @@ TREES = (
     ),
     Mutant(
         name="an overwritten input is kept itself",
-        file="pipeline/stage/kept.py",
+        file="pipeline/stage/graph.py",
         old="t.clone() if i in copied else t",
         new="t",
         why="the recomputation would begin with what the forward left",

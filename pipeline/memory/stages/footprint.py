@@ -30,7 +30,7 @@ from gpipe_bench.pipeline.memory.stages.links import Links, link
 from gpipe_bench.pipeline.memory.stages.moments import NO_MESSAGES, Halves, Messages, Moment
 from gpipe_bench.pipeline.memory.stages.split_footprint import halves_of
 from gpipe_bench.pipeline.memory.story import BufferRole, LayerProfile
-from gpipe_bench.pipeline.stage.state.buffers import SMALL_BYTES
+from gpipe_bench.pipeline.stage.buffers import SMALL_BYTES
 
 
 @dataclass(frozen=True)

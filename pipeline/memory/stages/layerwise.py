@@ -56,7 +56,7 @@ def walk_free(chain: Sequence[LayerProfile], links: Links) -> list[LayerMoment]:
         after = 0 if following is None else sum([links.sizes[name] for name in following - links.whole])
         moment = Moment(transients=loose + lingers + layer.free.forward_peak)
         found.append(LayerMoment(loose + lingers, moment, after + lingers))
-        lingers += layer.replaced_bytes  # what they replace is looked at last (`stage.state.buffers`)
+        lingers += layer.replaced_bytes  # what they replace is looked at last (`stage.buffers`)
     return found
 
 

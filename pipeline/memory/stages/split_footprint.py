@@ -20,7 +20,7 @@ from typing import Any
 from gpipe_bench.pipeline.memory.stages.links import Links, names_in
 from gpipe_bench.pipeline.memory.stages.moments import Halves, Moment
 from gpipe_bench.pipeline.memory.story import Deferred, LayerProfile, Received, SplitStory, Story
-from gpipe_bench.pipeline.stage.halves.waiting import MANY_BYTES
+from gpipe_bench.pipeline.stage.split_backward import MANY_BYTES
 
 _Name = tuple[Any, ...]
 """Of a storage within a stage: at the ends of layers, inside a layer, or come from the next stage."""

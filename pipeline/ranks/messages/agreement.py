@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from gpipe_bench.pipeline.ranks.messages.connection import Form
-from gpipe_bench.pipeline.stage.microbatch import Structure
+from gpipe_bench.pipeline.stage.trees import Structure
 
 # Tensors of a message have tags of their own (`first_tag` + position).
 MOST_TENSORS = 64

@@ -19,7 +19,7 @@ from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.messages.agreement import Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Form, Work
 from gpipe_bench.pipeline.ranks.messages.sending import Sender, conform
-from gpipe_bench.pipeline.stage.microbatch import Message
+from gpipe_bench.pipeline.stage.trees import Message
 
 _HEADER_TAG = 2**28
 _CPU = torch.device("cpu")

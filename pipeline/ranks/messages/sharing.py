@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpipe_bench.pipeline.ranks.messages.connection import Form
 from gpipe_bench.pipeline.ranks.messages.control import Control
-from gpipe_bench.pipeline.stage.microbatch import Message
+from gpipe_bench.pipeline.stage.trees import Message
 
 
 class Shared(IntEnum):

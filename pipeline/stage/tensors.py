@@ -1,4 +1,9 @@
-"""Tensors that share memory where it would show.
+"""Where the numbers of a tensor are: with several processes, or in the memory of another tensor too.
+
+torch's `DTensor`, of which processes have a part each, is loaded by whoever makes one; who only meets them
+asks here, so that a pipeline alone does not wait a second for what it never uses.
+
+Tensors share memory where it would show, in two places.
 
 A parameter's first gradient: torch makes it the `.grad` without a copy, and adds the next one to it in place,
 even if another tensor lives in its memory: the gradient that came into the stage or the one that goes out,
@@ -14,12 +19,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import combinations
+from typing import Any, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.stage.parts import local
+
+def is_divided(tensor: Any) -> bool:
+    """Whether it is a `DTensor`."""
+    return hasattr(tensor, "device_mesh")
+
+
+@overload
+def local(tensor: Tensor) -> Tensor: ...
+@overload
+def local(tensor: None) -> None: ...
+def local(tensor: Any) -> Tensor | None:
+    """What this process has of a tensor, as a plain one whose numbers are there."""
+    return None if tensor is None else here(tensor.to_local() if is_divided(tensor) else tensor)
+
+
+def here(tensor: Any) -> Tensor:
+    """The tensor, once a collective that may still be writing it is done.
+
+    torch gives those of its functional collectives out at once, as tensors of a type that waits when an
+    operation reads them. Who reads their memory without an operation has to wait itself.
+    """
+    found: Tensor = tensor.wait() if hasattr(tensor, "wait") else tensor
+    return found
 
 
 def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]) -> list[nn.Parameter]:

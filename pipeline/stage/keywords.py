@@ -1,7 +1,9 @@
-"""Which keyword arguments a layer takes.
+"""Keyword arguments that the layers share in a step: which of them a layer takes, and how they travel.
 
 A mask that all examples share, a table of positions or a flag belong to the step and not to the micro-batch,
-and layers name them differently or not at all. So a layer is given what its `forward` has a parameter for.
+and layers name them differently or not at all. So they are given once, every micro-batch uses the same
+tensors, none of which may change while the step runs, and a layer is given what its `forward` has a parameter
+for.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+
+from gpipe_bench.pipeline.stage.trees import Message, take_apart, unflatten
 
 
 @dataclass(frozen=True)
@@ -55,3 +60,27 @@ class Keywords:
                     f"shared has {name!r}, but no layer's forward has a parameter of that name behind its "
                     f"input; the layers take {known}"
                 )
+
+
+def flatten_shared(shared: Mapping[str, Any]) -> Message:
+    """`ValueError` for a tensor that requires a gradient, `TypeError` for what cannot travel."""
+    tensors, structure = take_apart(dict(shared), "shared", constant=True)
+    if any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "shared holds a tensor that requires a gradient, which a pipeline does not compute; pass "
+            "tensor.detach(), or make it a parameter of the layers"
+        )
+    return Message(tensors, structure, (False,) * len(tensors))
+
+
+def unflatten_shared(message: Message | None, device: torch.device) -> Mapping[str, Any] | None:
+    """The arguments on the device of a stage."""
+    if message is None:
+        return None
+    tensors = [tensor.to(device, non_blocking=True) for tensor in message.tensors]
+    return unflatten(tensors, message.structure)  # type: ignore[no-any-return]
+
+
+def shared_versions(message: Message | None) -> tuple[int, ...]:
+    """How often each tensor has been changed in place, of those that count it."""
+    return () if message is None else tuple([t._version for t in message.tensors if not t.is_inference()])

@@ -8,21 +8,22 @@ once, so that the actions of a stage are about what it keeps and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.stage.arguments.keywords import Keywords
-from gpipe_bench.pipeline.stage.inputs import Arriving
-from gpipe_bench.pipeline.stage.microbatch import Tree, flatten, unflatten
+from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
+from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
-from gpipe_bench.pipeline.stage.running.compiled import compile_layers, without_graph
-from gpipe_bench.pipeline.stage.state.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.tied import Leaves
+from gpipe_bench.pipeline.stage.trees import Structure, Tree, flatten, tensors_of, unflatten
+from gpipe_bench.pipeline.transfers import Mark, Transfers
 
 Result = TypeVar("Result")
+Batch = TypeVar("Batch", bound=Tree | None)  # None: there is no target
 LossFn = Callable[..., Tensor]  # (output, target) -> mean loss over the examples of a micro-batch
 
 
@@ -193,3 +194,41 @@ class LayerRunner:
         """What the layers of stage number `stage` give, for messages."""
         last = self.first_layer + len(self.layers) - 1
         return f"the output of layer {last} ({type(self.layers[-1]).__name__}), the last of stage {stage},"
+
+
+class Arriving:
+    """The mini-batch or its targets on their way to `device`; taking a micro-batch makes the device wait.
+
+    A micro-batch that is fetched when its forward begins holds up the host, which could enqueue what follows.
+    So all are sent when the step begins, one after another beside what the device computes, and each is
+    waited for by the device where it is first used. What is taken `once` lives from then on as long as who
+    has taken it wants.
+    """
+
+    def __init__(
+        self, trees: Iterable[Tree], device: torch.device, transfers: Transfers, what: str, *, once: bool
+    ) -> None:
+        self._device, self._transfers, self._once = device, transfers, once
+        self._parts: dict[int, tuple[tuple[Tensor, ...], tuple[Mark, ...], Structure]] = {}
+        for microbatch, tree in enumerate(trees):
+            tensors, structure = flatten(tree, what)
+            self._parts[microbatch] = (*transfers.send(tensors, device), structure)
+
+    def __getitem__(self, microbatch: int) -> Tree:
+        tensors, marks, structure = self._parts[microbatch]
+        if self._once:
+            del self._parts[microbatch]
+        self._transfers.receive(tensors, marks, self._device)
+        return unflatten(tensors, structure)
+
+
+def deliver(
+    trees: Sequence[Batch], device: torch.device, transfers: Transfers, what: str, *, once: bool = False
+) -> Sequence[Batch] | Arriving:
+    """The micro-batches on `device`; as they are where all of them are there, or there are none."""
+    for tree in trees:
+        for tensor in () if tree is None else tensors_of(tree, what):
+            if tensor.device != device:
+                found = (tree for tree in trees if tree is not None)
+                return Arriving(found, device, transfers, what, once=once)
+    return trees

@@ -16,50 +16,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_bench.pipeline.stage.aliases import overlapping
-from gpipe_bench.pipeline.stage.halves.split import Split
-from gpipe_bench.pipeline.stage.halves.waiting import Weights
-from gpipe_bench.pipeline.stage.microbatch import Message, Structure, Tree, flatten
-from gpipe_bench.pipeline.stage.state.buffers import Saved
-from gpipe_bench.pipeline.stage.trees import Nested
-
-
-class _Entry(torch.autograd.Function):
-    """Where a boundary input enters the graph and its gradient leaves it.
-
-    A leaf's gradient is copied unless it is laid out like the leaf, which the piece of a concatenation's
-    gradient is not; here the gradient goes out as it is.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, exits: list[Tensor | None], position: int) -> Tensor:
-        ctx.exits, ctx.position = exits, position
-        # Unlike a view of the same shape it keeps the strides of dimensions of length 1.
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.exits[ctx.position] = gradient
-        return None, None, None
+from gpipe_bench.pipeline.stage.buffers import Saved
+from gpipe_bench.pipeline.stage.split_backward import Split, Weights
+from gpipe_bench.pipeline.stage.tensors import overlapping
+from gpipe_bench.pipeline.stage.trees import Message, Nested, Structure, Tree, flatten
 
 
 class Kept:
     """What stage number `stage` holds of one micro-batch between two of its actions."""
-
-    __slots__ = (
-        "aliases",
-        "buffers",
-        "edges",
-        "exits",
-        "inputs",
-        "kind",
-        "needs_grad",
-        "places",
-        "stage",
-        "structure",
-        "versions",
-        "weights",
-    )
 
     def __init__(self, stage: int) -> None:
         self.stage = stage  # for messages
@@ -161,3 +125,22 @@ class Kept:
         self.edges = tuple([get_gradient_edge(outputs[i]) for i in self.places])
         if not all(self.needs_grad):
             self.inputs = tuple([t for t in self.inputs if t.requires_grad])
+
+
+class _Entry(torch.autograd.Function):
+    """Where a boundary input enters the graph and its gradient leaves it.
+
+    A leaf's gradient is copied unless it is laid out like the leaf, which the piece of a concatenation's
+    gradient is not; here the gradient goes out as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, exits: list[Tensor | None], position: int) -> Tensor:
+        ctx.exits, ctx.position = exits, position
+        # Unlike a view of the same shape it keeps the strides of dimensions of length 1.
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.exits[ctx.position] = gradient
+        return None, None, None

@@ -68,7 +68,15 @@ class Compiled:
                 return program.call(self.layer, value, constants)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             program.is_full = True
-            _warn_of_the_limit(self.index, type(self.layer).__name__)
+            if not _Program.has_warned:
+                _Program.has_warned = True
+                warnings.warn(
+                    f"not compiled: layer {self.index} ({type(self.layer).__name__}) was given more sizes or "
+                    f"modes than the {torch._dynamo.config.recompile_limit} that torch keeps code for; "
+                    "further ones run as they are, here and in other layers. Give mini-batches of fewer "
+                    "sizes, or raise torch._dynamo.config.recompile_limit",
+                    stacklevel=2,
+                )
             return self._run(value, constants)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -148,16 +156,3 @@ class _Program:
 @functools.cache
 def _program(kind: int, backend: str) -> _Program:
     return _Program(_program.cache_info().misses, backend)
-
-
-def _warn_of_the_limit(index: int, name: str) -> None:
-    if _Program.has_warned:
-        return
-    _Program.has_warned = True
-    warnings.warn(
-        f"not compiled: layer {index} ({name}) was given more sizes or modes than the "
-        f"{torch._dynamo.config.recompile_limit} that torch keeps code for; further ones run as they are, "
-        "here and in other layers. Give mini-batches of fewer sizes, or raise "
-        "torch._dynamo.config.recompile_limit",
-        stacklevel=2,
-    )

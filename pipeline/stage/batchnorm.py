@@ -24,6 +24,107 @@ Gather = Callable[[Tensor], list[Tensor]]
 """Collects a tensor from all data-parallel replicas of a stage, in the order of their ranks."""
 
 
+class Statistics:
+    """The batch-normalization modules of one stage and what they saw in the current mini-batch.
+
+    With `gather` the moving averages follow the mini-batches of all data-parallel replicas together.
+    (Normalization itself stays with the micro-batch of the replica.)
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], gather: Gather | None = None) -> None:
+        modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
+        refuse_unsupported(modules)
+        tracked = [m for m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._meters = [_Meter(module, self) for module in tracked]
+        self._blocks: list[_Block] = []
+        self._gather = gather
+        self.recording = False
+
+    def __bool__(self) -> bool:
+        return bool(self._meters)
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose averages are looked after here."""
+        return tuple([meter.module for meter in self._meters])
+
+    def begin(self) -> None:
+        """Prepares a step: anew at first, and when the averages have moved or changed their precision."""
+        if all(m.kind == (m.scratch_mean.dtype, m.scratch_mean.device) for m in self._meters):
+            return
+        kinds: dict[tuple[torch.dtype, torch.device], list[_Meter]] = {}
+        for meter in self._meters:
+            kinds.setdefault(meter.kind, []).append(meter)
+        self._blocks = [_Block(meters, *kind) for kind, meters in kinds.items()]
+
+    def redirect(self, *, recording: bool) -> None:
+        """From here to `release` the modules leave their moving averages alone; `recording` keeps the
+        statistics.
+        """
+        self.recording = recording
+        for meter in self._meters:
+            if meter.module.training:
+                meter.module.__dict__["forward"] = meter.forward
+
+    def release(self) -> None:
+        """Ends `redirect`, and folds in what was recorded."""
+        for meter in self._meters:
+            meter.module.__dict__.pop("forward", None)
+        if self.recording:
+            self.fold()
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Merges the scratch statistics into the totals."""
+        for block in self._blocks:
+            if any(meter.new_count for meter in block.meters):
+                block.fold()
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Moves the averages once, by the statistics of the whole mini-batch, and starts the next one."""
+        if self._gather is not None:
+            self._gather_replicas(self._gather)
+        for block in self._blocks:
+            if any(meter.count for meter in block.meters):
+                block.commit()
+                block.forget()
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Drops what the current mini-batch has recorded, as after an error."""
+        for block in self._blocks:
+            block.forget()
+
+    def _gather_replicas(self, gather: Gather) -> None:
+        """Merges the statistics of all replicas in the order of their ranks: all get the same bits."""
+        for block in self._blocks:
+            counts = torch.tensor(
+                [meter.count for meter in block.meters], dtype=torch.float64, device=block.mean.device
+            )
+            everywhere = gather(torch.cat([counts, block.mean.double(), block.squares.double()]))
+            block.forget()
+            lengths = [len(counts), len(block.mean), len(block.squares)]
+            for replica in everywhere:
+                found, mean, squares = replica.split(lengths)
+                block.merge(mean, squares, [int(count) for count in found.tolist()])
+
+
+def refuse_unsupported(modules: Iterable[nn.Module]) -> None:
+    """`ValueError` for a normalization that would be wrong in a pipeline, and what to use instead."""
+    for module in modules:
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(
+                "SyncBatchNorm normalizes over replicas inside a micro-batch, which a pipeline does not "
+                "schedule; use BatchNorm, whose moving averages follow the replicas of a mesh together"
+            )
+        if isinstance(module, _InstanceNorm) and module.track_running_stats:
+            raise ValueError(
+                f"{module} tracks moving averages at every forward, so micro-batches and recomputation would "
+                "change them; set track_running_stats=False"
+            )
+
+
 class _Meter:
     """Mean and sum of squared deviations of one module's inputs, over the micro-batches seen so far.
 
@@ -39,11 +140,11 @@ class _Meter:
         self.scratch_mean = self.scratch_var = self.mean = self.squares = torch.empty(0, device="meta")
 
     @property
-    def fits(self) -> bool:
-        """False at first, and when the averages have moved or changed their precision."""
+    def kind(self) -> tuple[torch.dtype, torch.device]:
+        """The averages' precision, and where they are."""
         average = self.module._buffers["running_mean"]
         assert average is not None
-        return self.scratch_mean.dtype == average.dtype and self.scratch_mean.device == average.device
+        return average.dtype, average.device
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The module's own forward, with scratch buffers in place of its moving averages."""
@@ -152,111 +253,8 @@ class _Block:
             torch._foreach_mul_(parts, [weight for weight, _ in runs])
 
 
-class Statistics:
-    """The batch-normalization modules of one stage and what they saw in the current mini-batch.
-
-    With `gather` the moving averages follow the mini-batches of all data-parallel replicas together.
-    (Normalization itself stays with the micro-batch of the replica.)
-    """
-
-    def __init__(self, layers: Iterable[nn.Module], gather: Gather | None = None) -> None:
-        modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
-        refuse_unsupported(modules)
-        tracked = [m for m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
-        self._meters = [_Meter(module, self) for module in tracked]
-        self._blocks: list[_Block] = []
-        self._gather = gather
-        self.recording = False
-
-    def __bool__(self) -> bool:
-        return bool(self._meters)
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules whose averages are looked after here."""
-        return tuple([meter.module for meter in self._meters])
-
-    def begin(self) -> None:
-        """Prepares a step."""
-        if all(meter.fits for meter in self._meters):
-            return
-        kinds: dict[tuple[torch.dtype, torch.device], list[_Meter]] = {}
-        for meter in self._meters:
-            average = meter.module._buffers["running_mean"]
-            assert average is not None
-            kinds.setdefault((average.dtype, average.device), []).append(meter)
-        self._blocks = [_Block(meters, *kind) for kind, meters in kinds.items()]
-
-    def redirect(self, *, recording: bool) -> None:
-        """From here to `release` the modules leave their moving averages alone; `recording` keeps the
-        statistics.
-        """
-        self.recording = recording
-        for meter in self._meters:
-            if meter.module.training:
-                meter.module.__dict__["forward"] = meter.forward
-
-    def release(self) -> None:
-        """Ends `redirect`, and folds in what was recorded."""
-        for meter in self._meters:
-            meter.module.__dict__.pop("forward", None)
-        if self.recording:
-            self.fold()
-
-    @torch.no_grad()
-    def fold(self) -> None:
-        """Merges the scratch statistics into the totals."""
-        for block in self._blocks:
-            if any(meter.new_count for meter in block.meters):
-                block.fold()
-
-    @torch.no_grad()
-    def commit(self) -> None:
-        """Moves the averages once, by the statistics of the whole mini-batch, and starts the next one."""
-        if self._gather is not None:
-            self._gather_replicas(self._gather)
-        for block in self._blocks:
-            if any(meter.count for meter in block.meters):
-                block.commit()
-                block.forget()
-
-    @torch.no_grad()
-    def forget(self) -> None:
-        """Drops what the current mini-batch has recorded, as after an error."""
-        for block in self._blocks:
-            block.forget()
-
-    def _gather_replicas(self, gather: Gather) -> None:
-        """Merges the statistics of all replicas in the order of their ranks: all get the same bits."""
-        for block in self._blocks:
-            counts = torch.tensor(
-                [meter.count for meter in block.meters], dtype=torch.float64, device=block.mean.device
-            )
-            everywhere = gather(torch.cat([counts, block.mean.double(), block.squares.double()]))
-            block.forget()
-            lengths = [len(counts), len(block.mean), len(block.squares)]
-            for replica in everywhere:
-                found, mean, squares = replica.split(lengths)
-                block.merge(mean, squares, [int(count) for count in found.tolist()])
-
-
 def _update_factor(module: _BatchNorm) -> float:
     if module.momentum is not None:
         return float(module.momentum)
     assert module.num_batches_tracked is not None
     return 1.0 / float(module.num_batches_tracked)  # momentum None: the cumulative average over mini-batches
-
-
-def refuse_unsupported(modules: Iterable[nn.Module]) -> None:
-    """`ValueError` for a normalization that would be wrong in a pipeline, and what to use instead."""
-    for module in modules:
-        if isinstance(module, nn.SyncBatchNorm):
-            raise ValueError(
-                "SyncBatchNorm normalizes over replicas inside a micro-batch, which a pipeline does not "
-                "schedule; use BatchNorm, whose moving averages follow the replicas of a mesh together"
-            )
-        if isinstance(module, _InstanceNorm) and module.track_running_stats:
-            raise ValueError(
-                f"{module} tracks moving averages at every forward, so micro-batches and recomputation would "
-                "change them; set track_running_stats=False"
-            )

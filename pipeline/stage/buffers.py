@@ -25,23 +25,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-
-from gpipe_bench.pipeline.stage.state.buffer_state import (
-    ABSENT,
-    Absent,
-    Key,
-    State,
-    Value,
-    buffer_of,
-    copy_of,
-    same,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 
 # A buffer of which a copy is kept although it has never changed.
 SMALL_BYTES = 2**16
+
+Key = tuple[nn.Module, str]
+
+
+class Absent:
+    """Stands for a buffer that had not been registered yet."""
+
+
+ABSENT = Absent()
+Value = Tensor | None | Absent
 
 
 @dataclass
@@ -69,9 +70,8 @@ class Buffers:
         self._shadows: dict[Key, Tensor | None] = {}  # values of the small ones that have not changed
         self._silent: set[Key] = set()  # change behind torch's back
         self._moved: set[Key] = set()  # have changed in this step
-        self._before: dict[
-            Key, Value
-        ] = {}  # of those that began to change in this step: the value until then
+        # Of those that began to change in this step: the value until then.
+        self._before: dict[Key, Value] = {}
         self._states: dict[Key, State] = {}  # of those that change, before the forward of the moment
         self._learning = True
         self._begun = False
@@ -114,13 +114,10 @@ class Buffers:
             return None
         self._notice()
         kept = [*self._changing, *self._still] if self._learning else self._changing
-        copies: dict[int, Tensor | None] = {}  # two names of one tensor are one copy
-        saved = Saved(attributes={module: dict(module.__dict__) for module in self._modules})
-        for module, name in kept:
-            tensor = module._buffers.get(name)
-            if id(tensor) not in copies:
-                copies[id(tensor)] = copy_of(tensor)
-            saved.copies[module, name] = copies[id(tensor)]
+        saved = Saved(
+            _copies({(module, name): module._buffers.get(name) for module, name in kept}),
+            {module: dict(module.__dict__) for module in self._modules},
+        )
         self._states = {key: State.of(buffer_of(key)) for key in self._changing}
         return saved
 
@@ -156,15 +153,13 @@ class Buffers:
                 else:
                     module.__dict__[name] = value
         states: dict[Key, State] = {}
-        copies: dict[int, Tensor | None] = {}
-        for (module, name), value in values.items():
-            if isinstance(value, Absent):
+        copies = _copies(values)
+        for (module, name), copy in copies.items():
+            if isinstance(copy, Absent):
                 del module._buffers[name]
-                continue
-            if id(value) not in copies:
-                copies[id(value)] = copy_of(value)
-            module._buffers[name] = copies[id(value)]
-            states[module, name] = State.of(copies[id(value)])
+            else:
+                module._buffers[name] = copy
+                states[module, name] = State.of(copy)
         try:
             yield
             moved = {key for key, state in states.items() if state.has_moved(buffer_of(key))}
@@ -241,7 +236,7 @@ class Buffers:
         self._still[key] = State.of(tensor)
         self._shadows.pop(key, None)
         if tensor is None or tensor.nbytes <= SMALL_BYTES:
-            self._shadows[key] = copy_of(tensor)
+            self._shadows[key] = None if tensor is None else tensor.detach().clone()
 
     def _notice(self, saved: Saved | None = None) -> list[Key]:
         """Takes in which buffers have begun to change since the last look, in the forward of `saved` or by
@@ -304,3 +299,45 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any
         if value is not now.get(name, ABSENT)
         and not (isinstance(value, Tensor) and value.nbytes > SMALL_BYTES)
     }
+
+
+class State(NamedTuple):
+    """A buffer at a moment: which tensor, and how often it has been changed in place."""
+
+    tensor: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> State:
+        # Tensors made in inference mode have no version, and cannot change outside of it.
+        return cls(tensor, 0 if tensor is None or tensor.is_inference() else tensor._version)
+
+    def has_moved(self, tensor: Tensor | None) -> bool:
+        return tensor is not self.tensor or self.version != State.of(tensor).version
+
+
+def buffer_of(key: Key) -> Tensor | None:
+    module, name = key
+    return module._buffers.get(name)
+
+
+def _copies(values: Mapping[Key, Value]) -> dict[Key, Value]:
+    """Copies of the values; two names of one tensor are one copy."""
+    copies: dict[int, Tensor] = {}
+    found: dict[Key, Value] = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            if id(value) not in copies:
+                copies[id(value)] = value.detach().clone()
+            found[key] = copies[id(value)]
+        else:
+            found[key] = value
+    return found
+
+
+def same(value: Value, tensor: Tensor | None) -> bool:
+    if value is None or tensor is None or isinstance(value, Absent):
+        return value is tensor
+    if tensor.is_meta or isinstance(tensor, FakeTensor):  # without values, which then can't change unseen
+        return True
+    return torch.equal(value, tensor)

@@ -1,1 +1,0 @@
-"""Keyword arguments of layers."""

@@ -1,1 +1,0 @@
-"""A backward in two halves: I finds what the stage before waits for, W what only the optimizer needs."""

@@ -1,1 +1,0 @@
-"""What layers keep from step to step beside parameters."""

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe_bench.pipeline.arguments import Automatic, Device, backend_of
 from gpipe_bench.pipeline.layout import layout_of
-from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
-from gpipe_bench.pipeline.model.part import Part
+from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
 from gpipe_bench.pipeline.plan.portals import lines_of
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes

@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_bench.pipeline.memory.cost import layer_costs
 from gpipe_bench.pipeline.model.cut import cuttable, parts_between
-from gpipe_bench.pipeline.model.own_layers import OwnLayers
+from gpipe_bench.pipeline.model.parts import OwnLayers
 from gpipe_bench.pipeline.model.trace import Place, Trace, inputs_of, trace
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.stage.microbatch import Tree

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
-from gpipe_bench.pipeline.model.part import Part
+from gpipe_bench.pipeline.model.parts import Part
 
 
 @dataclass(frozen=True, slots=True)

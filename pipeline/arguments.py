@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
 from gpipe_bench.pipeline.memory.cost import layer_costs
-from gpipe_bench.pipeline.model.own_layers import OwnLayers
+from gpipe_bench.pipeline.model.parts import OwnLayers
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes

@@ -20,8 +20,7 @@ from gpipe_bench.pipeline.layout import layout_of
 from gpipe_bench.pipeline.mesh.division import divided_over
 from gpipe_bench.pipeline.mesh.grid import Grid, building, join
 from gpipe_bench.pipeline.mesh.reduce import joint_of
-from gpipe_bench.pipeline.model.own_layers import OwnLayers, follow
-from gpipe_bench.pipeline.model.part import Part
+from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
 from gpipe_bench.pipeline.plan.portals import lines_of
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes

@@ -20,7 +20,7 @@ from gpipe_bench.pipeline.arguments import (
     schedule_of,
     worker_of,
 )
-from gpipe_bench.pipeline.model.own_layers import OwnLayers
+from gpipe_bench.pipeline.model.parts import OwnLayers
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule

@@ -189,7 +189,7 @@ def test_several_views_of_one_tensor_are_refused() -> None:
 
 def test_nothing_of_the_compiler_is_imported_before_a_layer_is_traced() -> None:
     code = (
-        "import sys, gpipe_bench.experiments.table1.largest, gpipe_bench.pipeline.memory.compiling.compiled\n"
+        "import sys, gpipe_bench.experiments.table1.largest, gpipe_bench.pipeline.memory.compiled\n"
         "print([name for name in ('torch._inductor.compile_fx', 'torch._functorch.partitioners')"
         " if name in sys.modules])"
     )

@@ -23,8 +23,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,18 +32,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.changes import roles
+from gpipe_bench.pipeline.memory.compiled import Graphs, compiled_stories, graphs_of
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
-from gpipe_bench.pipeline.memory.one_run import OneRun
+from gpipe_bench.pipeline.memory.layer_run import LayerRun, buffer_roles
 from gpipe_bench.pipeline.memory.passing import passed_on
-from gpipe_bench.pipeline.memory.split_profile import Halved
-from gpipe_bench.pipeline.memory.story import LayerProfile, SplitStory, Story
+from gpipe_bench.pipeline.memory.story import LayerProfile, Story
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_this_rank
 from gpipe_bench.pipeline.signature import signature
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
-
-if TYPE_CHECKING:
-    from gpipe_bench.pipeline.memory.compiling.halves import Halves
 
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """Of the activations, for `autocast`; parameters, gradients and optimizer state stay float32."""
@@ -69,7 +65,7 @@ class Profiler:
     weights are not cached between operations, as in the engine: the cache would keep a copy of every weight.
 
     ``compiled`` profiles each layer as `torch.compile` would run it, each by itself, the loss too
-    (gpipe_bench.pipeline.memory.compiling.compiled): what it keeps is what a compiled layer keeps.
+    (gpipe_bench.pipeline.memory.compiled): what it keeps is what a compiled layer keeps.
 
     ``attention`` is the device's whose kernels of attention the layers take (`attention.ATTENTIONS`).
 
@@ -95,7 +91,7 @@ class Profiler:
     ties_apart: bool = False
     divided: Callable[[nn.Module], nn.Module] | None = None
     _known: dict[tuple[object, ...], LayerProfile] = field(default_factory=dict, repr=False)
-    _graphs: dict[tuple[object, ...], Halves | None] = field(default_factory=dict, repr=False)
+    _graphs: dict[tuple[object, ...], Graphs | None] = field(default_factory=dict, repr=False)
 
     def layer(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int] = frozenset()) -> LayerProfile:
         """The profile of one layer. ``unused`` are positions of outputs that nothing after it differentiates.
@@ -158,27 +154,25 @@ class Profiler:
         """The loss as one more layer, which takes the outputs and the target."""
         return self.layer(LossLayer.of(loss_fn, outputs, target), outputs.join(target))
 
-    def _precision(self) -> AbstractContextManager[object]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
-
     def _run(self, given: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
+        def run_of(layer: nn.Module) -> LayerRun:
+            return LayerRun(layer, inputs, unused, self._precision(), with_shapes=self.with_shapes)
+
         layer = self._copy(given, self.number_format)
-        first, run = self._tell(layer, inputs, unused)
-        outputs = run.ends
+        run = run_of(layer)
+        first = run.whole()
+        outputs = run.outputs
         stories = self._compiled(layer, inputs, outputs, unused) if self.compiled else None
         if stories is None:
             with torch.no_grad():
-                free, _ = self._tell(layer, inputs, unused)
-            # The run that the buffers are told by: a table may have been made in the first.
-            later, run = self._tell(layer, inputs, unused)
-            stories = free, first, later
+                free = run_of(layer).whole()
+            run = run_of(layer)  # which the buffers are told by: a table may have been made in the first
+            stories = free, first, run.whole()
         free, first, later = stories
         has_gradient = [p.grad is not None for p in layer.parameters()]
         halves = None
         if self.split_backward:
-            halves = self._tell_halves(self._copy(given, self.number_format), inputs, unused, first)
+            halves = run_of(self._copy(given, self.number_format)).halves(first)
         layer = self._copy(given)
         held = [on_this_rank(p) for p in layer.parameters()]
         trained = [p for p, has in zip(held, has_gradient, strict=True) if has]
@@ -201,65 +195,30 @@ class Profiler:
             later=later,
             halves=halves,
             overwritten=run.overwritten,
-            buffer_roles=roles(layer, run.moved),
+            buffer_roles=buffer_roles(layer, run.moved),
         )
 
     def _copy(self, given: nn.Module, number_format: torch.dtype | None = None) -> nn.Module:
         return fake_copy(given, number_format) if self.divided is None else self.divided(given)
 
+    def _precision(self) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
+
     def _compiled(
         self, layer: nn.Module, inputs: Boundary, outputs: Boundary, unused: frozenset[int]
     ) -> tuple[Story, Story, Story] | None:
         """The stories of the compiled layer; None where there is nothing to compile."""
-        from gpipe_bench.pipeline.memory.compiling.compiled import compiled_stories
-        from gpipe_bench.pipeline.memory.compiling.halves import halves
-
         graphs = self._graphs.get((signature(layer), inputs))
         # What is handed on is in no graph, so it makes no difference there whether anything uses it.
         if graphs is None or any(graphs.handed_on[position] is None for position in unused):
-            graphs = halves(layer, inputs, unused, self._precision())
+            graphs = graphs_of(layer, inputs, unused, self._precision())
             if not unused:
                 self._graphs[signature(layer), inputs] = graphs
         if graphs is None:
             return None
         return compiled_stories(graphs, inputs, outputs, unused, with_shapes=self.with_shapes)
-
-    def _tell(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int]) -> tuple[Story, OneRun]:
-        """Run forward, and backward where there is a graph, with references as scarce as in a stage."""
-        run = OneRun(inputs)
-        with EventLog() as log:
-            root = run.forward(log, self._precision, layer, unused)
-            if root is not None and root.requires_grad:
-                root.backward(run.seed)
-            del root
-            backward = run.events()
-            gradients = {log.serial_of(p.grad) for p in layer.parameters() if p.grad is not None}
-        return run.story(backward, gradients, with_shapes=self.with_shapes), run
-
-    def _tell_halves(
-        self, layer: nn.Module, inputs: Boundary, unused: frozenset[int], first: Story
-    ) -> SplitStory:
-        """The same with I and W in the place of the backward; ``first`` is the story of the whole."""
-        run = OneRun(inputs)
-        with EventLog() as log:
-            root = run.forward(log, self._precision, layer, unused)
-            if root is None or not root.requires_grad:
-                return SplitStory(False, first, (), None)
-            halved = Halved(root, run.seed, len(inputs.tensors))
-            del root
-            if halved.whole:
-                return SplitStory(True, first, (), None)
-            halved.inputs()
-            backward = run.events()
-            run.delivered.update(
-                (position, gradient) for position, gradient in enumerate(halved.exits) if gradient is not None
-            )
-            story = run.story(backward, set(), with_shapes=self.with_shapes)
-            run.delivered.clear()
-            halved.exits.clear()
-            deferred, last = halved.weights(log)
-        # What W makes is counted there.
-        return SplitStory(False, replace(story, sizes=tuple(log.sizes)), deferred, last)
 
 
 class LossLayer(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from gpipe_bench.pipeline.model.own_layers import OwnLayers
+from gpipe_bench.pipeline.model.parts import OwnLayers
 
 # The file of each class, and where in it the body of the model is.
 KNOWN = {

@@ -2,18 +2,27 @@
 
 The forward is traced twice, in training and in evaluation mode, because what it does between its modules may
 depend on the mode; a layer follows its own.
+
+What crosses a cut is what is computed before it and used behind it. A tensor that the next layers have no use
+for goes past them, as a portal from the layer that makes or last uses it to the one that uses it next: each
+hop is sent once, and gradients are added up as in the model. Sizes and other numbers do not travel: they are
+read again, behind the cut, from a tensor that does. Parameters and buffers are read where they are used.
 """
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, fx, nn
 
 from gpipe_bench.pipeline.memory.cost import layer_costs
-from gpipe_bench.pipeline.model.cut import cuttable, parts_between
-from gpipe_bench.pipeline.model.own_layers import OwnLayers
-from gpipe_bench.pipeline.model.trace import Place, Trace, inputs_of, trace
+from gpipe_bench.pipeline.model.parts import OwnLayers
+from gpipe_bench.pipeline.model.trace import Place, Trace, inputs_of, is_number, trace
+from gpipe_bench.pipeline.model.traced import Traced
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.stage.trees import Tree
 
@@ -48,25 +57,17 @@ def split(
     if at is not None and example is not None:
         raise ValueError("example= is for balancing, with num_layers=; at= says where the cuts are")
     names = inputs_of(model, inputs)
+    opened = None if at is None else _around(model, at)
+    traces = {mode: trace(model, names, opened, mode) for mode in (True, False)}
     if at is not None:
-        opened = _around(model, at)
-        traces = {mode: trace(model, names, opened, mode) for mode in (True, False)}
         places = _named(traces, at)
     else:
         assert num_layers is not None
-        traces = {mode: trace(model, names, None, mode) for mode in (True, False)}
         places = _balanced(model, traces, num_layers, example)
     return _layers(model, traces, places)
 
 
-def _layers(
-    model: nn.Module, traces: Mapping[bool, Trace], places: Sequence[Place], *, portals: bool = True
-) -> OwnLayers:
-    starts = {mode: [found.calls[place] for place in places] for mode, found in traces.items()}
-    parts = parts_between(model, traces, starts, portals=portals)
-    titles = [name if call == 0 else f"{name}, call {call + 1}" for name, call in places]
-    first = f"what comes before {titles[0]}" if titles else "the model"
-    return OwnLayers(model, dict(zip([first, *titles], parts, strict=True)))
+# Where to cut
 
 
 def _around(model: nn.Module, at: Sequence[str]) -> set[str]:
@@ -87,13 +88,13 @@ def _named(traces: Mapping[bool, Trace], at: Sequence[str]) -> list[Place]:
         for name in at:
             if (name, 0) not in found.calls:
                 raise ValueError(f"module {name!r} is not called by itself in the forward; cut at another")
-            if (name, 0) not in cuttable(found):
+            if (name, 0) not in _cuttable(found):
                 raise ValueError(
                     f"the forward cannot be cut before {name!r}: nothing is computed before it, or a value "
                     "from before it is changed in place behind it, where it may have another name; cut "
                     "elsewhere"
                 )
-    places = list(cuttable(traces[True]))
+    places = list(_cuttable(traces[True]))
     return sorted([(name, 0) for name in at], key=places.index)
 
 
@@ -102,9 +103,9 @@ def _balanced(
 ) -> list[Place]:
     """Where to cut into layers of which the largest is smallest."""
     places: list[Place] = []
-    order = {place: i for i, place in enumerate(cuttable(traces[False]))}
+    order = {place: i for i, place in enumerate(_cuttable(traces[False]))}
     nodes = set()
-    for place, node in cuttable(traces[True]).items():
+    for place, node in _cuttable(traces[True]).items():
         if node not in nodes and place in order and (not places or order[place] > order[places[-1]]):
             places.append(place)
             nodes.add(node)
@@ -119,3 +120,216 @@ def _balanced(
     else:
         costs = list(layer_costs(pieces, example))
     return [places[span.start - 1] for span in partition(costs, num_layers)[1:]]
+
+
+def _cuttable(trace: Trace) -> dict[Place, fx.Node]:
+    """The calls before which the forward may be cut, in its order.
+
+    Something must come before. And what is changed in place must be so in the part that made it: behind a cut
+    it is another tensor than what the parts before it, or views of it, hold.
+    """
+    order = {node: i for i, node in enumerate(trace.graph.nodes)}
+    forbidden: set[int] = set()
+    for node, i in order.items():
+        name = str(node.target)
+        if node.op == "call_method" and name.endswith("_") and not name.endswith("__"):
+            forbidden.update(range(order[node.all_input_nodes[0]] + 1, i + 1))
+    first = next(i for node, i in order.items() if node.op not in ("placeholder", "get_attr"))
+    places = sorted(trace.calls.items(), key=lambda call: (order[call[1]], call[0]))
+    return {place: node for place, node in places if order[node] > first and order[node] not in forbidden}
+
+
+# The layers between the cuts
+
+
+def _layers(
+    model: nn.Module, traces: Mapping[bool, Trace], places: Sequence[Place], *, portals: bool = True
+) -> OwnLayers:
+    """The layers that begin at these calls; the first begins with the inputs. Without `portals` all is passed
+    from each to the next.
+    """
+    cuts = {mode: _Cut(found, places) for mode, found in traces.items()}
+    hops = {mode: cut.hops(model) if portals else {} for mode, cut in cuts.items()}
+    both = set(hops[True].values()) & set(hops[False].values())  # a layer declares the same in both modes
+    pieces = {
+        mode: cut.pieces({hop: name for hop, name in hops[mode].items() if name in both})
+        for mode, cut in cuts.items()
+    }
+    titles = [name if call == 0 else f"{name}, call {call + 1}" for name, call in places]
+    titles.insert(0, f"what comes before {titles[0]}" if titles else "the model")
+    return OwnLayers(
+        model,
+        {
+            title: _traced(model, traces, {mode: pieces[mode][i] for mode in traces})
+            for i, title in enumerate(titles)
+        },
+    )
+
+
+def _traced(model: nn.Module, traces: Mapping[bool, Trace], pieces: Mapping[bool, _Piece]) -> Traced:
+    """One layer of its graph in each mode."""
+    constants: dict[str, Tensor] = {}
+    for mode, piece in pieces.items():
+        for node in piece.graph.nodes:
+            if node.op == "get_attr" and node.target in traces[mode].constants:
+                constant = traces[mode].constants[node.target]
+                node.target = f"{node.target}, {'training' if mode else 'evaluation'}"
+                constants[node.target] = constant
+    graphs = {mode: piece.graph for mode, piece in pieces.items()}
+    return Traced(model, graphs, constants, stashes=pieces[True].stashes, pops=pieces[True].pops)
+
+
+class _Piece(NamedTuple):
+    """A part of a graph, which takes what it pops behind its other inputs, and gives what it stashes behind
+    its other outputs.
+    """
+
+    graph: fx.Graph
+    stashes: tuple[str, ...]
+    pops: tuple[str, ...]
+
+
+_Hop = tuple[fx.Node, int]
+"""A value, and the piece that uses it next."""
+
+
+class _Cut:
+    """The graph of one mode, cut before some calls into pieces with numbers."""
+
+    def __init__(self, trace: Trace, starts: Sequence[Place]) -> None:
+        nodes = list(trace.graph.nodes)
+        self._order = {node: i for i, node in enumerate(nodes)}
+        bounds = [0, *(self._order[trace.calls[place]] for place in starts), len(nodes)]
+        self._own = [nodes[start:stop] for start, stop in pairwise(bounds)]
+        self._piece_of = {node: i for i, own in enumerate(self._own) for node in own}
+        self._users = {node: self._later_users(node) for node in nodes}
+
+    def hops(self, model: nn.Module) -> dict[_Hop, str]:
+        """The values that go past pieces, with the names of their portals: from which piece to which."""
+        found: dict[_Hop, str] = {}
+        count: Counter[tuple[int, int]] = Counter()
+        for node, users in self._users.items():
+            if not users or not _surely_tensor(model, node):
+                continue
+            for before, after in pairwise([self._piece_of[node], *users]):
+                if after > before + 1:
+                    ends = before, after
+                    found[node, after] = f"value {count[ends]} of layer {before} for layer {after}"
+                    count[ends] += 1
+        return found
+
+    def pieces(self, hops: Mapping[_Hop, str]) -> list[_Piece]:
+        """A graph for each piece, with these portals."""
+        numbers = range(len(self._own))
+        # By the name of its portal: what goes past pieces, from where to where.
+        flights = {
+            name: (node, max([self._piece_of[node], *[u for u in self._users[node] if u < target]]), target)
+            for (node, target), name in hops.items()
+        }
+        stashed = [sorted(n for n, (_, source, _) in flights.items() if source == i) for i in numbers]
+        popped = [sorted(n for n, (_, _, target) in flights.items() if target == i) for i in numbers]
+        needed = [self._needed(i) for i in numbers]
+        crossing: list[list[fx.Node]] = [[]]  # crossing[i]: what piece i takes
+        for i in numbers[1:]:
+            later = set().union(*(tensors for tensors, _ in needed[i:]))
+            flying = {node for node, source, target in flights.values() if source < i <= target}
+            coming = (node for node in later if self._piece_of[node] < i and node not in flying)
+            crossing.append(sorted(coming, key=self._order.__getitem__))
+        pieces = []
+        for i, own in enumerate(self._own):
+            graph = fx.Graph()
+            made: dict[fx.Node, fx.Node] = {}
+            for node in (*crossing[i], *[flights[name][0] for name in popped[i]]):
+                made[node] = graph.placeholder(node.name)
+            again = sorted(needed[i][1], key=self._order.__getitem__)
+            # A parameter may be read before the cut and used behind it.
+            used = [n for n in own if not _anywhere(n) or i in {self._piece_of[user] for user in n.users}]
+            for node in (*again, *used):
+                if node.op != "output":
+                    made[node] = graph.node_copy(node, made.__getitem__)
+            if i < numbers[-1]:
+                given = tuple(made[node] for node in crossing[i + 1])
+                output = given[0] if len(given) == 1 else given
+                leaving = [made[flights[name][0]] for name in stashed[i]]
+                graph.output((output, *leaving) if leaving else output)
+            else:
+                graph.output(fx.node.map_arg(own[-1].args[0], made.__getitem__))
+            pieces.append(_Piece(graph, tuple(stashed[i]), tuple(popped[i])))
+        return pieces
+
+    def _later_users(self, node: fx.Node) -> list[int]:
+        """The later pieces that need a value to come: directly, or for a number that is read of it again."""
+        if _anywhere(node):
+            return []
+        found: set[int] = set()
+        todo = [node]
+        while todo:
+            for user in todo.pop().users:
+                if is_number(user):
+                    todo.append(user)
+                found.add(self._piece_of[user])
+        return sorted(piece for piece in found if piece > self._piece_of[node])
+
+    def _needed(self, piece: int) -> tuple[set[fx.Node], set[fx.Node]]:
+        """What a piece uses of those before it: tensors that must come, and what it can work out again."""
+        tensors: set[fx.Node] = set()
+        again: set[fx.Node] = set()
+        todo = [source for node in self._own[piece] for source in node.all_input_nodes]
+        while todo:
+            node = todo.pop()
+            if self._piece_of[node] >= piece or node in again or node in tensors:
+                continue
+            if _anywhere(node):
+                again.add(node)
+                todo += node.all_input_nodes
+            else:
+                tensors.add(node)
+        return tensors, again
+
+
+def _anywhere(node: fx.Node) -> bool:
+    """Whether a value needs not travel, because it can be had again."""
+    return node.op == "get_attr" or is_number(node)
+
+
+# Which values are tensors for certain: a portal carries tensors alone, and what a module gives a graph
+# doesn't say. So it is looked at what makes a value and what is done with it; where neither tells, the value
+# is passed on from layer to layer, as any may.
+
+_ARITHMETIC = frozenset(
+    {
+        *(operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.neg),
+        *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.pow),
+    }
+)
+_TAKE_LISTS = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack", "einsum", "block_diag"})
+_GIVE_TENSORS = (
+    nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Dropout, nn.Dropout2d, nn.Dropout3d,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid,
+    nn.LeakyReLU, nn.Softmax, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Upsample,
+)  # fmt: skip
+
+
+def _surely_tensor(model: nn.Module, node: fx.Node) -> bool:
+    """Whether the value of a node is a tensor whatever its modules do."""
+    if any(user.target in (operator.getitem, getattr) for user in node.users):
+        return False
+    if node.op == "call_module" and type(model.get_submodule(str(node.target))) in _GIVE_TENSORS:
+        return True
+    if node.op == "call_function" and node.target in _ARITHMETIC:
+        return True
+    return any(_takes_tensor(user, node) for user in node.users)
+
+
+def _takes_tensor(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a user can only do with a tensor what it does with the node."""
+    if user.op != "call_function":
+        return False
+    if getattr(user.target, "__name__", "") in _TAKE_LISTS:
+        return any(isinstance(each, tuple | list) and node in each for each in user.args)
+    if user.target in _ARITHMETIC:
+        return node in user.args
+    origin = getattr(user.target, "__module__", None) or ""
+    of_torch = origin.startswith(("torch._C._nn", "torch.nn.functional", "torch._VariableFunctions"))
+    return of_torch and bool(user.args) and user.args[0] is node

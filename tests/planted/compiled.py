@@ -7,7 +7,7 @@ from planted.mutant import Mutant
 COMPILED = (
     Mutant(
         name="element-wise operations take memory",
-        file="pipeline/memory/compiling/compiled.py",
+        file="pipeline/memory/compiled.py",
         old="            if not self.fusible(node):\n",
         new="            if True:\n",
         why="a compiled layer would seem to need what it never makes",
@@ -15,7 +15,7 @@ COMPILED = (
     ),
     Mutant(
         name="compiled gradients stay after they are added",
-        file="pipeline/memory/compiling/compiled.py",
+        file="pipeline/memory/compiled.py",
         old="            events += [-number - 1 for number in sorted(gradients)]\n",
         new="            pass\n",
         why="every layer would leave a second copy of its gradients behind",
@@ -23,7 +23,7 @@ COMPILED = (
     ),
     Mutant(
         name="a compiled layer writes to its statistics",
-        file="pipeline/memory/compiling/halves.py",
+        file="pipeline/memory/compiled.py",
         old="        state = {name: buffer.clone() for name, buffer in zip(buffers, held, strict=True)}\n",
         new="        state = dict(zip(buffers, held, strict=True))\n",
         why="new statistics would be outputs of the graph and shift all others by their number",

@@ -90,8 +90,8 @@ MODELS = (
 OWN_MODELS = (
     Mutant(
         name="a parameter of the part before",
-        file="pipeline/model/cut.py",
-        old="not _anywhere(node) or i in {piece_of[user] for user in node.users}]",
+        file="pipeline/model/split.py",
+        old="not _anywhere(n) or i in {self._piece_of[user] for user in n.users}]",
         new="True]",
         why="a parameter that is read before a cut and used behind it would belong to two processes",
         tests=("tests/test_split.py::test_names_are_the_models_own[residual]",),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpipe_bench.pipeline.model.hugging_face.passing import Value, joined, named, parted
-from gpipe_bench.pipeline.model.part import Part
+from gpipe_bench.pipeline.model.parts import Part
 
 REQUIRED, OPTIONAL = ("input_ids",), ("attention_mask", "token_type_ids")
 

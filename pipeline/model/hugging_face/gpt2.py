@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.model.hugging_face.passing import Value, joined, named, parted
-from gpipe_bench.pipeline.model.part import Part
+from gpipe_bench.pipeline.model.parts import Part
 
 REQUIRED, OPTIONAL = ("input_ids",), ("attention_mask",)
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from gpipe_bench.pipeline.model.hugging_face.passing import Value, named, parted
-from gpipe_bench.pipeline.model.part import Part
+from gpipe_bench.pipeline.model.parts import Part
 
 REQUIRED = ("input_ids", "decoder_input_ids")
 OPTIONAL = ("attention_mask", "decoder_attention_mask")

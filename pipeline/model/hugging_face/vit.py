@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gpipe_bench.pipeline.model.hugging_face.passing import Value, named
-from gpipe_bench.pipeline.model.part import Part
+from gpipe_bench.pipeline.model.parts import Part
 
 REQUIRED, OPTIONAL = ("pixel_values",), ()
 

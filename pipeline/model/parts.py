@@ -1,21 +1,55 @@
-"""A model as a sequence of layers that keeps the model's names.
+"""A model that is no sequence as a sequence of layers that keeps the model's names.
 
-A pipeline names its parameters after its layers. The layers of a model that is no sequence have names in the
-model already, which weights are saved and loaded by; so the pipeline takes over the model's own tree of
-modules and calls the layers beside it.
+A pipeline names its parameters after its layers. The layers of such a model have names in the model already,
+which weights are saved and loaded by; so the pipeline takes over the model's own tree of modules and calls
+the layers beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from gpipe_bench.pipeline.model.part import Part, all_tensors
 from gpipe_bench.pipeline.stage.portals import Carried, declarations
 
-_TREE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+
+class Part(nn.Module):
+    """One layer, made of modules from here and there in the model.
+
+    It holds them under their full names in the model, dots and all, so that its parameters are called what
+    the model calls them, and so that it is complete in itself: it can be profiled, copied and moved without
+    the rest of the model.
+
+    Args:
+        model: where the modules are; they are shared with it, not copied.
+        modules: what a subclass's forward calls each module, and its name in the model.
+    """
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, str]) -> None:
+        super().__init__()
+        self._called = dict(modules)
+        for name in modules.values():
+            self._modules[name] = model.get_submodule(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(self.__dict__.get("_called", {}).get(name, name))
+
+    def hold(self, model: nn.Module, tensor: str) -> None:
+        """Takes in the parameter or buffer of that name, which belongs to no module of this layer."""
+        path, _, name = tensor.rpartition(".")
+        owner = model.get_submodule(path)
+        if name in owner._parameters:
+            self._parameters[tensor] = owner._parameters[name]
+        else:
+            self._buffers[tensor] = owner._buffers[name]
+            if name in owner._non_persistent_buffers_set:
+                self._non_persistent_buffers_set.add(tensor)
+
+    def held(self) -> Iterable[str]:
+        """Names of the parameters and buffers that belong to no module of this layer."""
+        return (*self._parameters, *self._buffers)
 
 
 class OwnLayers(nn.Module):
@@ -37,10 +71,10 @@ class OwnLayers(nn.Module):
         self._parts = dict(parts)
         _take_over(self, model)
         layers = list(self._parts.values())
-        refuse_hooks(model, layers)
-        known = {name for part in layers for name, _ in all_tensors(part)}
-        holders = {id(tensor): part for part in reversed(layers) for _, tensor in all_tensors(part)}
-        for name, tensor in all_tensors(model):
+        _refuse_hooks(model, layers)
+        known = {name for part in layers for name, _ in _all_tensors(part)}
+        holders = {id(tensor): part for part in reversed(layers) for _, tensor in _all_tensors(part)}
+        for name, tensor in _all_tensors(model):
             if name not in known:
                 holders.get(id(tensor), layers[0]).hold(model, name)
 
@@ -101,7 +135,20 @@ class OwnLayers(nn.Module):
         _take_over(owner, tree)
 
 
-def refuse_hooks(model: nn.Module, parts: Sequence[Part]) -> None:
+def follow(parts: Sequence[Part], tree: nn.Module) -> None:
+    """Parts whose tree was moved or loaded hold what it holds."""
+    for part in parts:
+        for name in part.held():
+            part.hold(tree, name)
+
+
+def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by all of their names: one that is tied has several."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _refuse_hooks(model: nn.Module, parts: Sequence[Part]) -> None:
     """What is taken apart is not called, and neither are its hooks."""
     inside = {module for part in parts for module in part.modules()}
     for name, module in model.named_modules():
@@ -112,16 +159,12 @@ def refuse_hooks(model: nn.Module, parts: Sequence[Part]) -> None:
             )
 
 
-def follow(parts: Sequence[Part], tree: nn.Module) -> None:
-    """Parts whose tree was moved or loaded hold what it holds."""
-    for part in parts:
-        for name in part.held():
-            part.hold(tree, name)
+# A tree of modules, some or all of which are the model's
 
 
 def _take_over(module: nn.Module, tree: nn.Module) -> None:
     """`module` and `tree` have one set of parameters, buffers and modules from now on."""
-    for table in _TREE:
+    for table in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
         module.__dict__[table] = tree.__dict__[table]
 
 
@@ -147,6 +190,7 @@ def _pruned(model: nn.Module, parts: Sequence[Part]) -> nn.Module:
 
 
 def _put(tree: nn.Module, name: str, part: Part) -> None:
+    """The opposite of `Part.hold`."""
     path, _, last = name.rpartition(".")
     owner = _reach(tree, path)
     if name in part._parameters:

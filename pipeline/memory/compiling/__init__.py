@@ -1,1 +1,0 @@
-"""What torch.compile would keep of a layer."""

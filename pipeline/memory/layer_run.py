@@ -1,0 +1,359 @@
+"""A layer run once on its own, watched, with references as scarce as in a stage.
+
+What is told of it is a story: which storages appear and die, and when, from the forward on; with the halves
+of a backward in the place of the whole, what W does, too; and which buffers the forward changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec, as_tuple
+from gpipe_bench.pipeline.memory.story import BufferRole, Deferred, SplitStory, Story
+from gpipe_bench.pipeline.memory.tracker import EventLog
+from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.buffers import State
+from gpipe_bench.pipeline.stage.split_backward import Split, Waiting, Weights
+
+
+class LayerRun:
+    """Takes a layer forward and backward, once, its inputs and outputs let go of as in a stage.
+
+    Args:
+        layer: of fake tensors.
+        inputs: what it takes.
+        unused: positions of outputs that nothing after it differentiates.
+        precision: is entered around the forward.
+        with_shapes: stories say what each storage was made for.
+
+    Afterwards ``outputs`` is what the layer gives, ``overwritten`` are positions of the inputs that it
+    changes, and ``moved`` the buffers that it does, by their names.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        inputs: Boundary,
+        unused: frozenset[int],
+        precision: AbstractContextManager[object],
+        *,
+        with_shapes: bool,
+    ) -> None:
+        self._layer, self._inputs, self._unused = layer, inputs, unused
+        self._precision, self._with_shapes = precision, with_shapes
+        self._leaves = [spec.empty() for spec in inputs.tensors]
+        self._seed = torch.empty(())
+        self._log = EventLog()
+        self._delivered: dict[int, Tensor] = {}  # gradients of the inputs
+        self._sent_back: list[int | None] = []
+        self._kept: frozenset[int] = frozenset()
+        self._hidden: int | None = None
+        self.overwritten: frozenset[int] = frozenset()
+        self.moved: dict[str, BufferRole] = {}
+
+    def whole(self) -> Story:
+        """The story of a forward, and a backward where there is a graph."""
+        with self._log as log:
+            root = self._forward()
+            if root is not None and root.requires_grad:
+                root.backward(self._seed)
+            del root
+            backward = self._events()
+            gradients = {log.serial_of(p.grad) for p in self._layer.parameters() if p.grad is not None}
+        return self._story(backward, gradients)
+
+    def halves(self, whole: Story) -> SplitStory:
+        """The same with I and W in the place of the backward, whose story is ``whole`` where it has none.
+
+        The graph is split as a stage does it, and W's operations are taken one by one, each alone, so that
+        their costs can be added up in any company.
+        """
+        with self._log as log:
+            root = self._forward()
+            if root is None or not root.requires_grad:
+                return SplitStory(False, whole, (), None)
+            edges = (get_gradient_edge(root),)
+            del root
+            split = Split(edges, _SOURCE)
+            if split.whole:
+                return SplitStory(True, whole, (), None)
+            exits: list[Tensor | None] = [None] * len(self._inputs.tensors)
+            waiting = split.inputs(edges, (self._seed,), exits)
+            del split, edges
+            backward = self._events()
+            self._delivered.update((i, gradient) for i, gradient in enumerate(exits) if gradient is not None)
+            story = self._story(backward, set())
+            self._delivered.clear()
+            exits.clear()
+            deferred, last = _tell_weights(log, waiting.single, waiting.shared, waiting.done)
+        # What W makes is counted there.
+        return SplitStory(False, replace(story, sizes=tuple(log.sizes)), deferred, last)
+
+    def _forward(self) -> Tensor | None:
+        """Returns where the backward begins; None without a graph."""
+        log, inputs = self._log, self._inputs
+        values = [
+            _enter(leaf, spec, position, self._delivered)
+            for position, (leaf, spec) in enumerate(zip(self._leaves, inputs.tensors, strict=True))
+        ]
+        values = [values[first] for first in inputs.same_as]
+        self._input_storages = _serials(log, values)
+        log.events.clear()
+        versions = [value._version for value in values]
+        buffers = _buffers_of(self._layer)
+        with self._precision:
+            result = self._layer(inputs.build(values))
+        self.overwritten = frozenset(
+            [
+                position
+                for position, (value, version) in enumerate(zip(values, versions, strict=True))
+                if value._version != version and inputs.same_as[position] == position
+            ]
+        )
+        self.moved = _moved(buffers)
+        del buffers
+        self._forward_events = tuple(log.events)
+        self.outputs = Boundary.of(result)
+        self._output_storages = _serials(log, as_tuple(result))
+        root = _follow(result, self._unused, log, self._sent_back) if torch.is_grad_enabled() else None
+        self._hidden = log.serial_of(root) if root is not None else None
+        del result, values
+        if root is not None:
+            self._kept = frozenset(log.alive - {self._hidden})
+        log.events.clear()
+        return root
+
+    def _events(self) -> tuple[int, ...]:
+        """What has happened since the forward."""
+        hidden = self._hidden
+        return tuple([event for event in self._log.events if hidden is None or abs(event) != hidden + 1])
+
+    def _story(self, backward: tuple[int, ...], gradients: set[int | None]) -> Story:
+        """The story with such a backward, which made ``gradients`` of parameters."""
+        log, inputs, delivered = self._log, self._inputs, self._delivered
+        return Story(
+            sizes=tuple(log.sizes),
+            inputs=self._input_storages,
+            outputs=self._output_storages,
+            kept=self._kept,
+            gradients=frozenset(serial for serial in gradients if serial is not None),
+            output_gradients=tuple(self._sent_back) or (None,) * len(self._output_storages),
+            input_gradients=tuple(
+                log.serial_of(delivered[first]) if first == position and first in delivered else None
+                for position, first in enumerate(inputs.same_as)
+            ),
+            forward=self._forward_events,
+            backward=backward if torch.is_grad_enabled() else (),
+            without_gradient=frozenset(
+                position
+                for position, first in enumerate(inputs.same_as)
+                if inputs.tensors[position].requires_grad and first not in delivered
+            ),
+            shapes=tuple(log.shapes) if self._with_shapes else (),
+        )
+
+
+def _serials(log: EventLog, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Numbers of the tensors' storages; one that the run did not make (a parameter) is new but costs nothing
+    here: it is counted where it belongs.
+    """
+    tensors, made = tuple(tensors), len(log.sizes)
+    log.watch(tensors)
+    log.sizes[made:] = [0] * (len(log.sizes) - made)
+    return tuple(serial for serial in map(log.serial_of, tensors) if serial is not None)
+
+
+# What stands before and after a layer in place of the rest of the model. In a model a layer's inputs are
+# outputs of the layer before, which takes their gradients and lets them go, and its outputs are held by what
+# follows, which sends fresh gradients back. A profile that fed leaves and called `backward` on the outputs
+# would see other storages live and die. Both ends are autograd functions that compute and keep nothing.
+
+
+def _enter(leaf: Tensor, spec: TensorSpec, position: int, delivered: dict[int, Tensor]) -> Tensor:
+    if not (spec.requires_grad and torch.is_grad_enabled()):
+        return torch.empty_like(leaf)
+    made: Tensor = _Source.apply(leaf.requires_grad_(), position, delivered)
+    return made
+
+
+def _follow(result: Any, unused: frozenset[int], log: EventLog, sent_back: list[int | None]) -> Tensor:
+    # The graph of an output that nothing differentiates goes with the output, and its backward never runs.
+    followed = [t.detach() if position in unused else t for position, t in enumerate(as_tuple(result))]
+    root: Tensor = _Tail.apply(log, sent_back, *followed)
+    return root
+
+
+class _Source(torch.autograd.Function):
+    """Makes an input that is no leaf, as between two layers, and takes its gradient as the layer before."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, position: int, delivered: dict[int, Tensor]) -> Tensor:
+        ctx.position, ctx.delivered = position, delivered
+        return torch.empty_like(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.delivered[ctx.position] = gradient
+        return None, None, None
+
+
+class _Tail(torch.autograd.Function):
+    """Stands for all that follows the layer: keeps nothing, sends fresh gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, log: EventLog, sent_back: list[int | None], *outputs: Tensor) -> Tensor:
+        ctx.log, ctx.sent_back = log, sent_back
+        ctx.specs = [(t.shape, t.dtype) if t.requires_grad else None for t in outputs]
+        ctx.same_as = Boundary.of(outputs).same_as
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [
+            torch.empty(spec[0], dtype=spec[1]) if spec is not None and first == index else None
+            for index, (spec, first) in enumerate(zip(ctx.specs, ctx.same_as, strict=True))
+        ]
+        ctx.sent_back.extend(None if each is None else ctx.log.serial_of(each) for each in gradients)
+        return None, None, *gradients
+
+
+_SOURCE: type = _Source._backward_cls  # of the nodes with which the layer's inputs enter its graph
+
+
+# Which buffers of a layer its forward changes, and what a recomputation copies of each. A forward may change
+# a buffer in place or put another tensor under its name. The other tensor takes the place of the one before,
+# so that a step holds one of them; in a profile the new one would count as kept by the graph. So the buffers
+# are put back as they were.
+
+_Buffers = dict[tuple[str, str], tuple[nn.Module, State]]
+"""By the module's path and the buffer's name."""
+
+
+def _buffers_of(layer: nn.Module) -> _Buffers:
+    return {
+        (path, name): (module, State.of(buffer))
+        for path, module in layer.named_modules()
+        for name, buffer in module._buffers.items()
+    }
+
+
+def _moved(buffers: _Buffers) -> dict[str, BufferRole]:
+    """Those that have changed, by their names. One that was replaced by another of its size is put back; a
+    table that was made or has grown stays.
+    """
+    moved = {}
+    for (path, name), (module, state) in buffers.items():
+        now = module._buffers.get(name)
+        if not state.has_moved(now):
+            continue
+        before, role = state.tensor, BufferRole.CHANGING
+        if before is not None and now is not None and now is not before and now.nbytes == before.nbytes:
+            module._buffers[name], role = before, BufferRole.REPLACED
+        moved[f"{path}.{name}" if path else name] = role
+    return moved
+
+
+def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[BufferRole, ...]:
+    """Of the layer's buffers, each once, in their order; ``moved`` are those that change."""
+    statistics = Statistics([layer]).modules
+    left = {path for path, module in layer.named_modules() if module in statistics}
+    changing = {name.rpartition(".")[0] for name in moved}
+    names: dict[int, list[str]] = {}
+    for name, buffer in layer.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name)
+    found = []
+    for mine in names.values():
+        paths = {name.rpartition(".")[0] for name in mine}
+        if paths <= left:
+            found.append(BufferRole.STATISTICS)
+        elif changes := [moved[name] for name in mine if name in moved]:
+            found.append(changes[0])
+        else:
+            found.append(BufferRole.STILL if changing.isdisjoint(paths) else BufferRole.BESIDE)
+    return tuple(found)
+
+
+# W of a layer on fake tensors: what the engine's own split leaves for it, watched.
+
+_Done = list[tuple[GradientEdge, Tensor]]
+
+
+@torch.no_grad()
+def _tell_weights(
+    log: EventLog, single: list[Waiting], shared: list[Waiting], done: _Done
+) -> tuple[tuple[Deferred, ...], Deferred | None]:
+    """W, operation by operation; by now nobody else holds what waits in the lists, which are emptied."""
+    found = []
+    while single:
+        waiting = [single.pop()]
+        deferred = _deferred(log, waiting, [], is_single=True)
+        log.events.clear()
+        waiting.clear()
+        found.append(_releasing(deferred, log))
+    if not shared and not done:
+        return tuple(found), None
+    last = _deferred(log, shared, done, is_single=False)
+    log.events.clear()
+    shared.clear()
+    done.clear()
+    return tuple(found), _releasing(last, log)
+
+
+def _releasing(deferred: Deferred, log: EventLog) -> Deferred:
+    return replace(deferred, releases=tuple(-event - 1 for event in log.events if event < 0))
+
+
+def _deferred(log: EventLog, waiting: list[Waiting], done: _Done, *, is_single: bool) -> Deferred:
+    before = log.alive
+    log.events.clear()
+    gradients = [gradient for each in waiting for gradient in each.gradients()]
+    num_formula, (formula_peak, result) = len(log.events), _rise(log, log.events)
+    edges = [edge for each in waiting for edge in each.edges] + [edge for edge, _ in done]
+    given = [*gradients, *(gradient for _, gradient in done)]
+    entering = sum(_entering(edge, gradient) for edge, gradient in zip(edges, given, strict=True))
+    keeps = {serial for each in given if (serial := log.serial_of(each)) in before}
+    counted = sum(gradient.nbytes for gradient in given)
+    del gradients, given
+    passes = []
+    for _ in range(2):  # the parameters have no gradients, then they do
+        log.events.clear()
+        accumulating = Weights([*waiting], [], []) if is_single else Weights([], [*waiting], [*done])
+        accumulating.accumulate()
+        del accumulating
+        peak, _ = _rise(log, log.events[num_formula:])
+        passes.append((peak, _rise(log, log.events)[1]))
+    (first_peak, made), (later_peak, _) = passes
+    return Deferred(
+        releases=(),
+        keeps=tuple(sorted(serial for serial in keeps if serial is not None)),
+        formula_peak=formula_peak,
+        result=result,
+        counted=counted,
+        entering=entering,
+        first_peak=first_peak,
+        later_peak=later_peak,
+        made=made,
+    )
+
+
+def _rise(log: EventLog, events: Sequence[int]) -> tuple[int, int]:
+    """Most bytes above those at the begin, and bytes above them at the end."""
+    live = peak = 0
+    for event in events:
+        live += log.sizes[event - 1] if event > 0 else -log.sizes[-event - 1]
+        peak = max(peak, live)
+    return peak, live
+
+
+def _entering(edge: GradientEdge, gradient: Tensor) -> int:
+    """Bytes of what the engine makes of a gradient whose tensor was expanded."""
+    metadata: Any = edge.node._input_metadata[edge.output_nr]
+    shape = torch.Size(metadata.shape)
+    return 0 if shape == gradient.shape else shape.numel() * gradient.itemsize

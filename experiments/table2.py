@@ -32,6 +32,7 @@ from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed.replay import TimedActions, lay_out, results, take_apart
 from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.frame import frame
 from gpipe_bench.harness.record import Provenance, Quantity, Record, of_case
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
@@ -501,23 +502,28 @@ def _throughput(found: Mapping[str, Record], batch: str) -> Figure:
 
     figure = Figure(figsize=(4.6 * len(found) + 0.4, 4.2), layout="constrained")
     every = figure.subplots(1, len(found), squeeze=False)[0]
-    whose = {"": "ours, replayed", "real ": "ours, measured", "bound ": "bound: even stages"}
-    for axes, (model, record) in zip(every, found.items(), strict=True):
-        printed = claims.published(TABLES[model])
-        rows = []
-        for facts in _facts(record):
-            k, m = facts["num_stages"], facts["num_microbatches"]
-            for kind, who in whose.items():
-                quantity = record.quantity(f"normalised {kind}throughput", **facts["key"])
-                rows.append((f"{k}", m, who, None if quantity is None else quantity.value))
-            paper = printed.get(("paper", f"M={m}", f"K={k}"))
-            rows.append((f"{k}", m, "paper (TPU)", None if paper is None else paper.value))
+    whose = {
+        "normalised throughput": "ours, replayed",
+        "normalised real throughput": "ours, measured",
+        "normalised bound throughput": "bound: even stages",
+    }
+    styles = [*whose.values(), "paper (TPU)"]
+    numbers = frame(list(found.values())).query("quantity in @whose")
+    for place, (axes, (model, record)) in enumerate(zip(every, found.items(), strict=True)):
+        ours = numbers[numbers.record == place].assign(whose=lambda lines: lines.quantity.map(whose))
+        known = claims.published(TABLES[model])
+        papers = ours[["K", "M"]].drop_duplicates().assign(whose="paper (TPU)")
+        papers["value"] = [
+            cell.value if (cell := known.get(("paper", f"M={m}", f"K={k}"))) else None
+            for k, m in zip(papers.K, papers.M, strict=True)
+        ]
+        lines = pandas.concat([ours, papers.dropna()]).astype({"K": str, "M": int, "value": float})
+        lines = lines.rename(columns={"whose": ""})
         seaborn.lineplot(
-            pandas.DataFrame(rows, columns=["K", "M", "", "throughput"]).dropna(),
-            x="M", y="throughput", hue="K", style="", style_order=[*whose.values(), "paper (TPU)"],
+            lines, x="M", y="value", hue="K", style="", style_order=styles,
             palette="viridis", markers=["o", "s", ".", "X"], dashes=["", (1, 4), (1, 1), (4, 2)], ax=axes,
         )  # fmt: skip
-        counts = sorted({m for _, m, *_ in rows})
+        counts = sorted({*lines.M})
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(m) for m in counts])
         axes.set_ylim(bottom=0)

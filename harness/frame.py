@@ -1,4 +1,4 @@
-"""Records and comparisons as pandas DataFrames: one row for each number, so that a table is a selection.
+"""Records as a pandas DataFrame: one row for each number, so that a table is a selection.
 
 A table over two settings is a selection and a pivot. Its lines go into a `Grid` as they are:
 
@@ -7,8 +7,7 @@ A table over two settings is a selection and a pivot. Its lines go into a `Grid`
     table = numbers.pivot(index="K", columns="schedule", values="text").fillna("-")
     Grid(columns=["K", *table.columns], lines=list(table.itertuples())).text()
 
-A figure is the same selection under seaborn, `relplot(numbers, x="M", y="value", hue="K")`, and a count is
-`frame_of(comparisons).value_counts(["question", "verdict"])`.
+A figure is the same selection under seaborn, `relplot(numbers, x="M", y="value", hue="K")`.
 
 pandas takes half a second to import, which a command that only prints a comparison should not wait for: it is
 imported when the first frame is made, and `list`, `compare` and `--help` make none.
@@ -17,11 +16,9 @@ imported when the first frame is made, and `list`, `compare` and `--help` make n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.harness.record import Record
-from gpipe_bench.harness.verdict import Comparison
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -54,20 +51,8 @@ def frame(records: Sequence[Record]) -> DataFrame:
             rows.append({**case, **quantity.key, "quantity": quantity.name, **number})
         if not record.quantities:
             rows.append(case)
-    found = _frame(DataFrame, rows, (*BEFORE, *keys, *BEHIND))
+    names = [*BEFORE, *keys, *BEHIND]
+    columns = {name: [row.get(name) for row in rows] for name in names}  # of Python's own objects
+    found = DataFrame(columns, columns=names, dtype=object).infer_objects()
     whole = [key for key in keys if all(type(row[key]) is int for row in rows if row.get(key) is not None)]
     return found.astype({**dict.fromkeys(whole, "Int64"), **dict.fromkeys(("value", "low", "high"), float)})
-
-
-def frame_of(comparisons: Sequence[Comparison]) -> DataFrame:
-    """A row for each comparison, in their order, with its fields as columns."""
-    from pandas import DataFrame
-
-    names = tuple(field.name for field in fields(Comparison))
-    return _frame(DataFrame, [{name: getattr(each, name) for name in names} for each in comparisons], names)
-
-
-def _frame(kind: type[DataFrame], rows: list[dict[str, Any]], columns: tuple[str, ...]) -> DataFrame:
-    """Of Python's own objects; a column of nothing but numbers, booleans or text has their type."""
-    values = {name: [row.get(name) for row in rows] for name in columns}
-    return kind(values, columns=list(columns), dtype=object).infer_objects()

@@ -1,4 +1,4 @@
-"""Records and comparisons as DataFrames: nothing is lost, and whole numbers stay whole."""
+"""Records as a DataFrame: nothing is lost, and whole numbers stay whole."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import sys
 import pytest
 from records import quantity, record
 
-from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.frame import BEFORE, BEHIND, frame, frame_of
+from gpipe_bench.harness.frame import BEFORE, BEHIND, frame
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import Answer
 
 STEPS = (
     quantity(2.0, name="step", key={"M": 4, "remat": "always"}, low=1.5, high=2.5),
@@ -48,16 +46,6 @@ def test_every_reference_record_fits() -> None:
 def test_a_key_named_like_a_column_is_refused() -> None:
     with pytest.raises(ValueError, match="key 'value' of a case or quantity"):
         frame([record(case={"value": 1})])
-
-
-def test_comparisons_have_their_fields_as_columns() -> None:
-    rows = compare(
-        [Answer(table="table2-amoebanet", row="M=1", column="K=2", quantity=quantity(unit="ratio"))]
-    )
-    found = frame_of(rows)
-    assert list(found.verdict) == [each.verdict for each in rows]
-    assert found.groupby(["question", "verdict"]).size().sum() == len(rows)
-    assert list(frame_of([]).columns) == list(found.columns)
 
 
 def test_pandas_is_imported_for_a_frame_alone() -> None:

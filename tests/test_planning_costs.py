@@ -212,12 +212,12 @@ def test_parts_take_what_they_took() -> None:
     # The search adds layers up, which here are those of `probed` and not of the whole stage.
     shards = beside.shards(2, 2, 2, request.link)
     assert shards is not None
-    times = times_on(
-        Grid(1, 1, 2, 2), beside, 2, Topology(request, Grid(1, 1, 2, 2)), split=False, shards=shards
-    )
+    grid = Grid(1, 1, 2, 2)
+    near = Topology(request, grid)
+    times = times_on(grid, beside, 2, near, split=False, ahead=False, shards=shards)
     assert sum(times.forward_s) == pytest.approx(10.0 + 2.0)
     assert sum(times.update_s) == pytest.approx(3.0)
-    assert sum(times.reduce_s) == pytest.approx(7.0)
+    assert sum(bucket.takes_s for bucket in times.stage(0, 4).buckets) == pytest.approx(7.0)
     # Of four parts three quarters are sent; at a level, or over a link, that was not timed nothing is known.
     four = beside.shards(2, 4, 2, request.link)
     assert four is not None

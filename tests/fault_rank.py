@@ -23,7 +23,7 @@ from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.mesh.reduce import Joint
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.ranks.connecting import network
+from gpipe_bench.pipeline.ranks import connect
 from gpipe_bench.pipeline.ranks.launch import start_process
 from gpipe_bench.pipeline.ranks.store import Store
 
@@ -131,7 +131,7 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
             "before the store": bomb.inside(Store, "connect", "before the store"),
             "while meeting": bomb.inside(Store, "await_from", "while meeting"),
             "in construction": bomb.inside(
-                network, "backend", "in construction", lambda *_, name, **__: name == "gradients"
+                connect, "backend", "in construction", lambda *_, name, **__: name == "gradients"
             ),
             "before agreeing": bomb.inside(Pipeline, "gather", "before agreeing"),
         }

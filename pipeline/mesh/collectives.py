@@ -1,7 +1,7 @@
 """What the replicas of a stage tell and send each other, and how long they wait for it.
 
 Each replica waits for the others no longer than its pipeline waits for anything. One that waits in vain asks
-what happened where all of the job do (`ranks.failures.job`), because the replica that it waits for may only
+what happened where all of the job do (`ranks.failure`), because the replica that it waits for may only
 wait for a rank of its own pipeline.
 
 In a step they send sums, begun early and waited for at the end. Every replica begins the same collectives in
@@ -23,11 +23,10 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import PeerError, StoreError
 from gpipe_bench.pipeline.plan.reductions import bucket_bytes_of
-from gpipe_bench.pipeline.ranks.failures.collective import missing
-from gpipe_bench.pipeline.ranks.failures.job import Job
+from gpipe_bench.pipeline.ranks.failure import Job, missing
+from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, Work, backend
 from gpipe_bench.pipeline.ranks.store import Store
-from gpipe_bench.pipeline.ranks.together import Together
 
 T = TypeVar("T")
 _PIECE_BYTES = 25 * 2**20

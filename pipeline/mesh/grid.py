@@ -24,7 +24,7 @@ from typing import cast
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.ranks.failures.job import SILENCE_S, Job
+from gpipe_bench.pipeline.ranks.failure import SILENCE_S, Job
 from gpipe_bench.pipeline.ranks.store import Store
 
 NAMES = ("dp", "fsdp", "pp", "tp")
@@ -97,7 +97,7 @@ class Grid:
 
 def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, Job]:
     """The grid of a mesh whose dimensions are named, and the job of it: all ranks of the mesh, who end
-    together (`ranks.failures.job`). Every rank of the mesh must call.
+    together (`ranks.failure`). Every rank of the mesh must call.
 
     What is done in the groups of the mesh is bounded by the timeout from now on, and they are closed when the
     pipeline fails: the pipeline's own messages go other ways.
@@ -176,5 +176,5 @@ def _job_of(place: Grid, timeout_s: float) -> Job:
     )
     job.meet(timeout_s)
     silence_s = timeout_s if place.mesh.device_type == "cpu" else min(timeout_s, SILENCE_S)
-    job.look_out(timeout_s, silence_s)
+    job.watch(timeout_s, silence_s)
     return job

@@ -20,7 +20,7 @@ from gpipe_bench.pipeline.mesh.division import Divided
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.mesh.tree import Tree
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.failures.job import Job
+from gpipe_bench.pipeline.ranks.failure import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.messages.connection import Work
 from gpipe_bench.pipeline.stage.layers import LossFn

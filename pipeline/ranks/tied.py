@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.ranks.together import Together
+from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.stage.tied import Leaves, plus
 
 

@@ -118,7 +118,7 @@ class Job:
             self._store.connect(timeout_s)
             self._store.set(f"here {self.rank}", "1", timeout_s)
             try:
-                self._store.await_all([f"here {rank}" for rank in self.ranks], timeout_s)
+                self._store.await_all(dict(enumerate(f"here {rank}" for rank in self.ranks)), timeout_s)
             except PeerError as error:
                 raise error.numbered(self.ranks) from error
 

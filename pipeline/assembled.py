@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe_bench.pipeline.arguments import Automatic, Device, backend_of
 from gpipe_bench.pipeline.layout import layout_of
-from gpipe_bench.pipeline.mesh.division import divided_over
 from gpipe_bench.pipeline.mesh.grid import Grid, building, join
-from gpipe_bench.pipeline.mesh.reduce import joint_of
+from gpipe_bench.pipeline.mesh.reduce import divided_over, joint_of
 from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
 from gpipe_bench.pipeline.plan.portals import lines_of
 from gpipe_bench.pipeline.plan.remat import Remat

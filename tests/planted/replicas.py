@@ -50,8 +50,8 @@ REPLICAS = (
     Mutant(
         name="a gradient of another replica dropped",
         file="pipeline/mesh/reduce.py",
-        old="                    if not marks[place]:\n",
-        new="                    if marks[place] < self._collectives.replicas.size:\n",
+        old="                    if not mark:\n",
+        new="                    if mark < self._collectives.replicas.size:\n",
         why="where the loss of one replica alone depends on a parameter, the replicas' weights would part",
         tests=("tests/test_mesh.py::test_case[parameters_without_a_gradient]",),
     ),
@@ -74,7 +74,7 @@ REPLICAS = (
     Mutant(
         name="parameters that come later stay as they are",
         file="pipeline/mesh/reduce.py",
-        old="                self._collectives.take_over([parameter.detach() for parameter in new])\n",
+        old="                self._collectives.copy_from_first([parameter.detach() for parameter in new])\n",
         new="                pass\n",
         why="replicas would train models that begin with different values",
         tests=("tests/test_mesh.py::test_case[parameters_that_come_later]",),

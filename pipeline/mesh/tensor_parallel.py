@@ -38,10 +38,10 @@ _FUSED = (1, 3)  # queries alone, or queries, keys and values in one matrix
 
 
 def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
-    """`ValueError` for layers that do not fit a grid with `tp`, or that would compute something else."""
+    """`ValueError` for layers that do not fit a grid with more than one process along `tp`, or that would
+    compute something else.
+    """
     ranks = grid.size("tp")
-    if ranks == 1:
-        return
     divided = {name: p for name, p in _parameters(layers) if isinstance(p, DTensor)}
     if not divided:
         raise ValueError(
@@ -154,7 +154,7 @@ class Layouts(Reduction):
     """
 
     def __init__(self, stage: Stage, sums: Callable[[Any], Reduction | None]) -> None:
-        self._replicas = sums(_Parts(stage))
+        self._replicas = sums(_Parts(stage)) or Reduction()
         found = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
         self._parameters = [parameter for parameter in found if isinstance(parameter, DTensor)]
         self._cut: set[DTensor] = set()
@@ -169,21 +169,17 @@ class Layouts(Reduction):
         for parameter, placements in self._summed.items():  # type: ignore[assignment]
             if isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements:
                 parameter.grad = _one_part(parameter.grad, placements)
-        if self._replicas is not None:
-            self._replicas.begin(num_microbatches, sync=sync)
+        self._replicas.begin(num_microbatches, sync=sync)
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
-        if self._replicas is not None:
-            self._replicas.before(kind, m, last=last)
+        self._replicas.before(kind, m, last=last)
 
     def after(self, kind: Kind, m: int, *, last: bool) -> None:
-        if self._replicas is not None:
-            self._replicas.after(kind, m, last=last)
+        self._replicas.after(kind, m, last=last)
 
     def finish(self) -> None:
         """Waits for the replicas, and sums what is a part of a sum; all processes along `tp` call."""
-        if self._replicas is not None:
-            self._replicas.finish()
+        self._replicas.finish()
         for parameter in self._parameters:
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
@@ -191,17 +187,11 @@ class Layouts(Reduction):
                     self._summed[parameter] = gradient.placements
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
 
-    def evaluated(self) -> None:
-        if self._replicas is not None:
-            self._replicas.evaluated()
-
     def reset(self) -> None:
-        if self._replicas is not None:
-            self._replicas.reset()
+        self._replicas.reset()
 
     def refresh(self) -> None:
-        if self._replicas is not None:
-            self._replicas.refresh()
+        self._replicas.refresh()
 
 
 def _part_of_whole(placements: tuple[Placement, ...], gradient: Tensor) -> Tensor | None:

@@ -50,6 +50,10 @@ Greeting = tuple[Connection, int, int]
 class Network:
     """The processes of a process group of torch.distributed, seen from one of them."""
 
+    now = staticmethod(time.monotonic)  # seconds of a clock that never goes back
+    sleep = staticmethod(time.sleep)  # lets the others go on
+    watch = staticmethod(watch_in_thread)  # looks at something beside everything else
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -86,20 +90,6 @@ class Network:
                 return call()
 
         return bounded(on_device, limit_s, given_up)
-
-    def watch(self, look: Callable[[], bool], interval_s: float) -> Callable[[], None]:
-        """Calls `look` beside everything else, again and again until it is true or what this returns is
-        called.
-        """
-        return watch_in_thread(look, interval_s)
-
-    def now(self) -> float:
-        """Seconds of a clock that never goes back."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Lets the others go on."""
-        time.sleep(seconds)
 
 
 def network_of(group: dist.ProcessGroup | Network) -> Network:

@@ -162,7 +162,7 @@ def a_rank_that_does_not_answer() -> None:
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
 
-def a_failure_that_only_the_blackboard_tells() -> None:
+def a_failure_that_only_the_board_tells() -> None:
     """What a GPU's host relies on, because its waits are the device's: here no connection is closed."""
     ranks = Ranks()
     pipeline = ranks.pipeline(seeded(mlp))
@@ -280,7 +280,7 @@ CASES = (
     failure_beside_workers_of_a_loader,
     failure_before_the_first_action,
     a_rank_that_does_not_answer,
-    a_failure_that_only_the_blackboard_tells,
+    a_failure_that_only_the_board_tells,
     a_failure_that_is_noticed_after_the_last_receive,
     a_rank_that_cannot_write,
 )

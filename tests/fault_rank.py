@@ -125,7 +125,7 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
         where: dict[str, Any] = {"group": dist.group.WORLD}
         if isinstance(fault, GridFault):
             where = {"mesh": init_device_mesh("cpu", (fault.dp, fault.pp), mesh_dim_names=("dp", "pp"))}
-            dist.barrier()  # making a mesh waits as the process group does
+        dist.barrier()  # who is still joining the process group, or making a mesh, waits as long as these do
         bomb.at("before construction")
         inside = {
             "before the store": bomb.inside(Store, "connect", "before the store"),

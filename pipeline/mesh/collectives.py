@@ -117,6 +117,30 @@ class Collectives:
                 there[position].copy_(view)
 
 
+class GlobalShares(Sequence[float]):
+    """The share of each micro-batch of this replica in the examples of all replicas.
+
+    How many the others have is asked at once and waited for when somebody wants to know, which is behind the
+    first forward.
+    """
+
+    def __init__(self, lengths: Sequence[int], collectives: Collectives) -> None:
+        self._lengths, self._collectives = lengths, collectives
+        self._examples = torch.tensor([sum(lengths)], dtype=torch.float64)
+        self._work = collectives.sum(self._examples)
+        self._shares: tuple[float, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._shares is None:
+            self._collectives.wait(self._work)
+            examples = int(self._examples)
+            self._shares = tuple([length / examples for length in self._lengths])
+        return self._shares[index]
+
+
 class Bucket:
     """Tensors of one dtype on one device that travel together, end to end, each laid out in memory as it is,
     with a mark for each behind them.

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.mesh.collectives import Bucket, Collectives, Replicas, buckets_of
+from gpipe_bench.pipeline.mesh.collectives import Bucket, Collectives, GlobalShares, Replicas, buckets_of
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.mesh.tree import Tree
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
@@ -157,7 +156,7 @@ class Joint:
         for reduction in self._reductions.values():
             reduction.begin(len(lengths), sync=sync)
         if self._of_hosts is not None:
-            return _GlobalShares(lengths, self._of_hosts) if has_loss else ()
+            return GlobalShares(lengths, self._of_hosts) if has_loss else ()
         return tuple([length / sum(lengths) for length in lengths])
 
     def finish(self, loss: Tensor) -> Tensor:
@@ -205,30 +204,6 @@ def joint_of(
         return None
     replicas = None if group is None or job is None else Replicas(group, timeout_s, job)
     return Joint(replicas, device, by_tree=by_tree, bucket_bytes=bucket_bytes, divided=divided)
-
-
-class _GlobalShares(Sequence[float]):
-    """The share of each micro-batch of this replica in the examples of all replicas.
-
-    How many the others have is asked at once and waited for when somebody wants to know, which is behind the
-    first forward.
-    """
-
-    def __init__(self, lengths: Sequence[int], collectives: Collectives) -> None:
-        self._lengths, self._collectives = lengths, collectives
-        self._examples = torch.tensor([sum(lengths)], dtype=torch.float64)
-        self._work = collectives.sum(self._examples)
-        self._shares: tuple[float, ...] | None = None
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def __getitem__(self, index: Any) -> Any:
-        if self._shares is None:
-            self._collectives.wait(self._work)
-            examples = int(self._examples)
-            self._shares = tuple([length / examples for length in self._lengths])
-        return self._shares[index]
 
 
 class Buckets(Reduction):

@@ -9,7 +9,7 @@ STEPS = ("tests/test_mesh.py::test_case[gradients_of_earlier_steps_count_once]",
 REPLICAS = (
     Mutant(
         name="shares of a replica's own batch",
-        file="pipeline/mesh/reduce.py",
+        file="pipeline/mesh/collectives.py",
         old="            examples = int(self._examples)\n",
         new="            examples = sum(self._lengths)\n",
         why="a sum over replicas of means is no mean: too large by their number, or by more",

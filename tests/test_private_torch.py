@@ -26,7 +26,6 @@ ASKED = {
     "_root_post_backward_final_callback": (FSDPState, "mesh/sharding.py"),
     "_allgather_base": (dist.ProcessGroup, "mesh/sharding.py"),
     "_reduce_scatter_base": (dist.ProcessGroup, "mesh/sharding.py"),
-    "_disabled_torch_function_impl": (torch._C, "mesh/tensor_parallel.py"),
     "_unscale_grads_": (torch.amp.GradScaler, "mesh/gradients.py"),
 }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,9 +131,8 @@ class Joint:
         return found
 
     def _buckets(self, stage: Stage) -> Reduction | None:
-        if self._collectives is None:
-            return None
-        return Buckets(stage, self._collectives, self.journal, self._bucket_bytes)
+        mine = self._collectives
+        return None if mine is None else Buckets(stage, mine, self.journal, self._bucket_bytes)
 
     def agree(self, num_microbatches: int, *, training: bool, is_own: bool) -> int:
         """In how many micro-batches a step goes that a replica would take in so many: where all must have
@@ -322,7 +322,8 @@ class Buckets(Reduction):
         self._plan([])
 
     def _plan(self, order: list[int]) -> None:
-        self._buckets = buckets_of(self._parameters, order, self._bucket_bytes)
+        parts = [local(parameter.detach()) for parameter in self._parameters]
+        self._buckets = buckets_of(parts, order, self._bucket_bytes)
         self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.positions}
 
     def _learn(self) -> None:
@@ -364,7 +365,7 @@ class Buckets(Reduction):
         """Begins the sum of the next bucket."""
         number = len(self._sent)
         bucket = self._buckets[number]
-        gradients = [self._parameters[i].grad for i in bucket.positions]
+        gradients = [local(self._parameters[i].grad) for i in bucket.positions]
         if any(each is not None and each.layout is not torch.strided for each in gradients):
             raise RuntimeError(
                 f"a gradient of stage {self._stage.index} is sparse and cannot be summed over replicas; "
@@ -374,11 +375,20 @@ class Buckets(Reduction):
         numbers = bucket.fill(gradients)
         del gradients  # their memory is free when the sum begins
         for position, view in zip(bucket.positions, bucket.views, strict=True):
-            self._parameters[position].grad = view
+            _give(self._parameters[position], view)
         self._journal.begun(self._stage.index, number)
         work = self._collectives.sum(numbers)
         self._journal.watch(work, self._stage.index, number)
         self._sent.append((work, is_missing))
+
+
+def _give(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Makes `gradient` the `.grad` of a parameter, or this process's part of it."""
+    if is_divided(parameter):
+        like: Any = parameter if parameter.grad is None else parameter.grad
+        whole = {"shape": parameter.shape, "stride": parameter.stride()}
+        gradient = like.from_local(gradient, like.device_mesh, like.placements, run_check=False, **whole)
+    parameter.grad = gradient
 
 
 class Divided:

@@ -25,7 +25,7 @@ from gpipe_bench.pipeline.plan.schedules.automatic import automatic
 from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.schedules.placement import shared_by
-from gpipe_bench.pipeline.ranks.connecting.network import Network
+from gpipe_bench.pipeline.ranks.connect import Network
 from gpipe_bench.pipeline.stage.compiled import BACKEND
 from gpipe_bench.pipeline.stage.trees import Tree
 

@@ -25,7 +25,7 @@ from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
-from gpipe_bench.pipeline.ranks.connecting.network import Network
+from gpipe_bench.pipeline.ranks.connect import Network
 from gpipe_bench.pipeline.ranks.tied import Tie, find_ties
 from gpipe_bench.pipeline.stage.trees import Tree
 

@@ -39,9 +39,9 @@ from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer, Comparison
 from gpipe_bench.pipeline.plan.breakdown import even_stages
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import RULES, partition
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import gpipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -52,7 +52,7 @@ class Pipeline(Assembled):
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty:
             a mini-batch of fewer examples is taken in as many micro-batches, unless the schedule is one of
             one's own.
-        schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`; "auto" for one made for
+        schedule: "gpipe", "1f1b", "naive" or another name of `plan.named`; "auto" for one made for
             the times that the first training steps take; or a `Schedule` of one's own.
         remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one choice for each
             stage, in the model's order: one of these names, or the micro-batches. A `Schedule` says it

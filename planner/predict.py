@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from gpipe_bench.pipeline.plan.breakdown import breakdown
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.reductions import (
     Bucket,
     data_parallel,
@@ -31,7 +32,6 @@ from gpipe_bench.pipeline.plan.reductions import (
 )
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs, kinds_of

@@ -13,15 +13,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.named import gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
 from gpipe_bench.pipeline.plan.recomputing.held import Held, Ledger, simply_held
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, of_stages
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputed, validate
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.plan.validate import validate
 
 EXAMPLES = int(os.environ.get("ADAPTIVE_EXAMPLES", "80"))
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # a smaller seed is no smaller case

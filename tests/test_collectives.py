@@ -18,6 +18,7 @@ from gpipe_bench.pipeline.plan.collectives import (
     reduce_scatter_s,
 )
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, named
 from gpipe_bench.pipeline.plan.reductions import (
     Bucket,
     Gather,
@@ -28,9 +29,9 @@ from gpipe_bench.pipeline.plan.reductions import (
     sharded,
     tensor_parallel_s,
 )
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Action, Kind, Schedule, gpipe
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 LINK = Link("test", latency_s=Fraction(1, 10), bandwidth_bytes_per_s=Fraction(100))  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ import torch
 from test_failure import Board
 
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import channels, gpipe
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named
+from gpipe_bench.pipeline.plan.schedule import channels
 from gpipe_bench.pipeline.ranks.connecting.warm_up import meetings
 from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, nccl_options, unreachable

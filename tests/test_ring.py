@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from random_schedules import HELD_UP, LATE_WEIGHTS, random_placement, random_schedule
 from test_schedule import schedules
 
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.receiving.ring import (
     SENDS_ON_THE_WAY,
     Ring,
@@ -19,9 +20,7 @@ from gpipe_bench.pipeline.plan.receiving.ring import (
     turns,
 )
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, validate
 
 
 def test_gpipe_posts_every_activation_at_once() -> None:

@@ -19,12 +19,11 @@ from gpipe_bench.pipeline.memory.stages.workers import (
     pipeline_memory,
     stage_footprints,
 )
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
 from gpipe_bench.pipeline.plan.recomputing.held import Ledger
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
+from gpipe_bench.pipeline.plan.schedule import recomputed
 
 
 def model() -> nn.Sequential:

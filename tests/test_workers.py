@@ -16,7 +16,7 @@ from gpipe_bench.pipeline.plan.breakdown import breakdown
 from gpipe_bench.pipeline.plan.drawn.drawing import draw
 from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.links import FREE, Link
-from gpipe_bench.pipeline.plan.order import execution_order
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named
 from gpipe_bench.pipeline.plan.receiving.ring import turns
 from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import (
@@ -24,12 +24,11 @@ from gpipe_bench.pipeline.plan.schedule import (
     Schedule,
     channels,
     dependencies,
-    gpipe,
+    execution_order,
     transfers,
+    validate,
 )
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.plan.validate import validate
 
 
 def written(*rows: str, remat: str = "never") -> Schedule:

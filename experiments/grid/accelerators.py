@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.reductions import (
     data_parallel,
@@ -32,7 +33,7 @@ from gpipe_bench.pipeline.plan.reductions import (
     tensor_parallel_s,
 )
 from gpipe_bench.pipeline.plan.replay import replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, gpipe
+from gpipe_bench.pipeline.plan.schedule import Action, Kind
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.predicted.sizes import FullSize

@@ -71,7 +71,7 @@ def content() -> dict[str, Any]:
 
 def counters(case: Case) -> dict[str, Any]:
     """The numbers of one case."""
-    from gpipe_bench.pipeline.plan.schedule import SCHEDULES
+    from gpipe_bench.pipeline.plan.named import SCHEDULES
 
     schedule = SCHEDULES[case.schedule](case.num_stages, case.num_microbatches, case.remat)
     return {**of_schedule(schedule), **of_step(case, schedule)}

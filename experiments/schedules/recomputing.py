@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
 from gpipe_bench.pipeline.plan.remat import Remat, to_text
 from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.plan.schedules.known import named
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.predicted.sizes import FullSize

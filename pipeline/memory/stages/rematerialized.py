@@ -12,8 +12,7 @@ from gpipe_bench.pipeline.memory.stages.copies import shadowed
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint
 from gpipe_bench.pipeline.memory.stages.workers import action_bytes, at_rest_bytes
 from gpipe_bench.pipeline.plan.recomputing.held import Held
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputed
 
 
 def held_by(

@@ -40,7 +40,7 @@ def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedu
 
     Empty cells, which are idle slots, and what torch's runtime adds (`0SEND_F1`, `0UNSHARD`) are left out;
     the parts of an overlapped pair such as `(0F7;7B3)OVERLAP_F_B` are taken in their order. The result is not
-    yet validated: see `plan.validate`.
+    yet validated: see `validate`.
 
     Raises:
         ValueError: the text is no table, holds no actions or something that is not an action, or leaves out

@@ -26,8 +26,7 @@ from math import inf
 
 from gpipe_bench.pipeline.plan.recomputing.held import Held, Ledger, Unit
 from gpipe_bench.pipeline.plan.recomputing.packing import fewest_recomputed, packed
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputed
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 
 EFFORT = 200_000

@@ -148,8 +148,8 @@ def _overlap(job: Job, times: Times) -> list[Quantity]:
     with the time that the bare stages take for an action, which includes what waking up costs here.
     """
     from gpipe_bench.pipeline.plan.named import gpipe
-    from gpipe_bench.pipeline.plan.replay import replay
     from gpipe_bench.pipeline.plan.schedule import Kind
+    from gpipe_bench.pipeline.plan.simulate import replay
 
     schedule = gpipe(job.num_stages, job.num_microbatches, job.engines["ours"][1])
     num_slots = replay(schedule, dict.fromkeys((Kind.F, Kind.R, Kind.B), 1)).makespan_s

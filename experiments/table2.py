@@ -41,7 +41,7 @@ from gpipe_bench.pipeline.plan.breakdown import even_stages
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import RULES, partition
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,8 +21,8 @@ from gpipe_bench.pipeline.model.parts import OwnLayers
 from gpipe_bench.pipeline.plan.auto import Calibration, automatic
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
+from gpipe_bench.pipeline.plan.simulate import ActionTimes
 from gpipe_bench.pipeline.plan.vee import shared_by
 from gpipe_bench.pipeline.ranks.connecting.network import Network
 from gpipe_bench.pipeline.stage.compiled import BACKEND

@@ -20,9 +20,9 @@ from statistics import median
 from typing import Any
 
 from gpipe_bench.pipeline.plan.breakdown import breakdown
+from gpipe_bench.pipeline.plan.links import Bucket
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.reductions import (
-    Bucket,
     data_parallel,
     every_pass_s,
     fetched,
@@ -30,8 +30,8 @@ from gpipe_bench.pipeline.plan.reductions import (
     sharded,
     tensor_parallel_s,
 )
-from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs, kinds_of

@@ -17,8 +17,8 @@ from gpipe_bench.pipeline.plan.named import gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
 from gpipe_bench.pipeline.plan.recomputing.held import Held, Ledger, simply_held
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, of_stages
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputed, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 EXAMPLES = int(os.environ.get("ADAPTIVE_EXAMPLES", "80"))

@@ -17,8 +17,8 @@ from gpipe_bench.pipeline.plan.generate import fused, most_alive_of
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.vee import shared_by, vee
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss

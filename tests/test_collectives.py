@@ -17,11 +17,9 @@ from gpipe_bench.pipeline.plan.collectives import (
     all_reduce_sent_bytes,
     reduce_scatter_s,
 )
-from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
 from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, named
 from gpipe_bench.pipeline.plan.reductions import (
-    Bucket,
-    Gather,
     data_parallel,
     every_pass_s,
     fetched,
@@ -30,8 +28,8 @@ from gpipe_bench.pipeline.plan.reductions import (
     tensor_parallel_s,
 )
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 LINK = Link("test", latency_s=Fraction(1, 10), bandwidth_bytes_per_s=Fraction(100))  # type: ignore[arg-type]

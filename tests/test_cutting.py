@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.planner.cuts import AloneBound, best_cut
 from gpipe_bench.planner.steps import REMATS, LayerTimes, QuickSteps
 

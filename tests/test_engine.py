@@ -17,8 +17,8 @@ from gpipe_bench.pipeline.engine import ActionError, prepare
 from gpipe_bench.pipeline.plan.drawn.table import from_csv
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, gpipe, named
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, dependencies, execution_order
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.transport import InProcess
 
 mse_loss = nn.functional.mse_loss

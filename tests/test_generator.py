@@ -14,8 +14,8 @@ from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import NAMED, loop, named
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.vee import vee
 
 

@@ -23,8 +23,8 @@ from gpipe_bench.pipeline.plan.named import (
     zb_h2,
 )
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, recomputed, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.plan.vee import dualpipe_v, v_half, vee, zb_v
 

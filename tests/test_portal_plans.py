@@ -12,7 +12,7 @@ from gpipe_bench.pipeline.plan.drawn.svg import svg
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.portals import Line
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 SKIP = Line(0, 0, 3, ("skip",))
 WIRE = Link("wire", latency_s=1, bandwidth_bytes_per_s=1)

@@ -51,8 +51,8 @@ from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.breakdown import breakdown
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.planner import accelerators
 from gpipe_bench.planner.accelerators import P100_16, TPU_V2, Accelerator
 

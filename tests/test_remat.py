@@ -20,8 +20,8 @@ from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, naive, named, one_f_one_b
 from gpipe_bench.pipeline.plan.receiving.ring import gradient_ring
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, from_text, of_stages, to_text
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 7))
 

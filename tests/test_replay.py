@@ -15,7 +15,6 @@ from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import (
     Action,
     Kind,
@@ -25,6 +24,7 @@ from gpipe_bench.pipeline.plan.schedule import (
     transfers,
     validate,
 )
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 seconds = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=12)

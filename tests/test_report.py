@@ -42,7 +42,7 @@ from gpipe_bench.harness.report.table import Row
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import VERDICTS, Answer, judge
 from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[1]

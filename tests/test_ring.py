@@ -19,8 +19,8 @@ from gpipe_bench.pipeline.plan.receiving.ring import (
     gradient_ring,
     turns,
 )
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 
 def test_gpipe_posts_every_activation_at_once() -> None:

@@ -20,7 +20,6 @@ from gpipe_bench.pipeline.plan.portals import Line, portal_rings
 from gpipe_bench.pipeline.plan.receiving import ring
 from gpipe_bench.pipeline.plan.receiving.memory import rings
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import (
     Action,
     Kind,
@@ -31,6 +30,7 @@ from gpipe_bench.pipeline.plan.schedule import (
     transfers,
     validate,
 )
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 
 @st.composite

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.transport import InProcess
 
 mse_loss = nn.functional.mse_loss

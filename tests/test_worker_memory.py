@@ -22,8 +22,8 @@ from gpipe_bench.pipeline.memory.stages.workers import (
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
 from gpipe_bench.pipeline.plan.recomputing.held import Ledger
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import recomputed
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 
 def model() -> nn.Sequential:

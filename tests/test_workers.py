@@ -18,7 +18,6 @@ from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named
 from gpipe_bench.pipeline.plan.receiving.ring import turns
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import (
     Kind,
     Schedule,
@@ -28,6 +27,7 @@ from gpipe_bench.pipeline.plan.schedule import (
     transfers,
     validate,
 )
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 

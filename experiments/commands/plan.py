@@ -24,7 +24,7 @@ from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.pipeline.plan.drawn.drawing import draw
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.planner.request import MEASURED, Request
 from gpipe_bench.planner.topology import link_named, link_within
 

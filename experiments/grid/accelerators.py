@@ -32,8 +32,8 @@ from gpipe_bench.pipeline.plan.reductions import (
     sharded,
     tensor_parallel_s,
 )
-from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind
+from gpipe_bench.pipeline.plan.simulate import replay
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.predicted.sizes import FullSize

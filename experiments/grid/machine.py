@@ -30,8 +30,8 @@ from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.reductions import data_parallel
-from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.simulate import replay
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
 STEPS, WAITING = "steps", "waiting stages"

@@ -79,7 +79,7 @@ def counters(case: Case) -> dict[str, Any]:
 
 def of_schedule(schedule: Schedule) -> dict[str, Any]:
     """What follows from the schedule alone, with equal stages and F : R : B = 1 : 1 : 2."""
-    from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+    from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
     timeline = replay(schedule, SLOTS)
     stages = range(schedule.num_stages)

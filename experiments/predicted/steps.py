@@ -1,6 +1,6 @@
 """GPipe's step laid out for many settings at once.
 
-The replay (pipeline/plan/replay.py) lays out one step in milliseconds; all combinations of what a paper
+The replay (pipeline/plan/simulate.py) lays out one step in milliseconds; all combinations of what a paper
 leaves open are tens of thousands. GPipe's order on every stage and every link is known beforehand, so these
 times follow from one pass over stages and micro-batches in which every time is an array over the settings.
 Tests hold it to the replay, and its shares to the breakdown (pipeline/plan/breakdown.py), number by number.

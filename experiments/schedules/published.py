@@ -27,8 +27,8 @@ from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.list_scheduler import Policy, StuckError, Work, rows
 from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.plan.vee import vee
 

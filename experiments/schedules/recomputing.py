@@ -20,8 +20,8 @@ from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
 from gpipe_bench.pipeline.plan.remat import Remat, to_text
-from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.simulate import replay
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.predicted.sizes import FullSize

@@ -32,7 +32,7 @@ from gpipe_bench.pipeline.plan.auto import TIMED_STEPS, WARM_UP_STEPS
 from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.remat import from_text
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.planner.timing import CPU
 
 TORCH = "torch "

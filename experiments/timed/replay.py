@@ -24,8 +24,8 @@ from gpipe_bench.pipeline.plan.breakdown import Breakdown, breakdown, even_stage
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 GPU_LINK = "nvlink4"

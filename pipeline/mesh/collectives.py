@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import PeerError, StoreError
-from gpipe_bench.pipeline.plan.reductions import bucket_bytes_of
+from gpipe_bench.pipeline.plan.links import bucket_bytes_of
 from gpipe_bench.pipeline.ranks.failures.collective import missing
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, Work, backend

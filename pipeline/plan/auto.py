@@ -27,8 +27,8 @@ from statistics import median
 from gpipe_bench.pipeline.plan.generate import fused, generate, most_alive_of
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.remat import Remat, of_stages
-from gpipe_bench.pipeline.plan.replay import SLOTS, ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import SLOTS, ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 NAME = "auto"

@@ -17,7 +17,6 @@ from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.list_scheduler import Policy, StuckError, Work, rows
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.remat import Remat, of_stages
-from gpipe_bench.pipeline.plan.replay import SLOTS, ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.schedule import (
     Action,
     Kind,
@@ -27,6 +26,7 @@ from gpipe_bench.pipeline.plan.schedule import (
     ends_of,
     validate,
 )
+from gpipe_bench.pipeline.plan.simulate import SLOTS, ActionTimes, duration_of, replay
 
 
 def generate(

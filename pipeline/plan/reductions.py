@@ -20,71 +20,11 @@ imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.links import Bucket, Gather, Link, bucket_bytes_of
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-
-BUCKET_BYTES = 25 * 2**20
-"""A bucket leaves as soon as it holds so much: what torch's DistributedDataParallel has as its default."""
-
-_FEWEST_BUCKETS = 4
-_LEAST_BYTES = 2**20
-
-
-def bucket_bytes_of(gradient_bytes: float) -> float:
-    """What a bucket holds if nobody says: `BUCKET_BYTES`, or less for a stage that has not several times as
-    much, so that most of its gradients leave before its last backward is over.
-    """
-    return min(BUCKET_BYTES, max(_LEAST_BYTES, gradient_bytes / _FEWEST_BUCKETS))
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Gradients that are reduced together.
-
-    Args:
-        ready: share of the stage's last backward (its last B or W) after which they are all there, 0 to 1
-        takes_s: the reduction, once it has the link for itself
-
-    Raises:
-        ValueError: a share outside 0 to 1, or seconds that are negative.
-    """
-
-    ready: float
-    takes_s: float
-
-    def __post_init__(self) -> None:
-        _check("a bucket is ready", self.ready, "last backward", self.takes_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Parameters that are fetched together for a step.
-
-    Args:
-        needed: share of the stage's first forward at which they are, 0 to 1
-        takes_s: the all-gather, once it has the link for itself
-
-    Raises:
-        ValueError: a share outside 0 to 1, or seconds that are negative.
-    """
-
-    needed: float
-    takes_s: float
-
-    def __post_init__(self) -> None:
-        _check("a gather is needed", self.needed, "first forward", self.takes_s)
-
-
-def _check(what: str, share: float, action: str, takes_s: float) -> None:
-    """`what` says of whom, and what it is after that share of the action: "a bucket is ready"."""
-    if not 0 <= share <= 1:
-        raise ValueError(f"{what} after {share} of the {action}; give 0 to 1")
-    if not takes_s >= 0:
-        raise ValueError(f"{what.partition(' is ')[0]} takes {takes_s} s; give seconds, 0 or more")
 
 
 def data_parallel(

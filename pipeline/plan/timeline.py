@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, ends_of, stages_of
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One action's start and end, in seconds from the start of the step."""
 
     action: Action
@@ -28,8 +27,7 @@ class Event:
         return self.end_s - self.start_s
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """What takes time in a step beside its actions: work of a stage ("setup", "update"), a message
     ("0F1->1") on its way from `stage`, or one of its collectives ("gather 0", "reduce 0"), in seconds from
     the start of the step.

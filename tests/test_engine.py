@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.engine import ActionError, prepare
-from gpipe_bench.pipeline.plan.drawn.table import from_csv
+from gpipe_bench.pipeline.plan.files import from_csv
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, gpipe, named
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, dependencies, execution_order

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_bench.pipeline.plan import list_scheduler
-from gpipe_bench.pipeline.plan.drawn.drawing import draw
+from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import (
     NAMED,

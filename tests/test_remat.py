@@ -14,8 +14,7 @@ from torch import nn
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.auto import automatic
-from gpipe_bench.pipeline.plan.drawn.drawing import draw
-from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
+from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, naive, named, one_f_one_b
 from gpipe_bench.pipeline.plan.receiving.ring import gradient_ring

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tiny_models import mlp
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.drawn.drawing import draw
-from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
+from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.portals import Line, portal_rings
 from gpipe_bench.pipeline.plan.receiving import ring

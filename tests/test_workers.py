@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from random_schedules import random_placement, random_schedule
 
 from gpipe_bench.pipeline.plan.breakdown import breakdown
-from gpipe_bench.pipeline.plan.drawn.drawing import draw
-from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
+from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named
 from gpipe_bench.pipeline.plan.receiving.ring import turns

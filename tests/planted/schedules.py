@@ -169,7 +169,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="a file's recomputations taken for those of all stages",
-        file="pipeline/plan/drawn/table.py",
+        file="pipeline/plan/files.py",
         old="            recomputed[action.stage].append(action.microbatch)\n",
         new="            recomputed[0].append(action.microbatch)\n",
         why="each stage has a choice of its own",

@@ -19,10 +19,14 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from gpipe_bench.pipeline.plan.breakdown import breakdown
 from gpipe_bench.pipeline.plan.links import Bucket
 from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.plan.reductions import (
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import replay
+from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.planner.breakdown import breakdown
+from gpipe_bench.planner.candidate import Candidate, Prediction
+from gpipe_bench.planner.collectives import (
     data_parallel,
     every_pass_s,
     fetched,
@@ -30,10 +34,6 @@ from gpipe_bench.pipeline.plan.reductions import (
     sharded,
     tensor_parallel_s,
 )
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.simulate import replay
-from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs, kinds_of
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.steps import divided

@@ -12,7 +12,6 @@ from torch import nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.rematerialized import held_by
 from gpipe_bench.pipeline.memory.stages.workers import (
     memories,
     peak_bytes,
@@ -20,10 +19,9 @@ from gpipe_bench.pipeline.memory.stages.workers import (
     stage_footprints,
 )
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
-from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
-from gpipe_bench.pipeline.plan.recomputing.held import Ledger
 from gpipe_bench.pipeline.plan.schedule import recomputed
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.planner.adaptive import Ledger, adaptive, held_by
 
 
 def model() -> nn.Sequential:

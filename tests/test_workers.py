@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import random_placement, random_schedule
 
-from gpipe_bench.pipeline.plan.breakdown import breakdown
 from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named
@@ -28,6 +27,7 @@ from gpipe_bench.pipeline.plan.schedule import (
 )
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.planner.breakdown import breakdown
 
 
 def written(*rows: str, remat: str = "never") -> Schedule:

@@ -24,7 +24,9 @@ from gpipe_bench.harness.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.reductions import (
+from gpipe_bench.pipeline.plan.schedule import Action, Kind
+from gpipe_bench.pipeline.plan.simulate import replay
+from gpipe_bench.planner.collectives import (
     data_parallel,
     every_pass_s,
     fetched,
@@ -32,8 +34,6 @@ from gpipe_bench.pipeline.plan.reductions import (
     sharded,
     tensor_parallel_s,
 )
-from gpipe_bench.pipeline.plan.schedule import Action, Kind
-from gpipe_bench.pipeline.plan.simulate import replay
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.predicted.sizes import FullSize

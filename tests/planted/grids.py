@@ -27,7 +27,7 @@ GRIDS = (
     ),
     Mutant(
         name="an all-reduce goes round once",
-        file="pipeline/plan/collectives.py",
+        file="planner/collectives.py",
         old="    return 2 * _round_s(num_bytes, ranks, link)\n",
         new="    return _round_s(num_bytes, ranks, link)\n",
         why="data parallelism would look twice as cheap as it is",

@@ -293,7 +293,7 @@ class _Simulation:
         if stuck:
             raise ValueError(
                 f"schedule {self.schedule.name!r} deadlocks: {', '.join(stuck)} wait for work that is never "
-                "done; plan.validate says what is missing"
+                "done; plan.schedule.validate says what is missing"
             )
         events = [event for worker in workers for event in worker.events]
         events.sort(key=attrgetter("start_s"))  # equal starts stay ordered by worker

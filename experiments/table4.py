@@ -7,7 +7,7 @@ the rest bubble and uneven stages, more of both with more stages.
 
 The actions of K stages are timed in whole steps of 4 micro-batches, laid out with 16 on K devices
 (`replayed`) and laid out again without a link, without set-up and with even stages; the differences are the
-parts, and they add up to 100 % (pipeline/plan/breakdown.py).
+parts, and they add up to 100 % (planner/breakdown.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer, Comparison
-from gpipe_bench.pipeline.plan.breakdown import PARTS
+from gpipe_bench.planner.breakdown import PARTS
 
 if TYPE_CHECKING:
     from matplotlib.container import BarContainer

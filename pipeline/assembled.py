@@ -22,8 +22,8 @@ from gpipe_bench.pipeline.mesh.reduce import divided_over, joint_of
 from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
 from gpipe_bench.pipeline.plan.portals import lines_of
 from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.simulate import ActionTimes
 from gpipe_bench.pipeline.portals import with_portals
 from gpipe_bench.pipeline.ranks.connect import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint

@@ -18,13 +18,16 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from gpipe_bench.pipeline.plan.breakdown import breakdown
-from gpipe_bench.pipeline.plan.reductions import every_pass_s, tensor_parallel_s
-from gpipe_bench.pipeline.plan.replay import replay
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.planner.breakdown import breakdown
 from gpipe_bench.planner.candidate import Candidate, Prediction
+from gpipe_bench.planner.collectives import (
+    every_pass_s,
+    tensor_parallel_s,
+)
 from gpipe_bench.planner.costs import Costs, kinds_of
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.steps import Collectives, divided

@@ -21,12 +21,18 @@ from math import inf
 from operator import add
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from gpipe_bench.pipeline.plan.links import FREE, Link
-from gpipe_bench.pipeline.plan.order import execution_order
-from gpipe_bench.pipeline.plan.reductions import Bucket, Gather, data_parallel, fetched, pass_s, sharded
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
 from gpipe_bench.planner.candidate import Grid
+from gpipe_bench.planner.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    data_parallel,
+    fetched,
+    pass_s,
+    reduce_scatter_s,
+    sharded,
+)
 from gpipe_bench.planner.costs import Costs, ShardCosts
 from gpipe_bench.planner.topology import Topology
 

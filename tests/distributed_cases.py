@@ -21,8 +21,9 @@ from gpipe_bench import models
 from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe
-from gpipe_bench.pipeline.plan.schedules import calibration
+from gpipe_bench.pipeline.plan import auto
+from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
 from gpipe_bench.pipeline.transport import InProcess
 
@@ -70,7 +71,7 @@ def mini_batches_of_changing_shapes(ranks: Ranks | None = None) -> None:
             assert output is None or torch.equal(output, wanted)
 
 
-@mock.patch.multiple(calibration, WARM_UP_STEPS=0, TIMED_STEPS=1)
+@mock.patch.multiple(auto, WARM_UP_STEPS=0, TIMED_STEPS=1)
 def short_batches() -> None:
     """Fewer examples than micro-batches, between others, under schedules with several stages and halves; that
     of "auto" changes in between.

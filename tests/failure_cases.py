@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpipe_bench.pipeline import checkpoint
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.ranks import host
 from gpipe_bench.pipeline.ranks.messages.connection import Connection
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.cuts import AloneBound, best_cut
@@ -105,7 +105,8 @@ def cases(draw: st.DrawFn, names: list[str], per_worker: int) -> tuple[Schedule,
         near = Topology(request, grid)
         collectives = Collectives(grid, near, costs, 1, split=split, ahead=draw(st.booleans()))
     times = LayerTimes(
-        forward_s, backward_s, inputs_s, weights_s, each(layers - 1), each(layers - 1), each(layers), each(layers),
+        forward_s, backward_s, inputs_s, weights_s,
+        each(layers - 1), each(layers - 1), each(layers), each(layers),
         draw(st.sampled_from([{}, {"F": 0.5, "B": 0.25, "R": 1.0, "I": 0.5, "W": 0.25}])), collectives,
     )  # fmt: skip
     bytes_of = draw(st.lists(st.integers(1, 4), min_size=layers, max_size=layers))

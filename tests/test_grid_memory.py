@@ -15,7 +15,7 @@ from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, h
 from gpipe_bench.pipeline.memory.stages.layerwise import passes
 from gpipe_bench.pipeline.memory.stages.workers import peak_bytes, stage_footprints
 from gpipe_bench.pipeline.memory.story import LayerProfile
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.ranks.launch import launch
 from gpipe_bench.pipeline.stage.trees import split
 

@@ -20,7 +20,8 @@ from gpipe_bench.pipeline.memory.stages.footprint import Footprint
 from gpipe_bench.pipeline.memory.stages.moments import Moment
 from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory, stage_memory
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Action, Kind, Schedule, gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 C, SIDE = 8, 8
 

@@ -17,8 +17,8 @@ from test_nccl_pipeline import Scale, Through, Turn
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule, gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.named import gpipe, named, one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.ranks import connect
 from gpipe_bench.pipeline.ranks.messages.control import Control
 from gpipe_bench.pipeline.ranks.messages.gate import Gate

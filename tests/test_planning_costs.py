@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.pipeline.plan.collectives import all_reduce_s
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.schedule import Action, gpipe
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.named import gpipe, named
+from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.plan.timeline import Event
 from gpipe_bench.planner.candidate import Candidate, Grid
+from gpipe_bench.planner.collectives import all_reduce_s
 from gpipe_bench.planner.costs import FORMAT, Costs, SizeCosts, kinds_of
 from gpipe_bench.planner.measured import measured
 from gpipe_bench.planner.predict import predict

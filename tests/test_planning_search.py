@@ -13,7 +13,7 @@ from gpipe_bench.pipeline.memory.stages.rows.messages import Transport
 from gpipe_bench.pipeline.memory.stages.ties import shared_weights
 from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.planner import search as search_module
 from gpipe_bench.planner.answer import plan
 from gpipe_bench.planner.candidate import Grid, Way

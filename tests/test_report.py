@@ -41,8 +41,8 @@ from gpipe_bench.harness.report.page import TableInfo, page_of
 from gpipe_bench.harness.report.table import Row
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import VERDICTS, Answer, judge
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[1]

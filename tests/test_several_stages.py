@@ -13,8 +13,9 @@ from tiny_models import CapturedLoss, Plain, everything, everything_batch, plain
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline, checkpoint
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import Schedule
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
 # Those that the other tests of the engine do not know.

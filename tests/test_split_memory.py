@@ -21,9 +21,9 @@ from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
 from gpipe_bench.pipeline.memory.stages.workers import action_bytes, peak_bytes, stage_footprints
+from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 
 WIDTH, LENGTH, EXAMPLES = 48, 12, 8  # of a micro-batch
 X = EXAMPLES * LENGTH * WIDTH * 4  # bytes of an activation

@@ -24,8 +24,8 @@ from tiny_models import (
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES
-from gpipe_bench.pipeline.plan.schedules.known import NAMED
+from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.transport import InProcess
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}

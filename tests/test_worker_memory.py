@@ -12,19 +12,16 @@ from torch import nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.rematerialized import held_by
 from gpipe_bench.pipeline.memory.stages.workers import (
     memories,
     peak_bytes,
     pipeline_memory,
     stage_footprints,
 )
-from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
-from gpipe_bench.pipeline.plan.recomputing.held import Ledger
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import recomputed
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.planner.adaptive import Ledger, adaptive, held_by
 
 
 def model() -> nn.Sequential:

@@ -34,8 +34,9 @@ from gpipe_bench.pipeline.memory.labels import Label, Relabel
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
 from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.planner.accelerators import HOST_BYTES_PER_S, UPDATE_BYTES, Accelerator
 from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
 

@@ -51,8 +51,8 @@ from gpipe_bench.pipeline.memory.stages.demands import demands
 from gpipe_bench.pipeline.memory.stages.footprint import footprint
 from gpipe_bench.pipeline.memory.stages.peaks import fullest_moment
 from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.plan.named import gpipe, naive
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import gpipe, naive
 
 BYTES_PER_PARAMETER = 12
 GRADIENT_BYTES = 4  # parameters are single precision, as stated, and so are the sums of their gradients

@@ -13,8 +13,7 @@ from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory, fullest_moment
 from gpipe_bench.pipeline.memory.story import LayerProfile
-from gpipe_bench.pipeline.plan.by_cost import can_partition_by, partition_by
-from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.partition import Partition, can_partition_by, partition_by
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, derived
 
 

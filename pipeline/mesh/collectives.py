@@ -21,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import PeerError, StoreError
-from gpipe_bench.pipeline.plan.reductions import BUCKET_BYTES, bucket_bytes_of
+from gpipe_bench.pipeline.plan.links import BUCKET_BYTES, bucket_bytes_of
 from gpipe_bench.pipeline.ranks.failure import Job, missing
 from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, Work, backend

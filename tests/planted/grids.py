@@ -7,7 +7,7 @@ from planted.mutant import Mutant
 GRIDS = (
     Mutant(
         name="buckets leave when the backward is through",
-        file="pipeline/plan/simulation.py",
+        file="pipeline/plan/simulate.py",
         old="ready_s = event.start_s + bucket.ready * event.duration_s",
         new="ready_s = event.end_s",
         why="the overlap of reductions with the last backward would be missing from every prediction",
@@ -17,7 +17,7 @@ GRIDS = (
     ),
     Mutant(
         name="the update does not wait for reductions",
-        file="pipeline/plan/simulation.py",
+        file="pipeline/plan/simulate.py",
         old="after_s = worker.free_s if worker.free_s > worker.reduced_s else worker.reduced_s",
         new="after_s = worker.free_s",
         why="weights would be updated before their gradients are summed",
@@ -27,7 +27,7 @@ GRIDS = (
     ),
     Mutant(
         name="an all-reduce goes round once",
-        file="pipeline/plan/collectives.py",
+        file="planner/collectives.py",
         old="    return 2 * _round_s(num_bytes, ranks, link)\n",
         new="    return _round_s(num_bytes, ranks, link)\n",
         why="data parallelism would look twice as cheap as it is",

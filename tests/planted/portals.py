@@ -73,9 +73,9 @@ PORTALS = (
     ),
     Mutant(
         name="the replay forgets the way back of portals",
-        file="pipeline/plan/simulation.py",
-        old="        for line in stage.lines_out if back else stage.lines_in:",
-        new="        for line in () if back else stage.lines_in:",
+        file="pipeline/plan/simulate.py",
+        old="            source.needs[Kind.B].append(edge.arrivals_s)\n",
+        new="",
         why="the stage that stashed waits for the gradient of what it stashed",
         tests=("tests/test_portal_plans.py::test_a_portal_takes_the_link_between_its_workers_alone",),
     ),

@@ -33,7 +33,7 @@ from gpipe_bench.pipeline.memory.stages.peaks import memory_at, optimizer_state,
 from gpipe_bench.pipeline.memory.stages.rows.messages import Ahead, all_received_apart
 from gpipe_bench.pipeline.memory.stages.workers import action_bytes
 from gpipe_bench.pipeline.memory.story import LayerProfile
-from gpipe_bench.pipeline.plan.reductions import bucket_bytes_of
+from gpipe_bench.pipeline.plan.links import bucket_bytes_of
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
 

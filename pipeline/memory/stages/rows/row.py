@@ -34,8 +34,7 @@ from gpipe_bench.pipeline.memory.stages.rows.messages import (
     Transport,
     all_received_apart,
 )
-from gpipe_bench.pipeline.plan.order import execution_order
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
 
 
 class PortalWaits(Protocol):

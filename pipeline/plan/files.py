@@ -1,13 +1,17 @@
-"""Schedules as tables: a row for each worker, a cell for each action, as files with commas between them.
+"""Schedules as text: tables for files, with commas between the cells, and grids for people.
 
-The form is the one that torch's `_PipelineScheduleRuntime` reads and writes as `compute_only`, so a schedule
-of torch's runs here and one of ours runs there. Two things differ. A recomputation is a cell such as `2R0`,
-which torch has no word for: files that hold one are read here only. And torch takes whatever begins like an
-action for one, while a cell that is none is an error here. The placement is not written down: a worker holds
-the stages that are in its row. Only the standard library is imported.
+The table has a row for each worker and a cell for each action, in the form that torch's
+`_PipelineScheduleRuntime` reads and writes as `compute_only`, so a schedule of torch's runs here and one of
+ours runs there. Two things differ. A recomputation is a cell such as `2R0`, which torch has no word for:
+files that hold one are read here only. And torch takes whatever begins like an action for one, while a cell
+that is none is an error here. The placement is not written down: a worker holds the stages that are in its
+row.
 
     0F0,0F1,3F0,3I0,0F2,...        worker 0 of two, in a V
     1F0,2F0,1F1,2F1,2I0,...
+
+A schedule is best checked by looking at it, in a terminal, a test or a review, so the grid (`draw`) needs no
+plotting library; a picture for browsers is `svg`. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Sequence
 
+from gpipe_bench.pipeline.plan.portals import Line, described
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.timeline import Timeline
 
 # What torch's runtime adds for itself: messages, sharded parameters, sums over replicas.
 _LOWERED = re.compile(
@@ -40,7 +47,7 @@ def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedu
 
     Empty cells, which are idle slots, and what torch's runtime adds (`0SEND_F1`, `0UNSHARD`) are left out;
     the parts of an overlapped pair such as `(0F7;7B3)OVERLAP_F_B` are taken in their order. The result is not
-    yet validated: see `plan.validate`.
+    yet validated: see `validate`.
 
     Raises:
         ValueError: the text is no table, holds no actions or something that is not an action, or leaves out
@@ -80,3 +87,35 @@ def _actions(cell: str) -> list[Action]:
         return []
     pair = _TOGETHER.fullmatch(cell)
     return [Action.parse(part) for part in (pair[1].split(";") if pair else (cell,))]
+
+
+def draw(timeline: Timeline, portals: Sequence[Line] = ()) -> str:
+    """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots.
+
+    A slot names kind and micro-batch, a dot is an idle slot; where a worker holds several stages, a slot
+    names the stage too, as in `2F0`::
+
+        stage 0 | F0 F1 .  .  B1 B1 B0 B0
+        stage 1 | .  F0 F1 B1 B1 B0 B0
+
+    Below stand the `portals`, each line of them from the stage that stashes to the one that pops::
+
+        portals | stage 0 -> stage 3: skip
+    """
+    several = bool(timeline.placement)
+
+    def short(action: Action) -> str:
+        return str(action) if several else f"{action.kind.value}{action.microbatch}"
+
+    width = max((len(short(event.action)) for event in timeline.events), default=0)
+    margin = len(str(timeline.num_workers - 1))
+    lines = []
+    for worker in range(timeline.num_workers):
+        slots: list[str] = []
+        for event in timeline.of_worker(worker):
+            slots += ["."] * (round(event.start_s) - len(slots))
+            slots += [short(event.action)] * round(event.duration_s)
+        grid = " ".join(slot.ljust(width) for slot in slots).rstrip()
+        lines.append(f"{'worker' if several else 'stage'} {worker:>{margin}} | {grid}")
+    lines += [f"portals | {described(line)}" for line in portals]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The collectives of a step's stages, as the replay takes them: when each can begin and how long it takes.
+"""What a grid's collectives take: when each can begin beside a step's actions, and how long it takes.
 
 Three kinds of a grid's dimensions cost three kinds of time:
 
@@ -12,79 +12,87 @@ Three kinds of a grid's dimensions cost three kinds of time:
         its link   [g0][g1]           .[b0][b1] [b2]  a bucket leaves when its gradients are there
                                                 ^^^^  the end of the step waits
 
-`Gather`s and `Bucket`s are what stands beside the actions (`replay(..., gathers=..., reductions=...)`),
-seconds of an action what makes it longer (`replay(..., collective_s=...)`). Only the standard library is
-imported.
+Gathers and buckets are what stands beside the actions (`replay(..., gathers=..., reductions=...)`), seconds
+of an action what makes it longer (`replay(..., collective_s=...)`).
+
+NCCL and gloo do each collective over a ring where the tensors are large: all ranks send to their next one at
+the same time, a piece of 1/n at a time, so that a hop lasts `latency + bytes / n / bandwidth`.
+
+    collective       hops         sent by each rank      here
+    all-gather       n - 1        (n - 1) / n x bytes    bytes of the whole tensor, gathered
+    reduce-scatter   n - 1        (n - 1) / n x bytes    bytes of the whole tensor, before it is scattered
+    all-reduce       2 (n - 1)    2 (n - 1) / n x bytes  a reduce-scatter, then an all-gather
+
+Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009 (the ring, and
+that nobody can send less); NVIDIA, nccl-tests, PERFORMANCE.md (the same factors as "bus bandwidth").
+
+What it leaves out: trees, which NCCL prefers for small tensors on many hosts, sums inside a switch, the sum's
+own arithmetic, and whatever else uses the link at the same time. One rank alone sends nothing and waits for
+nobody. Fractions give exact results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
-from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.links import Bucket, Gather, Link, bucket_bytes_of
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
-BUCKET_BYTES = 25 * 2**20
-"""A bucket leaves as soon as it holds so much: what torch's DistributedDataParallel has as its default."""
 
-_FEWEST_BUCKETS = 4
-_LEAST_BYTES = 2**20
-
-
-def bucket_bytes_of(gradient_bytes: float) -> float:
-    """What a bucket holds if nobody says: `BUCKET_BYTES`, or less for a stage that has not several times as
-    much, so that most of its gradients leave before its last backward is over.
-    """
-    return min(BUCKET_BYTES, max(_LEAST_BYTES, gradient_bytes / _FEWEST_BUCKETS))
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Gradients that are reduced together.
-
-    Args:
-        ready: share of the stage's last backward (its last B or W) after which they are all there, 0 to 1
-        takes_s: the reduction, once it has the link for itself
+def all_reduce_s(num_bytes: float, ranks: int, link: Link) -> float:
+    """Seconds until every one of `ranks` has the sum of their tensors of `num_bytes`.
 
     Raises:
-        ValueError: a share outside 0 to 1, or seconds that are negative.
+        ValueError: no ranks, or bytes that are negative or not finite.
     """
-
-    ready: float
-    takes_s: float
-
-    def __post_init__(self) -> None:
-        _check("a bucket is ready", self.ready, "last backward", self.takes_s)
+    return 2 * _round_s(num_bytes, ranks, link)
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Parameters that are fetched together for a step.
-
-    Args:
-        needed: share of the stage's first forward at which they are, 0 to 1
-        takes_s: the all-gather, once it has the link for itself
+def all_gather_s(num_bytes: float, ranks: int, link: Link) -> float:
+    """Seconds until every one of `ranks`, each with its share, has the whole tensor of `num_bytes`.
 
     Raises:
-        ValueError: a share outside 0 to 1, or seconds that are negative.
+        ValueError: no ranks, or bytes that are negative or not finite.
     """
-
-    needed: float
-    takes_s: float
-
-    def __post_init__(self) -> None:
-        _check("a gather is needed", self.needed, "first forward", self.takes_s)
+    return _round_s(num_bytes, ranks, link)
 
 
-def _check(what: str, share: float, action: str, takes_s: float) -> None:
-    """`what` says of whom, and what it is after that share of the action: "a bucket is ready"."""
-    if not 0 <= share <= 1:
-        raise ValueError(f"{what} after {share} of the {action}; give 0 to 1")
-    if not takes_s >= 0:
-        raise ValueError(f"{what.partition(' is ')[0]} takes {takes_s} s; give seconds, 0 or more")
+def reduce_scatter_s(num_bytes: float, ranks: int, link: Link) -> float:
+    """Seconds until every one of `ranks` has its share of the sum of their tensors of `num_bytes`.
+
+    Raises:
+        ValueError: no ranks, or bytes that are negative or not finite.
+    """
+    return _round_s(num_bytes, ranks, link)
+
+
+def all_reduce_sent_bytes(num_bytes: float, ranks: int) -> float:
+    """What each rank sends for one all-reduce of `num_bytes`."""
+    return 2 * all_gather_sent_bytes(num_bytes, ranks)
+
+
+def all_gather_sent_bytes(num_bytes: float, ranks: int) -> float:
+    """What each rank sends for one all-gather to `num_bytes`, or one reduce-scatter of them."""
+    _check(num_bytes, ranks)
+    return num_bytes * (ranks - 1) / ranks
+
+
+def _round_s(num_bytes: float, ranks: int, link: Link) -> float:
+    """Once round the ring less one hop. A ring of two goes there and back between the same two ranks, so a
+    link whose directions share it carries two pieces at a time.
+    """
+    _check(num_bytes, ranks)
+    at_once = 2 if ranks == 2 and link.shares_directions else 1
+    return (ranks - 1) * (link.latency_s + at_once * link.occupied_s(num_bytes) / ranks)
+
+
+def _check(num_bytes: float, ranks: int) -> None:
+    if ranks < 1:
+        raise ValueError(f"a collective of {ranks} ranks; give 1 or more")
+    if not 0 <= num_bytes < inf:
+        raise ValueError(f"a collective of {num_bytes} bytes; they must be finite and not negative")
 
 
 def data_parallel(

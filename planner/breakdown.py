@@ -26,11 +26,10 @@ from math import inf
 from types import MappingProxyType
 from typing import cast
 
-from gpipe_bench.pipeline.plan.links import FREE, Between, Link
+from gpipe_bench.pipeline.plan.links import FREE, Between, Bucket, Gather, Link
 from gpipe_bench.pipeline.plan.portals import Line
-from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
-from gpipe_bench.pipeline.plan.replay import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 
 PARTS = (

@@ -14,7 +14,7 @@ Two workers with one stage each, M = 3, every action one slot, forwards that lea
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -107,157 +107,116 @@ class _List:
         self.rows: list[list[Action]] = [[] for _ in range(self.num_workers)]
         # The stages for which messages are under way from worker to worker, each direction for itself: they
         # are taken in that order.
-        self.channels = {
-            (place[s], place[s + 1]) if forward else (place[s + 1], place[s]): (deque[int](), deque[int]())
-            for s in range(self.num_stages - 1)
-            for forward in (True, False)
-        }
+        self.channels: defaultdict[tuple[int, int, bool], deque[int]] = defaultdict(deque)
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
         kinds = 3 if self.work.split else 2
         total = self.num_stages * kinds * self.work.num_microbatches + sum(map(len, self.again))
-        place = self.work.placement
-        best = [self._best(w) for w in range(self.num_workers)]
+        best: list[_Choice | None] = [None] * self.num_workers
         heap: list[tuple[float, tuple[float, ...], int]] = []
-        for w, choice in enumerate(best):
-            if choice is not None:
-                heappush(heap, (choice[0], choice[1], w))
+        changed = set(range(self.num_workers))
         for _ in range(total):
-            while heap:
-                start_s, rank, worker = heappop(heap)
-                choice = best[worker]
-                if choice is not None and (choice[0], choice[1]) == (start_s, rank):
-                    break
-            else:
-                raise StuckError
-            assert choice is not None
-            changed = {worker}
-            stage = self._take(worker, *choice)
-            kind = choice[2]
-            if kind is Kind.F and stage + 1 < self.num_stages:
-                changed.add(place[stage + 1])
-            elif kind is self.backward and stage:
-                changed.add(place[stage - 1])
             for w in changed:
                 choice = best[w] = self._best(w)
                 if choice is not None:
                     heappush(heap, (choice[0], choice[1], w))
+            while heap:
+                start_s, rank, worker = heappop(heap)
+                choice = best[worker]
+                if choice is not None and choice[:2] == (start_s, rank):
+                    break
+            else:
+                raise StuckError
+            assert choice is not None
+            changed = self._take(worker, start_s, *choice[2:])
         return tuple(map(tuple, self.rows))
 
-    def _take(self, w: int, start_s: float, rank: tuple[float, ...], kind: Kind, s: int) -> int:
-        """Books an action; returns its stage."""
+    def _take(self, w: int, start_s: float, kind: Kind, s: int) -> set[int]:
+        """Books an action; returns the workers for which it makes a difference."""
         end_s = self.free_s[w] = start_s + self.work.seconds[kind][s]
         if kind is Kind.F:
-            m = self.next_f[s]
-            self.next_f[s] += 1
+            m, counts = self.next_f[s], self.next_f
             self.done_f_s[s].append(end_s)
-            if s:
-                self._receive(s - 1, s, forward=True)
-            if s + 1 < self.num_stages:
-                link_s = self._send(s, s + 1, self.work.activation_s[s], forward=True)
-                self.inputs_s[s + 1].append(end_s + link_s)
             self.lead[w] += 1
-            if m not in self.again[s]:
-                self.alive[w] += 1
+            self.alive[w] += m not in self.again[s]
         elif kind is Kind.R:
-            m = self.next_r[s]
+            m, counts = self.next_r[s], self.next_r
             self.done_r_s[s][m] = end_s
-            self.next_r[s] += 1
             self.alive[w] += 1
         elif kind is Kind.W:
-            m = self.next_w[s]
-            self.next_w[s] += 1
+            m, counts = self.next_w[s], self.next_w
             self.alive[w] -= 1
         else:
-            m = self.next_b[s]
-            self.next_b[s] += 1
-            if s + 1 < self.num_stages:
-                self._receive(s + 1, s, forward=False)
-            if s:
-                link_s = self._send(s, s - 1, self.work.gradient_s[s - 1], forward=False)
-                self.gradients_s[s - 1].append(end_s + link_s)
+            m, counts = self.next_b[s], self.next_b
             self.lead[w] -= 1
-            if kind is Kind.B:
-                self.alive[w] -= 1
+            self.alive[w] -= kind is Kind.B
             # What is not recomputed has nothing to wait for.
             self.next_r[s] = max(self.next_r[s], m + 1)
+        counts[s] += 1
         self.rows[w].append(Action(s, kind, m))
-        return s
+        if kind is Kind.F or kind is self.backward:
+            return {w, *self._pass_on(s, kind is Kind.F, end_s)}
+        return {w}
 
-    def _send(self, source: int, target: int, link_s: float, *, forward: bool) -> float:
-        """Puts a message on its way; returns the seconds it takes, none within a worker."""
-        a, b = self.work.placement[source], self.work.placement[target]
-        if a == b:
-            return 0.0
-        self.channels[a, b][forward].append(target)
-        return link_s
+    def _pass_on(self, s: int, ahead: bool, end_s: float) -> list[int]:
+        """Takes what the stage needed off its channel, and puts what it has made on the next one; returns the
+        worker that it is for. What stays on a worker takes no time.
+        """
+        place, (source, target) = self.work.placement, (s - 1, s + 1) if ahead else (s + 1, s - 1)
+        if 0 <= source < self.num_stages and place[source] != place[s]:
+            self.channels[place[source], place[s], ahead].popleft()
+        if not 0 <= target < self.num_stages:
+            return []
+        link_s = 0.0
+        if place[target] != place[s]:
+            self.channels[place[s], place[target], ahead].append(target)
+            link_s = self.work.activation_s[s] if ahead else self.work.gradient_s[target]
+        (self.inputs_s if ahead else self.gradients_s)[target].append(end_s + link_s)
+        return [place[target]]
 
-    def _receive(self, source: int, target: int, *, forward: bool) -> None:
-        a, b = self.work.placement[source], self.work.placement[target]
-        if a != b:
-            self.channels[a, b][forward].popleft()
-
-    def _is_next(self, source: int, target: int, *, forward: bool) -> bool:
+    def _is_next(self, source: int, target: int, ahead: bool) -> bool:
         """Whether the first message of the channel that has not been taken is for stage `target`."""
         a, b = self.work.placement[source], self.work.placement[target]
-        return a == b or self.channels[a, b][forward][0] == target
+        return a == b or self.channels[a, b, ahead][0] == target
 
     def _best(self, w: int) -> _Choice | None:
         """When and what the worker takes next, as far as is known; None if it has to wait."""
         policy, free_s, number = self.policy, self.free_s[w], self.work.num_microbatches
-        found: _Choice | None = None
+        choices: list[_Choice] = []
         soon_s = inf  # when the first action starts that is no filler
         fillers: list[_Choice] = []
         group = policy.group or number
         for s in self.stages[w]:
-            m = self.next_b[s]
-            if m < number:
+            m, done_f_s, arrivals_s = self.next_b[s], self.done_f_s[s], self.gradients_s[s]
+            if m < len(done_f_s):
                 is_last, again = s == self.num_stages - 1, m in self.again[s]
-                known = is_last or (len(self.gradients_s[s]) > m and self._is_next(s + 1, s, forward=False))
-                built_s = (
-                    self.done_r_s[s].get(m)
-                    if again
-                    else (self.done_f_s[s][m] if len(self.done_f_s[s]) > m else None)
-                )
-                if known and built_s is not None:
-                    come_s = 0.0 if is_last else self.gradients_s[s][m]
-                    start_s = max(come_s, built_s, free_s)
+                known = is_last or (len(arrivals_s) > m and self._is_next(s + 1, s, False))
+                built_s = self.done_r_s[s].get(m) if again else done_f_s[m]
+                if built_s is None:
+                    if self.alive[w] < self.most_alive[w]:
+                        due = known and (is_last or arrivals_s[m] <= free_s)
+                        rank = (0.5 if due else 2.0, m // group, -s, m)
+                        (choices if due else fillers).append((max(done_f_s[m], free_s), rank, Kind.R, s))
+                elif known:
+                    start_s = max(0.0 if is_last else arrivals_s[m], built_s, free_s)
                     soon_s = min(soon_s, start_s)
-                    choice: _Choice = (start_s, (0.0, m // group, -s, m), self.backward, s)
-                    if found is None or choice < found:
-                        found = choice
-                elif (
-                    again
-                    and built_s is None
-                    and len(self.done_f_s[s]) > m
-                    and self.alive[w] < self.most_alive[w]
-                ):
-                    start_s = max(self.done_f_s[s][m], free_s)
-                    due = known and (is_last or self.gradients_s[s][m] <= free_s)
-                    choice = (start_s, (0.5 if due else 2.0, m // group, -s, m), Kind.R, s)
-                    if not due:
-                        fillers.append(choice)
-                    elif found is None or choice < found:
-                        found = choice
+                    choices.append((start_s, (0.0, m // group, -s, m), self.backward, s))
             m = self.next_f[s]
-            if m < len(self.inputs_s[s]) and (not s or self._is_next(s - 1, s, forward=True)):
-                room = self.lead[w] + self.deeper[s] < self.most_lead[w] and (
-                    m in self.again[s] or self.alive[w] + self.deeper[s] < self.most_alive[w]
-                )
-                if room:
-                    start_s = max(self.inputs_s[s][m], free_s)
-                    soon_s = min(soon_s, start_s)
-                    urgency = -1.0 if policy.forwards_first else 1.0
-                    choice = (start_s, (urgency, m // group, -s, m), Kind.F, s)
-                    if found is None or choice < found:
-                        found = choice
+            if (
+                m < len(self.inputs_s[s])
+                and (not s or self._is_next(s - 1, s, True))
+                and self.lead[w] + self.deeper[s] < self.most_lead[w]
+                and (m in self.again[s] or self.alive[w] + self.deeper[s] < self.most_alive[w])
+            ):
+                start_s = max(self.inputs_s[s][m], free_s)
+                soon_s = min(soon_s, start_s)
+                urgency = -1.0 if policy.forwards_first else 1.0
+                choices.append((start_s, (urgency, m // group, -s, m), Kind.F, s))
             m = self.next_w[s]
             if self.work.split and m < self.next_b[s]:
                 fillers.append((free_s, (3.0, m, -s, m), Kind.W, s))
         for choice in fillers:
             late_s = (1 - policy.patience) * self.work.seconds[choice[2]][choice[3]]
-            if choice[0] < soon_s < choice[0] + late_s - 1e-9 * late_s:
-                continue
-            if found is None or choice < found:
-                found = choice
-        return found
+            if not choice[0] < soon_s < choice[0] + late_s - 1e-9 * late_s:
+                choices.append(choice)
+        return min(choices, default=None)

@@ -13,26 +13,41 @@ the other end: everything is kept, and at the first action that holds too much, 
 alive there has to go; whichever is tried, the step with it is a bound for all choices that follow. Taking the
 least bound first, the first choice that fits is the best one. For large schedules there are too many of them.
 Then the graphs that fit are packed where a recomputation would cost most, and a bound says how far from the
-best the result may be. Only the standard library is imported.
+best the result may be.
+
+A choice is judged by sums, because a search judges many. A micro-batch waits for its backward as a graph or
+as the inputs alone; all else in an action is there anyway. So the bytes of an action are a sum over the
+micro-batches that wait, and a choice is judged by going once through a row:
+
+    row of a stage      F0     F1     F2     R0     B0      ...        1 and 2 keep their graphs
+    inputs that wait     0      i      i      i      0
+    graphs that wait     0      0      g     2g     2g      beside what each action adds of its own
+
+R stands right before its backward, so the others wait in R as they do in the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
+from typing import TYPE_CHECKING
 
-from gpipe_bench.pipeline.plan.recomputing.held import Held, Ledger, Unit
-from gpipe_bench.pipeline.plan.recomputing.packing import fewest_recomputed, packed
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputed
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
+
+if TYPE_CHECKING:
+    from gpipe_bench.pipeline.memory.stages.footprint import Footprint
 
 EFFORT = 200_000
 """Actions that a search lays out, which takes seconds."""
 _ROUNDS = 3  # of packing by the costs that the last choice has shown
+
+Unit = tuple[int, int]
+"""A stage and a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +95,71 @@ def adaptive(
     return _Search(schedule, lay_out, held, cap_bytes, effort).run()
 
 
-def _remat(schedule: Schedule, again: Set[Unit]) -> tuple[tuple[int, ...], ...]:
-    """The choice per stage."""
-    found: list[list[int]] = [[] for _ in range(schedule.num_stages)]
-    for stage, microbatch in again:
-        found[stage].append(microbatch)
-    return tuple(tuple(sorted(each)) for each in found)
+@dataclass(frozen=True)
+class Held:
+    """Bytes on the workers of one schedule.
+
+    Args:
+        inputs: of each stage, what a micro-batch without a graph takes while it waits.
+        graphs: of each stage, the same with a graph.
+        own: `own(action, recomputed)` is the most that the action's worker holds in it beside the inputs and
+            graphs of other micro-batches that wait for B or I; whether its micro-batch is recomputed makes a
+            difference in F, and R is asked for only then.
+        at_rest: of each worker, the most outside of actions, as in the optimizer's step.
+    """
+
+    inputs: Sequence[float]
+    graphs: Sequence[float]
+    own: Callable[[Action, bool], float]
+    at_rest: Sequence[float]
+
+
+def held_by(
+    stages: Sequence[Footprint], schedule: Schedule, optimizer: str = "rmsprop", *, receive_ahead: int = 1
+) -> Held:
+    """The bytes of ``schedule``, which has no recomputation, for any choice of what to recompute: from the
+    model of a whole step, once with all graphs kept and once with everything recomputed.
+
+    Arguments and errors are those of `workers.peak_bytes`. ``receive_ahead`` is a number here: in one process
+    when a message comes depends on what is recomputed.
+    """
+    from gpipe_bench.pipeline.memory.stages.copies import shadowed
+    from gpipe_bench.pipeline.memory.stages.workers import action_bytes, at_rest_bytes
+
+    stages = [shadowed(each) for each in stages]  # as if each recomputed something, which is little
+    inputs = [
+        (0 if stage == 0 else each.input_bytes) + each.changing_buffer_bytes
+        for stage, each in enumerate(stages)
+    ]
+    graphs = [
+        each.saved_bytes + (0 if stage == 0 else each.kept_input_bytes) for stage, each in enumerate(stages)
+    ]
+    again = recomputed(schedule, "always")
+    kept = _own(schedule, graphs, action_bytes(stages, schedule, optimizer, receive_ahead=receive_ahead))
+    free = _own(again, inputs, action_bytes(stages, again, optimizer, receive_ahead=receive_ahead))
+
+    def own(action: Action, is_recomputed: bool) -> int:
+        return (free if is_recomputed else kept)[action]
+
+    return Held(inputs, graphs, own, at_rest_bytes(stages, schedule, optimizer))
+
+
+def _own(schedule: Schedule, each: Sequence[int], num_bytes: Mapping[Action, int]) -> dict[Action, int]:
+    """The bytes of each action without those of the other micro-batches that wait for their backward."""
+    found = {}
+    for row in schedule.actions:
+        waiting = 0
+        for action in row:
+            stage, kind = action.stage, action.kind
+            if kind is Kind.R:  # its own waits no longer, as in the backward behind it
+                found[action] = num_bytes[action] - waiting + each[stage]
+                continue
+            if kind in (Kind.B, Kind.I):
+                waiting -= each[stage]
+            found[action] = num_bytes[action] - waiting
+            if kind is Kind.F:
+                waiting += each[stage]
+    return found
 
 
 class _Search:
@@ -146,7 +220,7 @@ class _Search:
         self.steps_left -= 1
         timeline = self.lay_out(recomputed(self.schedule, self._remat(again)))
         is_better = self.best is None or (timeline.makespan_s, len(again)) < (self.best[0], len(self.best[1]))
-        if is_better and not any(ledger.excess(again) for ledger in self.ledgers):
+        if is_better and all(ledger.excess(again) is None for ledger in self.ledgers):
             self.best = timeline.makespan_s, again
         return timeline
 
@@ -182,7 +256,7 @@ class _Search:
                 for stage in ledger.stages
                 for m in range(self.schedule.num_microbatches)
             }
-            found = packed(ledger, own)
+            found = ledger.packed(own)
             again -= found
             for _, microbatch in found:
                 votes[microbatch] += costs.mean_s / self.schedule.num_stages
@@ -197,8 +271,8 @@ class _Search:
             if self.steps_left <= 0 or (self.best is not None and least_s >= self.best[0]):
                 return least_s
             heappop(nodes)
-            excess = next(found for ledger in self.ledgers if (found := ledger.excess(again)))
-            for unit in sorted(set(excess.alive) - settled, key=lambda unit: (weights[unit], unit)):
+            alive = next(found for ledger in self.ledgers if (found := ledger.excess(again)) is not None)
+            for unit in sorted(set(alive) - settled, key=lambda unit: (weights[unit], unit)):
                 if self.steps_left <= 0:
                     return least_s
                 more = again | {unit}
@@ -228,7 +302,7 @@ class _Costs:
     def _fewest_s(self, ledger: Ledger) -> float:
         """No fewer seconds of recomputations does the worker need."""
         quickest_s = min(seconds for (stage, _), seconds in self.again_s.items() if stage in ledger.stages)
-        return fewest_recomputed(ledger) * quickest_s
+        return ledger.fewest_recomputed() * quickest_s
 
     def unhidden(self, timeline: Timeline) -> dict[Unit, float]:
         """Of each recomputation, done or not, the seconds that would not pass while the worker waits for the
@@ -285,3 +359,144 @@ class _Costs:
             found[action] = longest.get((stage - 1, action.microbatch), 0.0)
             longest[stage, action.microbatch] = found[action] + seconds
         return found
+
+
+class Ledger:
+    """The row of one worker with its bytes and its cap."""
+
+    def __init__(self, schedule: Schedule, worker: int, held: Held, cap_bytes: float) -> None:
+        self.worker, self.held, self.cap_bytes = worker, held, cap_bytes
+        self.row = schedule.actions[worker]
+        self.stages = schedule.stages_of(worker)
+
+    def refuse(self) -> None:
+        """`ValueError` where there is too much whatever is recomputed, with the worst moment."""
+        most, when = self.held.at_rest[self.worker], "outside of its actions"
+        waiting = 0.0
+        for action in self.row:
+            least = min(self.held.inputs[action.stage], self.held.graphs[action.stage])
+            if action.kind in (Kind.B, Kind.I):
+                waiting -= least
+            num_bytes = waiting + min(self.held.own(action, False), self.held.own(action, True))
+            if num_bytes > most:
+                most, when = num_bytes, f"at {action}"
+            if action.kind is Kind.F:
+                waiting += least
+        if most > self.cap_bytes:
+            raise ValueError(
+                f"worker {self.worker} holds at least {most:,.0f} bytes {when}, whatever is recomputed, and "
+                f"the cap is {self.cap_bytes:,.0f}; use more stages or micro-batches, or a larger cap"
+            )
+
+    def excess(self, again: Set[Unit]) -> tuple[Unit, ...] | None:
+        """The graphs that wait in the first action that holds too much if those are recomputed, or are made
+        by it: unless one of them is recomputed, it stays too much. None where all fit.
+        """
+        for num_bytes, alive in self._walk(again):
+            if num_bytes > self.cap_bytes:
+                return tuple(alive)
+        return None
+
+    def peak_bytes(self, again: Set[Unit]) -> float:
+        """Most bytes if those are recomputed."""
+        most = max(num_bytes for num_bytes, _ in self._walk(again))
+        return max(most, self.held.at_rest[self.worker])
+
+    def _walk(self, again: Set[Unit]) -> Iterator[tuple[float, Mapping[Unit, None]]]:
+        """The bytes of each action and the micro-batches that keep their graphs, its own in F."""
+        inputs, graphs, own, waiting = self.held.inputs, self.held.graphs, self.held.own, 0.0
+        alive: dict[Unit, None] = {}
+        for action in self.row:
+            stage, kind = action.stage, action.kind
+            unit = (stage, action.microbatch)
+            recomputed = unit in again
+            if kind is Kind.F:
+                if not recomputed:
+                    alive[unit] = None
+                yield own(action, recomputed) + waiting, alive
+                waiting += (inputs if recomputed else graphs)[stage]
+                continue
+            if kind is not Kind.W:
+                waiting -= (inputs if recomputed else graphs)[stage]
+                alive.pop(unit, None)
+                if recomputed:
+                    before = Action(stage, Kind.R, action.microbatch)
+                    yield own(before, True) + waiting, alive
+            yield own(action, recomputed) + waiting, alive
+
+    @cached_property
+    def _rooms(self) -> _Rooms:
+        return _Rooms(self)
+
+    def packed(self, weights: Mapping[Unit, float]) -> frozenset[Unit]:
+        """The micro-batches that can keep their graphs under the cap: those that cannot be recomputed, then
+        the dearest, of equally dear ones those whose backward comes first.
+        """
+        rooms = self._rooms
+        room = [*rooms.recomputed]
+        found = set()
+
+        def rank(unit: Unit) -> tuple[bool, float, int]:
+            last = rooms.last[unit]
+            return rooms.recomputed[last] >= 0, -weights[unit], last
+
+        for unit in sorted(rooms.last, key=rank):
+            first, last, extra = rooms.first[unit], rooms.last[unit], rooms.extra[unit[0]]
+            change = rooms.kept[first] - rooms.recomputed[first]
+            if room[first] + change < 0 or min(room[first + 1 : last], default=inf) < extra:
+                continue
+            found.add(unit)
+            room[first] += change
+            room[last] += rooms.kept[last] - rooms.recomputed[last]
+            for position in range(first + 1, last):
+                room[position] -= extra
+        return frozenset(found)
+
+    def fewest_recomputed(self) -> int:
+        """No fewer of the worker's micro-batches must be recomputed under its cap: where all intervals are
+        equally wide and equally dear, taking the one that ends first keeps as many as can be kept.
+        """
+        rooms = self._rooms
+        extra = min(rooms.extra.values())
+        if extra <= 0:
+            return 0
+        room = [max(pair) for pair in zip(rooms.recomputed, rooms.kept, strict=True)]
+        number = 0
+        for unit in sorted(rooms.last, key=rooms.last.__getitem__):
+            first, last = rooms.first[unit], rooms.last[unit]
+            if rooms.kept[first] < 0 or min(room[first + 1 : last], default=inf) < extra:
+                number += 1
+                continue
+            for position in range(first + 1, last):
+                room[position] -= extra
+        return number
+
+
+class _Rooms:
+    """A micro-batch that waits for its backward is an interval of its worker's row, as wide as its graph's
+    bytes. Here is the room for graphs of other micro-batches in each action, where all others are recomputed,
+    and the positions of F and of B or I of each micro-batch.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        held, cap_bytes = ledger.held, ledger.cap_bytes
+        self.extra = {stage: held.graphs[stage] - held.inputs[stage] for stage in ledger.stages}
+        self.first: dict[Unit, int] = {}
+        self.last: dict[Unit, int] = {}
+        self.recomputed: list[float] = []  # if the action's own micro-batch is recomputed
+        self.kept: list[float] = []  # if it keeps its graph
+        waiting = 0.0
+        for position, action in enumerate(ledger.row):
+            unit = (action.stage, action.microbatch)
+            if action.kind in (Kind.B, Kind.I):
+                self.last[unit] = position
+                waiting -= held.inputs[action.stage]
+            room = cap_bytes - waiting
+            self.kept.append(room - held.own(action, False))
+            own = held.own(action, True)
+            if action.kind is Kind.F:
+                self.first[unit] = position
+                waiting += held.inputs[action.stage]
+            elif action.kind is not Kind.W:
+                own = max(own, held.own(Action(action.stage, Kind.R, action.microbatch), True))
+            self.recomputed.append(room - own)

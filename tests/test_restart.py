@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.run
+from case_runner import watched
 from command_line import ROOT
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import OneCycleLR
 
 from gpipe_bench.pipeline import Pipeline, checkpoint
+from gpipe_bench.pipeline.errors import ActionError
 
 STEPS = 6
 SCRIPT = """
@@ -143,3 +147,25 @@ def test_a_killed_rank_starts_all_anew_from_the_checkpoint(tmp_path: Path) -> No
         found |= torch.load(tmp_path / f"weights {rank}", weights_only=True)
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def train_until_one_stops() -> str:
+    """Of two replicas the second takes a step less than the first."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(2)))
+    pipeline = Pipeline(layers, mesh=mesh, num_stages=1, num_microbatches=2, cost=[1, 1], timeout_s=3.0)
+    try:
+        for _ in range(3 - dist.get_rank()):
+            pipeline.step(torch.ones(4, 6), torch.ones(4, 6), nn.functional.mse_loss)
+        pipeline.close()
+    except ActionError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.processes
+def test_a_replica_that_takes_fewer_steps_is_named() -> None:
+    """By the one that waits for it, within the pipeline's timeout."""
+    said = watched(train_until_one_stops, 2)
+    assert said[1] == "trained"
+    assert "rank 1 did not answer" in said[0]

@@ -81,7 +81,7 @@ def watched(
     function: Callable[..., Any], num_ranks: int, *arguments: Any, hanging_s: float = HANGING_S
 ) -> list[Any]:
     """What `launch` returns of the function on CPUs. Where all ranks wait, each for another, `AssertionError`
-    with the stacks of all after `hanging_s`: in processor time, so that a busy machine is no deadlock.
+    with the stacks of all after `hanging_s`, or later on a machine that is busy with something else.
     """
     with tempfile.TemporaryDirectory(prefix="watched-") as folder:
         try:
@@ -107,12 +107,13 @@ def _watch(folder: Path, hanging_s: float, over: threading.Event) -> None:
     """The thread: tells the other ranks what this one has computed, and looks whether anybody still does."""
     own, size = dist.get_rank(), dist.get_world_size()
     since_s, before_s, clocks = time.monotonic(), 0.0, [folder / f"clock-{rank}" for rank in range(size)]
-    while not over.wait(hanging_s / 50):
+    while not over.wait(max(hanging_s / 50, 0.25)):  # seldom: looking takes time, too
         clocks[own].write_text(f"{time.process_time():20.6f}")  # of one length, so never half of it
         spent_s = sum(float(clock.read_text() or 0) for clock in clocks if clock.exists())
-        if spent_s - before_s > IDLE * hanging_s:
+        waited_s = time.monotonic() - since_s
+        if spent_s - before_s > IDLE * max(hanging_s, waited_s):
             since_s, before_s = time.monotonic(), spent_s
-        elif time.monotonic() - since_s > hanging_s:
+        elif waited_s > hanging_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)):
             with (folder / f"stacks-{own}").open("w") as file:
                 print(f"rank {own} of {size}:", file=file, flush=True)
                 faulthandler.dump_traceback(file)

@@ -7,11 +7,11 @@ count.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from unittest import mock
 
 import torch
+from covering import pairwise
 from ranks import EXACT, Ranks, assert_own_gradients, halves, raises, shared_folder
 from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
@@ -39,14 +39,13 @@ TRANSFORMER = {
 
 def transparency(ranks: Ranks | None = None, numbers: tuple[int, ...] = (1, 3, 8)) -> None:
     ranks = ranks or Ranks()
-    for num_microbatches in numbers:
+    for num_microbatches, schedule, remat in pairwise(numbers, tuple(SCHEDULES), REMAT_MODES):
         batch, target = everything_batch(num_microbatches + 3)
         plain = plain_step(seeded(everything), batch, target, cross_entropy, num_microbatches)
-        for schedule, remat in itertools.product(SCHEDULES, REMAT_MODES):
-            pipeline = ranks.pipeline(seeded(everything), num_microbatches, schedule=schedule, remat=remat)
-            loss = pipeline.step(*ranks.own(batch, target), cross_entropy)
-            torch.testing.assert_close(loss, plain.loss, **EXACT)
-            assert_own_gradients(pipeline, plain.gradients, **EXACT)
+        pipeline = ranks.pipeline(seeded(everything), num_microbatches, schedule=schedule, remat=remat)
+        loss = pipeline.step(*ranks.own(batch, target), cross_entropy)
+        torch.testing.assert_close(loss, plain.loss, **EXACT)
+        assert_own_gradients(pipeline, plain.gradients, **EXACT)
 
 
 def mini_batches_of_changing_shapes(ranks: Ranks | None = None) -> None:

@@ -216,7 +216,9 @@ SCHEDULES = (
         old="    actions = schedule.actions[workers.pop()] if len(workers) == 1 else",
         new="    actions = schedule.actions[workers.pop()][::-1] if len(workers) == 1 else",
         why="a worker takes its row in order",
-        tests=("tests/test_several_stages.py::test_outputs_and_gradients_equal_the_plain_model[1-1-zb-v]",),
+        tests=(
+            "tests/test_several_stages.py::test_outputs_and_gradients_equal_the_plain_model[1-1-zb-v-always]",
+        ),
     ),
     Mutant(
         name="what follows from a schedule is found at every look-up",

@@ -15,7 +15,7 @@ import their_repository
 
 from gpipe_bench.harness.places import own_results
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

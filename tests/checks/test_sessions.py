@@ -15,9 +15,10 @@ import yaml
 
 from gpipe_bench.experiments import registry
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTEST = ["tests", "bench"]
+PYTEST = ["tests", "checks", "bench"]
+BESIDE = ["tests", "guard", "checks", "lint"]  # the last beside the two before
 LISTED = re.findall(r"^\| `nox -s (\w+)` \|", README, re.MULTILINE)
 
 
@@ -68,7 +69,11 @@ def test_every_session_of_the_readme_runs_its_command(sessions: list[str], argum
         assert f"* {session}: success" in process.stderr
     ran = [line.split(" -m ")[-1].split() for line in process.stderr.splitlines() if "python -m " in line]
     if sessions is PYTEST:
-        assert [words[:2] for words in ran] == [["pytest", "--version"], ["pytest", "tests/benchmarks"]]
+        assert [words[:2] for words in ran] == [
+            ["pytest", "--version"],
+            ["pytest", "tests/checks"],
+            ["pytest", "tests/benchmarks"],
+        ]
     else:
         assert {tuple(words[:3]) for words in ran} >= {
             ("experiments", "run", name) for name in registry.EXPERIMENTS
@@ -91,8 +96,8 @@ def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
     ]
     named = [row["session"] for row in rows if "session" in row]
     named += re.findall(r"nox -s (\w+)", json.dumps(workflows))
-    assert {"tests", "lint", "guard", "mutants", "smoke"} <= set(named) <= set(LISTED)
-    (oldest,) = (row["torch"] for row in rows if "torch" in row)
+    assert {"tests", "lint", "checks", "guard", "mutants", "smoke"} <= set(named) <= set(LISTED)
+    oldest = min(row["torch"] for row in rows if "torch" in row)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f"torch>={oldest.removesuffix('.0')}" in project["dependencies"]
 
@@ -100,12 +105,11 @@ def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
 @pytest.mark.parametrize(
     ("broken", "ran"),
     [
-        ("", ["pip", "tests", "guard", "lint", "smoke"]),
+        ("", ["pip", *BESIDE, "smoke"]),
         ("pip", ["pip"]),
         ("tests", ["pip", "tests"]),
-        ("guard", ["pip", "tests", "guard", "lint"]),
-        ("lint", ["pip", "tests", "guard", "lint"]),
-        ("smoke", ["pip", "tests", "guard", "lint", "smoke"]),
+        *((each, ["pip", *BESIDE]) for each in BESIDE[1:]),
+        ("smoke", ["pip", *BESIDE, "smoke"]),
     ],
 )
 def test_what_ci_runs_ends_with_what_fails_and_shows_what_lint_said(
@@ -123,5 +127,5 @@ def test_what_ci_runs_ends_with_what_fails_and_shows_what_lint_said(
         stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (process.returncode == 0) == (broken == "")
-    assert sorted((tmp_path / "ran").read_text().split()) == sorted(ran), "guard and lint run side by side"
+    assert sorted((tmp_path / "ran").read_text().split()) == sorted(ran), "lint runs beside two others"
     assert sorted(process.stdout.split()) == sorted(ran)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 MARKS = {
-    "reproduced": "✓", "identity": "=", "undecided": "?", "above": "▲", "below": "▼", "not comparable": "◇",
-    "not run": "○",
+    "reproduced": "✓", "identity": "=", "undecided": "?", "above": "▲", "below": "▼", "not judged": "·",
+    "not comparable": "◇", "not run": "○",
 }  # fmt: skip
 """A shape beside each verdict, because colour alone reaches not everybody and no printer."""
 
@@ -37,6 +37,8 @@ MEANINGS = {
     "undecided": "our range meets it and is wider, so that it would have met much else",
     "above": "all of our range lies above it",
     "below": "all of our range lies below it, or memory ran out",
+    "not judged": "a cell of a table that small models ran here, shown with what it is made of; the paper's "
+    "sentences about the table are judged",
     "not comparable": "the paper contradicts itself there, or what the number depends on is different here",
     "not run": "there is no number of ours; what it would take stands beside it",
 }

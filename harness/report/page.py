@@ -203,7 +203,7 @@ def page_of(answers: Sequence[Row], paper: Sequence[PaperNumber], infos: Mapping
 
 def _table(name: str, answers: Sequence[Row], paper: Sequence[PaperNumber], info: TableInfo) -> TableView:
     published = {(*cell.key, cell.source): cell for cell in paper}
-    answered = {row.comparison.key[:-1] for row in answers}
+    answered = {row.comparison.key[:-1] for row in answers if row.comparison.verdict != "not judged"}
     peers, unanswered = peers_of(paper), []
     for place, cell in published.items():
         if cell.source == "paper" and place not in answered:

@@ -69,7 +69,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
     workload = sizes[options.profile]
     match case.key.get("part"):
         case cuts.PART:
-            return cuts.run(f"figure3-{name}", sizes, options.profile, STAGES[1:])
+            paper_size = cuts.paper_size("figure3", name, options)
+            return cuts.run(f"figure3-{name}", workload, paper_size, STAGES[1:])
         case real_steps.PART:
             size = max(1, workload.batch_size // 2)
             return real_steps.run(workload, REAL_MICROBATCHES, options, microbatch_size=size)

@@ -94,7 +94,9 @@ def run(case: Case, options: RunOptions) -> Outcome:
     workload = sizes[options.profile]
     match case.key.get("part"):
         case cuts.PART:
-            return cuts.run(TABLES[str(case.key["model"])], sizes, options.profile, stages)
+            model = str(case.key["model"])
+            paper_size = cuts.paper_size("table2", model, options)
+            return cuts.run(TABLES[model], workload, paper_size, stages)
         case real_steps.PART:
             return real_steps.run(workload, MICROBATCHES[options.profile], options)
     batch = str(case.key["batch"])

@@ -77,7 +77,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
     workload = sizes[options.profile]
     match case.key.get("part"):
         case cuts.PART:
-            return cuts.run("breakdown-v5", sizes, options.profile, STAGES)
+            paper_size = cuts.paper_size("figure3", "resnet101", options)
+            return cuts.run("breakdown-v5", workload, paper_size, STAGES)
         case real_steps.PART:
             size = max(1, workload.batch_size // 2)
             return real_steps.run(workload, REAL_MICROBATCHES, options, microbatch_size=size)

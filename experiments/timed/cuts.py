@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpipe_bench.experiments.timed.replay import TimedActions
-from gpipe_bench.experiments.timed.workloads import Sizes
-from gpipe_bench.harness.experiment import Case, Outcome
+from gpipe_bench.experiments.timed.workloads import Workload
+from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.record import Record, find
 from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.pipeline.plan.partition import Partition
@@ -35,16 +35,26 @@ def cases(models: Sequence[str]) -> list[Case]:
     return [Case({"part": PART, "model": model}, ESTIMATE_S) for model in models]
 
 
-def run(table: str, sizes: Sizes, profile: str, stages: Sequence[int]) -> Outcome:
+def paper_size(experiment: str, model: str, options: RunOptions) -> Mapping[str, Any]:
+    """The options of the paper's model; none in the smoke profile, whose models have fewer layers."""
+    from gpipe_bench.experiments.predicted.sizes import of_the_paper
+
+    return {} if options.profile == "smoke" else of_the_paper(experiment, model).options
+
+
+def run(table: str, here: Workload, size: Mapping[str, Any], stages: Sequence[int]) -> Outcome:
     """The cuts of the paper's size for every allowed cost and rule, and by layer what they move here.
 
-    The smoke profile has fewer layers than the paper's model, so it cuts its own.
+    Args:
+        table: whose unknowns they are
+        here: the model that was timed
+        size: of `paper_size`
+        stages: the numbers of stages
     """
     from gpipe_bench.experiments.predicted.sizes import FullSize
 
-    here = sizes[profile]
-    theirs = here if profile == "smoke" else sizes["full"]
-    ours, paper = (FullSize(each.model, dict(each.options)) for each in (here, theirs))
+    written_out = {"attention": "explicit"} if here.model == "transformer-lm" else {}
+    ours, paper = (FullSize(here.model, {**here.options, **other, **written_out}) for other in ({}, size))
     costs, rules = (load_unknowns().find(table, name).allowed for name in SETTINGS)
     cuts = {
         f"{cost}, {rule}": {

@@ -68,13 +68,12 @@ def variants(remat: str) -> tuple[str, ...]:
 
 
 def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.schedules.beside_work import Job, work
+    from gpipe_bench.experiments.schedules.turns import Job, work
     from gpipe_bench.experiments.timed.steps import run_processes
 
     remat, number = str(key["remat"]), int(str(key["num_microbatches"]))
     names = variants(remat)
-    torchs = {name: THEIRS.get(name, "") for name in names}
-    job = Job(OPTIONS[options.profile], SIZE[options.profile], number, remat, torchs)
+    job = Job(names, OPTIONS[options.profile], SIZE[options.profile], number, remat)
     return side_by_side(
         partial(run_processes, work, NUM_WORKERS, job), partial(numbers, names[0]),
         ROUNDS[remat, number][options.profile], control=names[0], again=options.profile != "smoke",

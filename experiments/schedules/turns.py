@@ -1,158 +1,269 @@
-"""Schedules side by side in the same processes: ours, and torch's of the same name, in turns.
+"""Processes in which schedules take turns: ours and torch's, on the same layers, all gradients checked.
+
+The records' cases are in `beside`. By hand, one line per schedule and M:
 
     python -m gpipe_bench.experiments.schedules.turns --workers 2 --microbatches 2 4 8 --slot-ms 20
     python -m gpipe_bench.experiments.schedules.turns --workers 2 --microbatches 2 4 8 --width 256
 
 With `--slot-ms` the stages wait instead of computing (`waiting`), and a step is set against the replay of its
-slots; else they are Transformer layers, and a step is set against our own 1F1B. One line per schedule and M:
-the median over paired rounds with its 95 % interval, and the control, a schedule against itself.
+slots; else they are Transformer layers, and a step is set against our own 1F1B. A line ends with the control,
+a schedule against itself, and the largest error of a gradient.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from gpipe_bench.experiments.engines.checks import gradient_error, reference
+from gpipe_bench.experiments.engines.setup import LossFn, Setup, clear
 from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
 from gpipe_bench.experiments.schedules.waiting import waiting_stages
 from gpipe_bench.experiments.side_by_side import Found, measured, take_turns
-from gpipe_bench.experiments.timed.steps import run_processes
+from gpipe_bench.experiments.timed.replay import samples_of
+from gpipe_bench.experiments.timed.steps import layer_seconds, run_processes
 from gpipe_bench.harness.rounds import against_itself, ratios, slowest
 from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.auto import TIMED_STEPS, WARM_UP_STEPS
-from gpipe_bench.pipeline.plan.named import NAMED
-from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.pipeline.plan.files import to_csv
+from gpipe_bench.pipeline.plan.generate import generate
+from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.remat import from_text
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan.vee import vee
 from gpipe_bench.planner.timing import CPU
 
-TORCH = "torch "
-STEPS_BEFORE = 3 + WARM_UP_STEPS + 2 * TIMED_STEPS
-"""Connections are made, caches are warm, and "auto" has chosen."""
+MODEL = "transformer-lm"
+TIMED_STEPS = 4  # of which the first does not count
+TORCHS = "torch's "
+BORROWED = "interleaved zero bubble"  # the rows are read from torch: they have no name here
 
 
 class Job(NamedTuple):
-    """One run as its processes see it. `arms` are names of schedules, "auto" (two stages per worker), "line"
-    (the same with one), and torch's after "torch "; with " remat" behind the name all is recomputed, with
-    " remat=0-2,never" what that says. Without a `slot_s` the stages compute.
+    """One run as its processes see it.
+
+    `variants` are names of schedules, torch's own after "torch's "; "gpipe, W put off" and what ends with
+    "generated" are made here. With " remat" behind the name all is recomputed, with " remat=0-2,never" what
+    that says, else what `remat` says. `options` are those of the Transformer; with a `slot_s` tiny stages
+    wait instead.
     """
 
-    arms: tuple[str, ...]
-    num_workers: int
+    variants: tuple[str, ...]
+    options: dict[str, Any]
+    microbatch_size: int
     num_microbatches: int
-    num_rounds: int
-    slot_s: float | None
-    width: int
+    remat: str = "never"
+    slot_s: float | None = None
     share_memory: bool = True
-    seed: int = 0
+    seed: int = 1811
 
 
-def work(job: Job) -> Found:
-    """What one process does."""
-    torch.manual_seed(0)
-    if job.slot_s is None:
-        block = partial(nn.TransformerEncoderLayer, job.width, max(1, job.width // 64), 4 * job.width, 0.0)
-        layers: list[nn.Module] = [block(batch_first=True) for _ in range(4 * job.num_workers)]
-        shape: tuple[int, ...] = (4 * job.num_microbatches, 64, job.width)
-    else:
-        layers = [nn.Linear(8, 8) for _ in range(2 * job.num_workers)]
-        shape = (job.num_microbatches, 8)
-    batch, target = torch.randn(shape), torch.randn(shape)
-    differences: dict[str, float] = {}  # the largest of any gradient to that of the first arm, relative
-    refused: dict[str, str] = {}
-    steps: dict[str, Callable[[], object]] = {}
-    pipelines: dict[str, Pipeline] = {}
-    wanted: dict[str, Tensor] = {}
-    with waiting_stages(job.slot_s) if job.slot_s is not None else nullcontext():
-        for arm in job.arms:
+def work(job: Job, rounds: int) -> Found:
+    """What one process does: all gradients are checked before and after the schedules took turns."""
+    with nullcontext() if job.slot_s is None else waiting_stages(job.slot_s):
+        bench = Bench(job)
+        alone = Setup(bench.layers, (range(len(bench.layers)),), bench.number, "never", CPU)
+        expected = reference(alone, bench.batch, bench.target, bench.loss)
+        errors = bench.check(expected)
+        found = take_turns(bench.steps, bench.layers, rounds, job.seed)
+        bench.check(expected)
+    details = {
+        "errors": errors,  # of each variant's gradients, relative to the plain model's
+        "refused": bench.refused,  # why a variant can't be run
+        **bench.made,
+    }
+    if job.slot_s is not None:
+        details["slots"] = {name: float(replay(each, SLOTS).makespan_s) for name, each in bench.rows.items()}
+    return found._replace(details=details)
+
+
+class Bench:
+    """The layers, the batch, and a step by every schedule that trains them.
+
+    `rows` are the schedules of our variants; `made` holds what the generator went by and what it made.
+    """
+
+    def __init__(self, job: Job) -> None:
+        torch.manual_seed(job.seed)  # the same weights in every process
+        self.job, self.number, self.num_workers = job, job.num_microbatches, dist.get_world_size()
+        size = job.microbatch_size * self.number
+        if job.slot_s is None:
+            self.layers = list(MODELS[MODEL](**job.options))
+            self.batch, self.target = example_batch(MODEL, size, **job.options)
+            self.loss: LossFn = loss_fn(MODEL, **job.options)
+            self.by_layer: Sequence[float] = layer_seconds(
+                self.layers, self.number, self.loss, self.batch, self.target, "never"
+            )
+        else:
+            self.layers = [nn.Linear(8, 8) for _ in range(2 * self.num_workers)]
+            self.batch, self.target = torch.randn(size, 8), torch.randn(size, 8)
+            self.loss, self.by_layer = nn.functional.mse_loss, [1.0] * len(self.layers)
+        self.refused: dict[str, str] = {}
+        self.made: dict[str, Any] = {}
+        self.rows: dict[str, Schedule] = {}
+        self.steps: dict[str, Callable[[], object] | None] = {}
+        theirs: dict[str, TorchRuntime] = {}
+        for variant in (each for each in job.variants if each.startswith(TORCHS)):
+            name = variant.removeprefix(TORCHS)
             try:
-                engine = _engine(job, arm, layers)
+                theirs[name] = self.torchs(name)
             except ValueError as error:  # on all ranks alike
-                refused[arm] = str(error)
+                self.refused[variant] = str(error)
+        generated = self.generated() if any(each.endswith("generated") for each in job.variants) else None
+        for variant in job.variants:
+            name = variant.removeprefix(TORCHS)
+            if name != variant:
+                if name in theirs:
+                    self.steps[variant] = partial(theirs[name].step, self.batch, self.target)
                 continue
-            if isinstance(engine, Pipeline):
-                pipelines[arm] = engine
-                steps[arm] = partial(engine.step, batch, target, nn.functional.mse_loss)
-            else:
-                steps[arm] = partial(engine.step, batch, target)
-            for _ in range(STEPS_BEFORE):
-                steps[arm]()
-            for layer in layers:
-                layer.zero_grad()
-            steps[arm]()
-            differences[arm] = _difference(layers, wanted)
-        found = take_turns(steps, layers, job.num_rounds, job.seed)
-    slots = {arm: float(replay(each.schedule, SLOTS).makespan_s) for arm, each in pipelines.items()}
-    return found._replace(details={"slots": slots, "differences": differences, "refused": refused})
+            try:
+                if name == BORROWED and name not in theirs:
+                    raise ValueError("torch, whose rows it would run, refuses them")
+                rows = theirs[name].rows(name) if name == BORROWED else self.schedule_of(name, generated)
+                pipeline = self.ours(rows)
+            except ValueError as error:
+                self.refused[variant] = str(error)
+                continue
+            self.rows[variant] = rows
+            self.steps[variant] = partial(pipeline.step, self.batch, self.target, self.loss)
+
+    def schedule_of(self, variant: str, generated: Schedule | None) -> Schedule:
+        """What a variant of ours runs. ValueError where there is no such schedule."""
+        if generated is not None and variant.endswith("generated"):
+            return generated
+        if variant == "gpipe, W put off":
+            return put_off(self.number)
+        name, recomputed, choice = variant.partition(" remat")
+        remat = from_text(choice.removeprefix("=") or "always") if recomputed else self.job.remat
+        return named(name, self.num_workers, self.number, remat=remat)
+
+    def generated(self) -> Schedule:
+        """By what the actions of all stages take, those of the other processes too: medians of some steps."""
+        keep = self.job.remat == "never"
+        place = vee(self.num_workers) if keep else tuple(range(self.num_workers))
+        pipeline, timelines = self.ours(self.schedule_of("zb-v" if keep else "zb-h1", None)), []
+        for _ in range(TIMED_STEPS):
+            clear(self.layers)
+            pipeline.step(self.batch, self.target, self.loss)
+            timelines.append(pipeline.timeline)
+        times = gathered({key: median(samples) for key, samples in samples_of(timelines[1:]).items()})
+        rows = generate(
+            place, self.number, times, remat=self.job.remat, most_alive=len(place), name="generated"
+        )
+        ms = {f"{stage}{kind.value}": 1e3 * s for (stage, kind), s in sorted(times.items())}
+        self.made = {"actions_ms": ms, "generated": to_csv(rows)}
+        return rows
+
+    def cut(self, num_stages: int) -> Partition:
+        return partition(self.by_layer, num_stages)
+
+    def ours(self, schedule: Schedule) -> Pipeline:
+        return Pipeline(
+            self.layers,
+            num_stages=schedule.num_stages,
+            num_microbatches=self.number,
+            schedule=schedule,
+            cost=[1 / len(span) for span in self.cut(schedule.num_stages) for _ in span],
+            group=dist.group.WORLD,
+            share_memory=self.job.share_memory,
+        )
+
+    def torchs(self, name: str) -> TorchRuntime:
+        per_worker = (NAMED[name].stages_per_worker or 2) if name in NAMED else 2
+        stages = [[self.layers[index] for index in span] for span in self.cut(per_worker * self.num_workers)]
+        group = dist.group.WORLD
+        assert group is not None, "the processes form one"
+        return TorchRuntime(name, stages, self.number, self.loss, group, CPU)
+
+    def check(self, expected: Mapping[str, Tensor]) -> dict[str, float]:
+        """How far each variant's gradients are off. RuntimeError where it is more than rounding, or where no
+        process has one.
+        """
+        errors = {}
+        for name, step in self.steps.items():
+            assert step is not None, "every process has a part in every schedule"
+            for _ in range(2):  # the first agrees on shapes
+                clear(self.layers)
+                step()
+            found = {
+                f"{index}.{each}": parameter.grad.clone()
+                for index, layer in enumerate(self.layers)
+                for each, parameter in layer.named_parameters()
+                if parameter.grad is not None
+            }
+            errors[name] = gradient_error(found, {key: expected[key] for key in found}, name)
+            if missing := expected.keys() - gathered(dict.fromkeys(found)):
+                raise RuntimeError(f"{name} left no gradient of {min(missing)} in any process")
+            clear(self.layers)
+        return errors
 
 
-def _engine(job: Job, arm: str, layers: Sequence[nn.Module]) -> Pipeline | TorchRuntime:
-    group = dist.group.WORLD
-    assert group is not None
-    name, recomputed, choice = arm.removeprefix(TORCH).partition(" remat")
-    per_worker = 1 if name == "line" else (NAMED[name].stages_per_worker or 2) if name in NAMED else 2
-    num_stages, even = per_worker * job.num_workers, [1.0] * len(layers)
-    if arm.startswith(TORCH):
-        stages = [layers[span.start : span.stop] for span in partition(even, num_stages)]
-        return TorchRuntime(name, stages, job.num_microbatches, nn.functional.mse_loss, group, CPU)
-    return Pipeline(
-        layers, num_stages=num_stages, num_microbatches=job.num_microbatches,
-        schedule="auto" if name == "line" else name, num_workers=job.num_workers,
-        remat=from_text(choice.removeprefix("=") or "always") if recomputed else "never",
-        cost=even, group=group, share_memory=job.share_memory,
-    )  # fmt: skip
+def gathered(mine: dict[Any, Any]) -> dict[Any, Any]:
+    """What all processes have."""
+    everyone: list[dict[Any, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {key: value for each in everyone for key, value in each.items()}
 
 
-def _difference(layers: Sequence[nn.Module], wanted: dict[str, Tensor]) -> float:
-    """The largest difference to the gradients of an earlier arm that this process has, relative to them."""
-    largest = 0.0
-    for name, parameter in nn.ModuleList(layers).named_parameters():
-        if parameter.grad is not None:
-            first = wanted.setdefault(name, parameter.grad.clone())
-            scale = float(first.abs().max()) or 1.0
-            largest = max(largest, float((parameter.grad - first).abs().max()) / scale)
-    return largest
+def put_off(number: int) -> Schedule:
+    """GPipe on two workers with every micro-batch recomputed and W where it delays nobody, for two graphs
+    alive on each. M = 2, every action one slot:
+
+        stage 0 | F0 F1 R1 R0 .  I1 W1 I0 W0
+        stage 1 | .  F0 F1 R1 I1 R0 I0 W1 W0
+    """
+    order = list(reversed(range(number)))
+    first = [Action(0, Kind.F, m) for m in range(number)]
+    first += [Action(0, Kind.R, m) for m in order[:2]]
+    last = [Action(1, Kind.F, m) for m in range(number)]
+    for place, m in enumerate(order):
+        first += [Action(0, Kind.R, m)] if place > 1 else []
+        first += [Action(0, Kind.I, m), Action(0, Kind.W, m)]
+        last += [Action(1, Kind.R, m), Action(1, Kind.I, m)]
+        last += [Action(1, Kind.W, order[place - 1])] if place else []
+    last.append(Action(1, Kind.W, order[-1]))
+    return Schedule("gpipe, W put off", 2, number, "always", (tuple(first), tuple(last)))
 
 
 def lines(job: Job, found: Sequence[Found]) -> list[str]:
-    """The table of one run."""
-    times = slowest([result.times for result in found])
-    shown = []
-    for arm in job.arms:
-        words = [f"{arm:24} M={job.num_microbatches}"]
-        if arm not in times:
-            shown.append("  ".join([*words, found[0].details["refused"][arm]]))
+    """The table of one run by hand."""
+    times, details, shown = slowest([each.times for each in found]), found[0].details, []
+
+    def ratio(what: str, values: Sequence[float]) -> str:
+        return f"{what} {measured(from_samples(what, values, 'ratio'))}"
+
+    for name in job.variants:
+        words = [f"{name:24} M={job.num_microbatches}"]
+        if name not in times:
+            shown.append("  ".join([*words, details["refused"][name]]))
             continue
-        words.append(f"{median(times[arm]) * 1e3:9.2f} ms")
-        ours, base = arm.removeprefix(TORCH), "gpipe remat" if " remat" in arm else "1f1b"
+        words.append(f"{median(times[name]) * 1e3:9.2f} ms")
+        ours, base = name.removeprefix(TORCHS), "gpipe remat" if " remat" in name else "1f1b"
         if job.slot_s is None:
             if base in times:
-                words.append(_ratio(f"to {base}", ratios(times, arm, base)))
-        elif arm in (slots := found[0].details["slots"]):
-            replayed_s = slots[arm] * job.slot_s
-            least_s = [min(times[arm][i : i + 2]) for i in range(0, len(times[arm]), 2)]
+                words.append(ratio(f"to {base}", ratios(times, name, base)))
+        elif name in details["slots"]:
+            replayed_s = details["slots"][name] * job.slot_s
+            least_s = [min(times[name][i : i + 2]) for i in range(0, len(times[name]), 2)]
             words.append(f"{replayed_s * 1e3:9.2f} ms replayed")
-            words.append(_ratio("ratio", [seconds / replayed_s for seconds in least_s]))
+            words.append(ratio("ratio", [seconds / replayed_s for seconds in least_s]))
         elif ours in times:
-            words.append(_ratio("ours / torch", ratios(times, ours, arm)))
-        words.append(_ratio("control", against_itself(times, arm)))
-        difference = max(each.details["differences"][arm] for each in found)
-        words.append(f"gradients {difference:.0e}")
+            words.append(ratio("ours / torch", ratios(times, ours, name)))
+        words.append(ratio("control", against_itself(times, name)))
+        words.append(f"gradients {max(each.details['errors'][name] for each in found):.0e}")
         shown.append("  ".join(words))
     return shown
-
-
-def _ratio(what: str, values: Sequence[float]) -> str:
-    return f"{what} {measured(from_samples(what, values, 'ratio'))}"
 
 
 def main() -> None:
@@ -163,12 +274,17 @@ def main() -> None:
     parser.add_argument("--slot-ms", type=float, help="stages wait; without, they compute")
     parser.add_argument("--width", type=int, default=256, help="of the Transformer layers that compute")
     parser.add_argument("--network", action="store_true", help="no messages through shared memory")
-    parser.add_argument("--arms", nargs="+", default=[*NAMED, *(TORCH + name for name in CLASSES)])
+    parser.add_argument("--arms", nargs="+", default=[*NAMED, *(TORCHS + name for name in CLASSES)])
     asked = parser.parse_args()
-    slot_s, arms = None if asked.slot_ms is None else asked.slot_ms / 1e3, tuple(asked.arms)
+    options = {
+        "num_layers": 4 * asked.workers, "vocab_size": 64, "d_model": asked.width,
+        "ffn_dim": 4 * asked.width, "num_heads": max(1, asked.width // 64), "seq_len": 64,
+    }  # fmt: skip
+    slot_s, size = (None, 4) if asked.slot_ms is None else (asked.slot_ms / 1e3, 1)
     for number in asked.microbatches:
-        job = Job(arms, asked.workers, number, asked.rounds, slot_s, asked.width, not asked.network)
-        print("\n".join(lines(job, run_processes(work, asked.workers, job))), flush=True)
+        job = Job(tuple(asked.arms), options, size, number, slot_s=slot_s, share_memory=not asked.network)
+        found = run_processes(work, asked.workers, job, asked.rounds)
+        print("\n".join(lines(job, found)), flush=True)
 
 
 if __name__ == "__main__":

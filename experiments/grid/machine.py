@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -321,6 +322,7 @@ def work(job: Job) -> Ran:
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    from gpipe_bench.experiments.grid.overlap import timed_steps
     from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline import Pipeline
 
@@ -337,18 +339,11 @@ def work(job: Job) -> Ran:
     )
     sums_s = [_median_s(partial(dist.all_reduce, torch.zeros(size // 4))) for size in SUM_BYTES]
     steps_s, actions_s = list[float](), list[dict[tuple[int, str, int], float]]()
-    for number in range(BEFORE + NUM_STEPS[job.size]):
-        dist.barrier()
-        start_s = time.perf_counter()
-        pipeline.step(batch, target, loss)
-        step_s = torch.tensor(time.perf_counter() - start_s)
-        dist.all_reduce(step_s, dist.ReduceOp.MAX)
-        timeline = pipeline.gather_timeline()
-        pipeline.zero_grad()
-        if number >= BEFORE:
-            steps_s.append(float(step_s))
-            events = [(event.action, event.duration_s) for event in timeline.events]
-            actions_s.append({(a.stage, str(a.kind), a.microbatch): seconds for a, seconds in events})
+    steps = timed_steps(pipeline, batch, target, loss)
+    for step in islice(steps, BEFORE, BEFORE + NUM_STEPS[job.size]):
+        steps_s.append(step.step_s)
+        events = [(event.action, event.duration_s) for event in step.timeline.events]
+        actions_s.append({(a.stage, str(a.kind), a.microbatch): seconds for a, seconds in events})
     cut = pipeline.partition
     pipeline.close()
     gradient_bytes = [[sizes[layer] for layer in span] for span in cut]

@@ -1,16 +1,11 @@
-"""Whether sums over replicas run beside the backward: steps of layers that wait, against their replay.
-
-    python -m gpipe_bench.experiments.grid.overlap --replicas 2 --workers 2 --microbatches 2
-
-One line per schedule: the fastest of some steps, what the replay says with the sums inside the last backward
-and with all of them behind it, and how much of the first is reached.
-"""
+"""Whether sums over replicas run beside the backward: steps of layers that wait, against their replay."""
 
 from __future__ import annotations
 
-import argparse
 import time
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -61,16 +56,29 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The fastest step: from the common begin to the end on the slowest rank, and the first replica's
-    timeline of it.
-    """
+    """One step: seconds from the common begin to the end on the slowest rank, and this replica's timeline."""
 
     step_s: float
     timeline: Timeline
 
 
+def timed_steps(
+    pipeline: Pipeline, batch: Any, target: Any, loss: Callable[..., torch.Tensor]
+) -> Iterator[Found]:
+    """Step after step on a grid; all ranks take as many."""
+    while True:
+        dist.barrier()
+        start_s = time.perf_counter()
+        pipeline.step(batch, target, loss)
+        step_s = torch.tensor(time.perf_counter() - start_s)
+        dist.all_reduce(step_s, dist.ReduceOp.MAX)
+        found = Found(float(step_s), pipeline.gather_timeline())
+        pipeline.zero_grad()
+        yield found
+
+
 def measure(case: Case) -> Found:
-    """Starts a process for each worker of each replica, which wait side by side."""
+    """The fastest step of a process for each worker of each replica, which wait side by side."""
     found: list[Found] = launch(work, case.replicas * case.workers, case, device="cpu", pin=False)
     return found[0]
 
@@ -88,37 +96,11 @@ def work(case: Case) -> Found:
     batch = torch.ones(case.num_microbatches, 1)
     best: Found | None = None
     with slow_sums(lambda num_bytes: case.sum_s if num_bytes >= 4 * _NUMEL else 0.0):
-        for number in range(_STEPS_BEFORE + case.num_steps):
-            dist.barrier()
-            start_s = time.perf_counter()
-            pipeline.step(batch, batch, nn.functional.mse_loss)
-            step_s = torch.tensor(time.perf_counter() - start_s)
-            dist.all_reduce(step_s, dist.ReduceOp.MAX)  # of the slowest
-            found = Found(float(step_s), pipeline.gather_timeline())
-            pipeline.zero_grad()
-            if number >= _STEPS_BEFORE and (best is None or found.step_s < best.step_s):
+        steps = timed_steps(pipeline, batch, batch, nn.functional.mse_loss)
+        for found in islice(steps, _STEPS_BEFORE, _STEPS_BEFORE + case.num_steps):
+            if best is None or found.step_s < best.step_s:
                 best = found
                 if best.step_s <= case.enough_s:
                     break
     assert best is not None
     return best
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=2)
-    asked = parser.parse_args()
-    for schedule in ("gpipe", "1f1b"):
-        case = Case(schedule, asked.replicas, asked.workers, asked.microbatches)
-        wanted_s, behind_s = case.replayed().makespan_s, case.replayed(overlap=False).makespan_s
-        step_s = measure(case).step_s
-        print(
-            f"{schedule:6} {1e3 * step_s:6.1f} ms, replayed {1e3 * wanted_s:.1f} ms with overlap and "
-            f"{1e3 * behind_s:.1f} ms without: {wanted_s / step_s:.1%} of the speed"
-        )
-
-
-if __name__ == "__main__":
-    main()

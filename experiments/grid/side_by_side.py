@@ -69,7 +69,7 @@ def work(job: Job) -> Found:
     own = slice(rank * job.examples, (rank + 1) * job.examples)
     steps = {
         OURS: _ours(job, model, batch[own], target[own]),
-        TORCHS: (_torchs if job.zero is None else _torchs_divided)(job, twin, batch[own], target[own]),
+        TORCHS: _torchs(job, twin, batch[own], target[own]),
     }
     for _ in range(_STEPS_BEFORE):  # connections are made, and both know in which order gradients come
         for step in steps.values():
@@ -100,40 +100,33 @@ def _ours(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Call
 
 
 def _torchs(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Callable[[], object]:
-    parallel = DistributedDataParallel(model)
+    parallel: nn.Module = model
+    divided: list[FSDPModule] = []
+    keeps = job.zero == 2  # what was gathered, from the first forward of a step to its last backward
+    if job.zero is None:
+        parallel = DistributedDataParallel(model)
+    else:
+        layers = [layer for layer in model if any(True for _ in layer.parameters())]
+        mesh = init_device_mesh("cpu", (job.replicas,))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps)
+        divided = [layer for layer in layers if isinstance(layer, FSDPModule)]
     loss: Callable[..., Tensor] = loss_fn(MODEL, **job.sizes)
     parts = list(zip(batch.chunk(job.num_microbatches), target.chunk(job.num_microbatches), strict=True))
 
     def step() -> None:
         parallel.zero_grad()
         for m, (inputs, wanted) in enumerate(parts):
-            with nullcontext() if m == len(parts) - 1 else parallel.no_sync():
-                torch.autograd.backward(loss(parallel(inputs), wanted) / len(parts))
-
-    return step
-
-
-def _torchs_divided(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Callable[[], object]:
-    mesh = init_device_mesh("cpu", (job.replicas,))
-    keeps = job.zero == 2  # what was gathered, from the first forward of a step to its last backward
-    layers = [layer for layer in model if any(True for _ in layer.parameters())]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps)
-    divided = [layer for layer in layers if isinstance(layer, FSDPModule)]
-    loss: Callable[..., Tensor] = loss_fn(MODEL, **job.sizes)
-    parts = list(zip(batch.chunk(job.num_microbatches), target.chunk(job.num_microbatches), strict=True))
-
-    def step() -> None:
-        model.zero_grad()
-        for m, (inputs, wanted) in enumerate(parts):
-            # With ZeRO-3 every micro-batch scatters its gradients, as ours do: kept whole until the last one
-            # they would take the memory that the level saves.
-            ends = m == len(parts) - 1 or not keeps
+            last = m == len(parts) - 1
             for layer in divided:
-                layer.set_is_last_backward(ends)
-                layer.set_requires_gradient_sync(ends)
-                layer.set_reshard_after_backward(ends)
-            torch.autograd.backward(loss(model(inputs), wanted) / len(parts))
+                # With ZeRO-3 every micro-batch scatters its gradients, as ours do: kept whole until the last
+                # one they would take the memory that the level saves.
+                layer.set_is_last_backward(last or not keeps)
+                layer.set_requires_gradient_sync(last or not keeps)
+                layer.set_reshard_after_backward(last or not keeps)
+            alone = isinstance(parallel, DistributedDataParallel) and not last
+            with parallel.no_sync() if alone else nullcontext():
+                torch.autograd.backward(loss(parallel(inputs), wanted) / len(parts))
 
     return step
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -61,50 +61,6 @@ def task_of(subject: Subject) -> Task:
     return TranslationTask(recipe, text, other, seed, f"{what} and --parallel-text {subject.parallel_text}")
 
 
-class Task(Protocol):
-    """A model, its data and its recipe."""
-
-    metric: str  # what `score` gives, such as "accuracy"
-    unit: str
-    higher_is_better: bool
-    batch_size: int
-    num_steps: int
-    evaluate_every: int  # steps
-    num_microbatches: int
-    average_decay: float | None  # None: the weights themselves are evaluated
-    required: float  # the score that trainings must reach, in the mean, to count as learned
-    floor: float  # the score that a single one may not miss, or it has failed
-    requirement: str  # in words
-
-    def build(self) -> nn.Sequential:
-        """A new model, from torch's default generator."""
-        ...
-
-    def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Mean over the examples."""
-        ...
-
-    def optimizer(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        """The recipe's, for these parameters: a whole model's or one stage's."""
-        ...
-
-    def learning_rate(self, step: int) -> float: ...
-
-    def batch(self, step: int, seed: int) -> Batch:
-        """Training mini-batch number `step` of the training with this seed."""
-        ...
-
-    def held_out(self) -> Iterable[Batch]: ...
-
-    def count(self, output: Any, target: Tensor) -> tuple[float, float]:
-        """Of a held-out batch: a sum and a number, which add up over batches."""
-        ...
-
-    def score(self, total: float, number: float) -> float:
-        """The metric from the sums of `count`."""
-        ...
-
-
 def derived(*numbers: int) -> torch.Generator:
     """A generator for one purpose: numbers such as (seed, epoch) that name it."""
     value = 0
@@ -133,7 +89,15 @@ def even_parts(number: int, size: int) -> Sequence[slice]:
 
 
 class ImageTask:
-    """AmoebaNet-D on images, by the recipe."""
+    """AmoebaNet-D on images, by the recipe.
+
+    What it shares with the tasks on text: `metric` is what `score` makes of the sums that `count` gives of
+    held-out batches; trainings must reach `required` in the mean to count as learned, and a single one may
+    not miss `floor`, which `requirement` says in words. `build` draws from torch's default generator, `loss`
+    is the mean over the examples, `optimizer` takes a whole model's named parameters or one stage's, and
+    `batch` is mini-batch number `step` of the training with a seed. Without an `average_decay` the weights
+    themselves are evaluated, every `evaluate_every` steps.
+    """
 
     metric, unit, higher_is_better = "held-out accuracy", "ratio", True
 
@@ -609,6 +573,10 @@ class TranslationTask(TextTask):
         places = chosen(step, seed, len(self.train_examples[0]), self.batch_size)
         source, inputs, target = (tensor[places] for tensor in self.train_examples)
         return (source, inputs), target
+
+
+Task = ImageTask | TextTask
+"""A model, its data and its recipe."""
 
 
 def topics() -> str:

@@ -67,10 +67,9 @@ def work(job: Job, rounds: int) -> Found:
     refused: dict[str, str] = {}
     for name, (engine, remat) in job.engines.items():
         setup = setup_of(job, layers, spans, remat)
-        found, reason = built(engine, setup)
-        reason = _first_of_all(reason)
-        if reason or found is None:
-            refused[name] = reason
+        found = built(engine, setup)
+        if isinstance(found, str):
+            refused[name] = found
         else:
             engines[name], setups[name] = found, setup
     ours = engines["ours"]
@@ -136,8 +135,8 @@ def tried(tell: Tell, job: Job, name: str) -> None:
     setup = setup_of(job, layers, partition([1.0] * len(layers), job.num_stages), remat)
     expected = reference(setup, batch, target, loss)
     tell("the plain model's gradients are known")
-    engine, reason = built(engine_name, setup)
-    if not _first_of_all(reason) and engine is not None:
+    engine = built(engine_name, setup)
+    if not isinstance(engine, str):
         verify(name, engine, setup, batch, target, loss, expected)
 
 
@@ -168,21 +167,21 @@ def _cut(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Partition:
     return partition(layers_s, job.num_stages)
 
 
-def built(name: str, setup: Setup) -> tuple[Engine | None, str]:
-    """The engine, or why it can't run this. NoStepError where it is none."""
+def built(name: str, setup: Setup) -> Engine | str:
+    """The engine, or the first reason that any process has why it can't run this: one that a single process
+    can't build is none for all. NoStepError where it is no engine.
+    """
+    reason, found = "", None
     try:
-        return build(name, setup), ""
+        found = build(name, setup)
     except NoStepError:
         raise
     except ValueError as error:
-        return None, str(error)
-
-
-def _first_of_all(reason: str) -> str:
-    """The first reason that any process has; an engine that one process can't build is none for all."""
+        reason = str(error)
     reasons: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
-    return next((each for each in reasons if each), "")
+    reason = next((each for each in reasons if each), "")
+    return reason if found is None or reason else found
 
 
 def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:

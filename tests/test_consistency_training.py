@@ -101,11 +101,6 @@ def test_rmsprop_is_tensorflows() -> None:
         assert weight.item() == pytest.approx(value, rel=1e-12)
 
 
-def test_rmsprop_refuses_what_makes_no_sense() -> None:
-    with pytest.raises(ValueError, match=r"momentum=1\.0"):
-        RMSPropTF([nn.Parameter(torch.ones(1))], lr=0.1, momentum=1.0)
-
-
 def test_the_rate_warms_up_and_falls_as_a_staircase() -> None:
     recipe = replace(DAWNBENCH, warmup_epochs=0.5)
     assert recipe.learning_rate(0, 100) == 0
@@ -349,11 +344,6 @@ def test_paired_runs_begin_with_the_same_weights_and_see_other_data(tmp_path: Pa
     assert ends["one"].curve[-1][1] != ends["paired"].curve[-1][1], "other mini-batches, another loss"
     stale = train_asynchronously(task, 2, 6, stash=True, initial_seed=7)
     assert all(torch.equal(stale.weights[name], ends["one"].weights[name]) for name in stale.weights)
-
-
-def test_a_sequential_training_has_no_micro_batches() -> None:
-    with pytest.raises(ValueError, match="engine='pipeline'"):
-        Setting("sequential", num_microbatches=2)
 
 
 # Asynchronous training

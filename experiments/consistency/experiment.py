@@ -209,18 +209,18 @@ def _run_deep(key: dict[str, Any], options: RunOptions) -> Outcome:
     subject = Subject("text", replace(recipe, deep_init=key["deep_init"], logit_clip=clip))
     task = task_of(subject)
     assert isinstance(task, TextTask)
-    found = train_deep(task, options.seed)
-    known = sorted(norm for norm in found.norms if norm is not None)
+    norms, losses, score = train_deep(task, options.seed)
+    known = sorted(norm for norm in norms if norm is not None)
     return Outcome(
         (
-            _measured("first gradient norm", found.norms[0] or 0.0, "number"),
+            _measured("first gradient norm", norms[0] or 0.0, "number"),
             _measured("largest gradient norm", known[-1] if known else 0.0, "number"),
             _measured("median gradient norm", known[len(known) // 2] if known else 0.0, "number"),
-            _measured("non-finite steps", found.norms.count(None), "steps"),
-            _measured("held-out perplexity", found.score, "perplexity"),
+            _measured("non-finite steps", norms.count(None), "steps"),
+            _measured("held-out perplexity", score, "perplexity"),
         ),
         {
-            "norms": list(found.norms), "losses": list(found.losses), "unigram_perplexity": task.unigram,
+            "norms": norms, "losses": losses, "unigram_perplexity": task.unigram,
             "recipe": asdict(recipe), "clip": LOGIT_CLIP,
         },
     )  # fmt: skip

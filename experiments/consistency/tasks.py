@@ -184,11 +184,6 @@ class RMSPropTF(torch.optim.Optimizer):
         eps: float = 1.0,
         weight_decay: float = 0.0,
     ) -> None:
-        if not (lr >= 0 and 0 <= decay < 1 and 0 <= momentum < 1 and eps > 0 and weight_decay >= 0):
-            raise ValueError(
-                f"lr={lr}, decay={decay}, momentum={momentum}, eps={eps}, weight_decay={weight_decay}: give "
-                "lr and weight_decay of at least 0, eps above 0, and shares between 0 and 1"
-            )
         super().__init__(
             params,
             {"lr": lr, "decay": decay, "momentum": momentum, "eps": eps, "weight_decay": weight_decay},

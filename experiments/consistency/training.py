@@ -47,7 +47,7 @@ class Setting:
     """How a training is laid out.
 
     Args:
-        engine: "pipeline"; "sequential" is the plain model without any
+        engine: "pipeline"; "sequential" is the plain model without any, so one stage and one micro-batch
         num_stages, num_microbatches: of the pipeline
         seed: of the mini-batches, what augments them, and dropout
         device: "cpu" or "cuda"
@@ -60,10 +60,6 @@ class Setting:
     seed: int = 0
     device: str = "cpu"
     initial_seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.engine == "sequential" and (self.num_stages, self.num_microbatches) != (1, 1):
-            raise ValueError("a sequential training has one stage and one micro-batch; use engine='pipeline'")
 
 
 @dataclass(frozen=True)
@@ -248,19 +244,10 @@ def _moved(inputs: Any, device: str) -> Any:
     return tuple(t.to(device) for t in inputs) if isinstance(inputs, tuple) else inputs.to(device)
 
 
-@dataclass(frozen=True)
-class Trainability:
-    """A training without a pipeline: the gradient's norm and the loss of each step, None where one was not
-    finite, and the held-out score.
+def train_deep(task: TextTask, seed: int) -> tuple[list[float | None], list[float | None], float]:
+    """Trains at the recipe's rate throughout, without a pipeline: the whole gradient's norm and the loss of
+    each step, and the held-out score. A step where one is not finite has None and changes nothing.
     """
-
-    norms: tuple[float | None, ...]
-    losses: tuple[float | None, ...]
-    score: float
-
-
-def train_deep(task: TextTask, seed: int) -> Trainability:
-    """Trains at the recipe's rate throughout. A step whose loss or gradient is not finite changes nothing."""
     recipe = task.recipe
     torch.manual_seed(seed)
     model = task.build()
@@ -282,7 +269,7 @@ def train_deep(task: TextTask, seed: int) -> Trainability:
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-    return Trainability(tuple(norms), tuple(losses), evaluate(task, model))
+    return norms, losses, evaluate(task, model)
 
 
 class WeightAverage:
@@ -295,8 +282,6 @@ class WeightAverage:
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"average decay {decay} is not allowed: give a share of at least 0 and below 1")
         self._decay = decay
         state = module.state_dict(keep_vars=True)
         self._live = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}

@@ -70,53 +70,38 @@ def _text(title: str, columns: list[str], lines: list[list[str]]) -> str:
     return Grid(title=title, columns=columns, lines=lines, right=numbers(columns)).text()
 
 
-def _equal(record: Record, remat: str) -> str:
-    found: dict[Any, Any] = {(each.name, *each.key.values()): each.value for each in record.quantities}
-    counts = sorted({count for _, _, count, _ in found})
+def _by_schedule(title: str, record: Record, remat: str, axis: str, words: str) -> str:
+    """A line for each schedule, a column for each number on the axis."""
+    found: dict[Any, dict[str, Any]] = {}
+    for each in record.quantities:
+        if each.key.get("remat") == remat:
+            value = 100 * (each.value or 0.0) if each.name == "bubble" else each.value
+            found.setdefault((each.key["schedule"], each.key[axis]), {})[each.name] = value
+    numbers = sorted({number for _, number in found})
     lines = [
-        [
-            name,
-            *(
-                f"{found['step in slots', name, count, remat]:g}, "
-                f"{100 * found['bubble', name, count, remat]:.1f} %, "
-                f"{found['graphs alive', name, count, remat]:g}"
-                for count in counts
-            ),
-        ]
+        [name, *(words.format_map(found[name, each]) if (name, each) in found else "-" for each in numbers)]
         for name in NAMES
     ]
+    return _text(title, ["", *(f"{axis}={each}" for each in numbers)], lines)
+
+
+def _equal(record: Record, remat: str) -> str:
     title = (
         f"K = {record.case['num_workers']}, {HOW[remat]}\n  slots of a step, bubble, graphs alive (replayed)"
     )
-    return _text(title, ["", *(f"M={count}" for count in counts)], lines)
+    return _by_schedule(title, record, remat, "M", "{step in slots:g}, {bubble:.1f} %, {graphs alive:g}")
 
 
 def _measured(record: Record, remat: str) -> str:
-    count = record.case["num_microbatches"]
-    found: dict[Any, Any] = {(each.name, *each.key.values()): each.value for each in record.quantities}
-    workers = sorted({key[2] for key in found if key[0] == "step"})
-    split = [value for key, value in found.items() if key[0] == "(I + W) / B"]
-    lines = [
-        [
-            name,
-            *(
-                f"{found['step', name, worker, count, remat]:.4g} ms, "
-                f"{100 * found['bubble', name, worker, count, remat]:.0f} %, "
-                f"{found['peak memory', name, worker, count, remat]:.3g}"
-                if ("step", name, worker, count, remat) in found
-                else "-"
-                for worker in workers
-            ),
-        ]
-        for name in NAMES
-    ]
+    split: list[Any] = [each.value for each in record.quantities if each.name == "(I + W) / B"]
     title = (
-        f"{record.details['title']} ({record.details['scale'] or 'full size'}), M = {count}\n"
+        f"{record.details['title']} ({record.details['scale'] or 'full size'}), "
+        f"M = {record.case['num_microbatches']}\n"
         f"  {HOW[remat]}; step and bubble replayed with the stages' measured times,\n"
         "  MiB of the fullest worker modelled;\n"
         f"  a split backward takes {min(split):.2f} to {max(split):.2f} times a whole one (measured)"
     )
-    return _text(title, ["", *(f"K={worker}" for worker in workers)], lines)
+    return _by_schedule(title, record, remat, "K", "{step:.4g} ms, {bubble:.0f} %, {peak memory:.3g}")
 
 
 def _table2(records: Sequence[Record], model: str) -> Iterator[str]:

@@ -26,10 +26,10 @@ _HOMES = {
     "answer": ("Plan", "plan"),
     "candidate": ("Candidate", "Prediction"),
     "costs": ("Costs",),
+    "measured": ("Timing",),
     "model": ("Model", "model_of"),
     "request": ("Request",),
     "space": ("Space",),
-    "timed": ("Timing",),
     "topology": ("link_named", "link_within"),
 }
 __all__ = [

@@ -57,6 +57,8 @@ class Pipeline(Assembled):
         remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one choice for each
             stage, in the model's order: one of these names, or the micro-batches. A `Schedule` says it
             itself.
+        partition: the layers of each stage: how many, as in `[3, 5]`, or which, as a sequence of ranges.
+            Default: as even as they go by `cost`.
         cost: what the stages are balanced by: "parameters" (the default), "auto" (estimated from `example`),
             or a number per layer.
         example: for `cost="auto"`: a micro-batch, also on the meta device.

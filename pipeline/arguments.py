@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
 from gpipe_bench.pipeline.memory.cost import layer_costs
 from gpipe_bench.pipeline.model.parts import OwnLayers
+from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
@@ -189,6 +190,36 @@ def costs_of(
     if len(cost) != len(layers):
         raise ValueError(f"cost has {len(cost)} numbers for {len(layers)} layers; give one per layer")
     return cost
+
+
+def cut_of(partition: Sequence[int] | Sequence[range], num_layers: int, num_stages: int) -> Partition:
+    """The layers of each stage as they were given: how many, or which."""
+    if not isinstance(partition, Sequence) or not all(isinstance(each, int | range) for each in partition):
+        raise ValueError(
+            f"partition is {partition!r}; give the layers of each stage, as in [3, 5], or as in [range(3), "
+            "range(3, 8)]"
+        )
+    if len(partition) != num_stages:
+        raise ValueError(
+            f"partition has {len(partition)} stages, not num_stages={num_stages}; give the layers of each"
+        )
+    spans: list[range] = []
+    for stage, each in enumerate(partition):
+        start = spans[-1].stop if spans else 0
+        span = range(start, start + each) if isinstance(each, int) else each
+        if not span:
+            raise ValueError(f"stage {stage} of partition has {each} layers; give each at least one")
+        if span != range(start, span.stop):
+            raise ValueError(
+                f"stage {stage} of partition has the layers {span}; they must follow one another from "
+                f"{start} on"
+            )
+        spans.append(span)
+    if spans[-1].stop != num_layers:
+        raise ValueError(
+            f"partition has {spans[-1].stop} layers in all and the model {num_layers}; give each a stage"
+        )
+    return tuple(spans)
 
 
 def devices_of(

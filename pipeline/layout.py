@@ -12,6 +12,7 @@ from gpipe_bench.pipeline.arguments import (
     Automatic,
     Device,
     costs_of,
+    cut_of,
     devices_of,
     named_layers,
     num_stages_of,
@@ -21,7 +22,8 @@ from gpipe_bench.pipeline.arguments import (
     worker_of,
 )
 from gpipe_bench.pipeline.model.parts import OwnLayers
-from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.partition import partition as balanced
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
@@ -76,6 +78,7 @@ def layout_of(
     automatic: Automatic,
     num_workers: int | None,
     remat: Remat,
+    partition: Sequence[int] | Sequence[range] | None,
     cost: str | Sequence[float] | None,
     example: Tree | None,
     devices: Device | Sequence[Device] | None,
@@ -84,6 +87,8 @@ def layout_of(
     named = named_layers(layers)
     modules = [layer for _, layer in named]
     calibration: Calibration | None = None
+    if num_stages is None and partition is not None:
+        num_stages = len(partition)
     if num_stages is None:
         num_stages = num_stages_of(schedule, network, num_workers)
     sizes = (num_stages, num_microbatches, remat, num_workers, None if network is None else network.size)
@@ -92,7 +97,14 @@ def layout_of(
     else:
         automatic.refuse(schedule)
         schedule = schedule_of(schedule, *sizes)
-    cuts = partition(costs_of(cost, modules, example), num_stages)
+    if partition is None:
+        cuts = balanced(costs_of(cost, modules, example), num_stages)
+    elif cost is None:
+        cuts = cut_of(partition, len(modules), num_stages)
+    else:
+        raise ValueError(
+            "partition and cost are both given; partition says where to cut, cost what to balance instead"
+        )
     local: Sequence[int] = range(num_stages)
     if network is not None:
         local = schedule.stages_of(worker_of(network, schedule))

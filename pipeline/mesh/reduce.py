@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.clock import Journal
 from gpipe_bench.pipeline.mesh.collectives import Collectives, Flat, Replicas, Room, buckets
 from gpipe_bench.pipeline.mesh.division import Divided
 from gpipe_bench.pipeline.mesh.grid import Grid
@@ -27,7 +28,6 @@ from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.reduced import Reduction
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tensors import is_divided, local
-from gpipe_bench.pipeline.times.journal import Journal
 
 REDUCTIONS = ("buckets", "tree")
 

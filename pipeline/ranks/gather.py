@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
+from gpipe_bench.pipeline.clock import Clock, conditions
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 from gpipe_bench.pipeline.ranks.connecting.introduction import machine_id
 from gpipe_bench.pipeline.ranks.together import Together
-from gpipe_bench.pipeline.times.clock import Clock, conditions
 
 _ROUND_TRIPS = 10
 

@@ -70,7 +70,7 @@ BOUNDARIES = (
     ),
     Mutant(
         name="targets in reverse order",
-        file="pipeline/steps.py",
+        file="pipeline/step.py",
         old='    return split(target, num_microbatches, "the target")\n',
         new='    return split(target.flip(0), num_microbatches, "the target")\n',
         why="every micro-batch needs its own targets",

@@ -125,7 +125,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="gradients summed instead of averaged",
-        file="pipeline/steps.py",
+        file="pipeline/step.py",
         old="tuple([length / plan.examples for",
         new="tuple([length * num_microbatches / plan.examples for",
         why="the step is M times too long; an optimizer that normalizes would hide it",

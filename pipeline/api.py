@@ -46,7 +46,6 @@ from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
 from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.portals import declarations, runner_of
-from gpipe_bench.pipeline.stage.reduced import ReducedStage
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Tree, merge
@@ -486,7 +485,7 @@ class Pipeline(nn.Module):
         make: Callable[..., Stage] = Stage
         first_microbatch = 0
         if self._joint is not None:
-            made = ReducedStage if self._divided is None else self._divided.makes
+            made = Stage if self._divided is None else self._divided.makes
             make = partial(made, reduction=self._joint.reduction)
             if self.grid is not None:
                 first_microbatch = self.grid.replica * self._schedule.num_microbatches
@@ -514,8 +513,7 @@ class Pipeline(nn.Module):
 
     def _prepare(self) -> None:
         for stage in self._stages.values():
-            if isinstance(stage, ReducedStage):
-                stage.follow(self._schedule)
+            stage.follow(self._schedule)
         self._steps = Steps(
             self._schedule, self._stages, self._devices, self._transport, self._tied, self._joint,
             self._elsewhere,

@@ -30,7 +30,6 @@ from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.keywords import flatten_shared, shared_versions, unflatten_shared
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.reduced import ReducedStage
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import (
@@ -143,8 +142,7 @@ class Steps:
             if schedule is not self._rows:
                 self._rows = schedule
                 for stage in self._stages.values():
-                    if isinstance(stage, ReducedStage):
-                        stage.lay_out(schedule)
+                    stage.lay_out(schedule)
             if training:
                 self.latest = schedule
             if training and self._tied is not None:
@@ -295,44 +293,52 @@ def run(
     action: Action | None = None
     clock.begin()
     try:
-        for position, (kind, stage, m, graph, action) in enumerate(program):
-            with _UNOBSERVED if observe is None else observe(action):
-                match kind:
-                    case Kind.F:
-                        message = None if stage.is_first else transport.receive_activation(stage.index, m)
-                        clock.start(position)
-                        message = stage.forward(m, message, graph)
-                        clock.stop(position)
-                        if message is not None:
-                            transport.send_activation(stage.index, m, message)
-                        elif (loss := stage.loss()) is not None:
-                            transport.send_loss(loss)
-                        del message
-                    case Kind.R:
-                        clock.start(position)
-                        stage.recompute(m)
-                        clock.stop(position)
-                    case Kind.B | Kind.I:
-                        gradients = () if stage.is_last else transport.receive_gradient(stage.index, m)
-                        clock.start(position)
-                        if kind is Kind.B:
-                            gradients = stage.backward(m, gradients)
-                        else:
-                            gradients = stage.backward_inputs(m, gradients)
-                        clock.stop(position)
-                        if kind is Kind.B:
-                            transport.release(stage.index, m)
-                        if not stage.is_first:
-                            transport.send_gradient(stage.index, m, gradients)
-                        del gradients
-                    case Kind.W:
-                        clock.start(position)
-                        stage.backward_weights(m)
-                        clock.stop(position)
-                        transport.release(stage.index, m)
+        for position, instruction in enumerate(program):
+            action = instruction.action
+            if observe is None:
+                _take(instruction, position, transport, clock)
+            else:
+                with observe(action):
+                    _take(instruction, position, transport, clock)
     except Exception as error:
         raise transport.abort(action, error) from error
     clock.complete = True
+
+
+def _take(instruction: Instruction, position: int, transport: Transport, clock: Clock) -> None:
+    """One action, from what it waits for to what it sends."""
+    kind, stage, m, graph, _ = instruction
+    match kind:
+        case Kind.F:
+            message = None if stage.is_first else transport.receive_activation(stage.index, m)
+            clock.start(position)
+            message = stage.forward(m, message, graph)
+            clock.stop(position)
+            if message is not None:
+                transport.send_activation(stage.index, m, message)
+            elif (loss := stage.loss()) is not None:
+                transport.send_loss(loss)
+        case Kind.R:
+            clock.start(position)
+            stage.recompute(m)
+            clock.stop(position)
+        case Kind.B | Kind.I:
+            gradients = () if stage.is_last else transport.receive_gradient(stage.index, m)
+            clock.start(position)
+            if kind is Kind.B:
+                gradients = stage.backward(m, gradients)
+            else:
+                gradients = stage.backward_inputs(m, gradients)
+            clock.stop(position)
+            if kind is Kind.B:
+                transport.release(stage.index, m)
+            if not stage.is_first:
+                transport.send_gradient(stage.index, m, gradients)
+        case Kind.W:
+            clock.start(position)
+            stage.backward_weights(m)
+            clock.stop(position)
+            transport.release(stage.index, m)
 
 
 def _outline(message: Message | None) -> Hashable:

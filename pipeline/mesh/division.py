@@ -15,8 +15,7 @@ from gpipe_bench.pipeline.mesh.collectives import Replicas
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.ranks.tied import Tie
-from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
-from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 
 LEVELS = (2, 3)
 
@@ -40,10 +39,10 @@ class Divided:
         return self._zero == 3
 
     @property
-    def makes(self) -> Callable[..., ReducedStage]:
+    def makes(self) -> Callable[..., Stage]:
         """The class of the stages."""
         if not self._along_tp:
-            return ReducedStage
+            return Stage
         from gpipe_bench.pipeline.mesh.tensor_parallel import DividedStage
 
         return DividedStage

@@ -25,8 +25,7 @@ from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.messages.connection import Work
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.reduced import Reduction
-from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 from gpipe_bench.pipeline.stage.tensors import is_divided, local
 
 REDUCTIONS = ("buckets", "tree")

@@ -28,8 +28,7 @@ from gpipe_bench.pipeline.clock import Journal
 from gpipe_bench.pipeline.mesh.collectives import Collectives, Flat, Room, buckets
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.ranks.messages.connection import Work
-from gpipe_bench.pipeline.stage.reduced import Reduction
-from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 
 T = TypeVar("T")
 _Gradients = list[Tensor | None]

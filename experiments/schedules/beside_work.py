@@ -114,13 +114,11 @@ class Bench:
         return partition(self.by_layer, num_stages)
 
     def ours(self, schedule: Schedule) -> Pipeline:
-        cut = self.cut(schedule.num_stages)
         return Pipeline(
             self.layers,
-            num_stages=schedule.num_stages,
+            partition=self.cut(schedule.num_stages),
             num_microbatches=self.number,
             schedule=schedule,
-            cost=[1 / len(span) for span in cut for _ in span],
             group=dist.group.WORLD,
         )
 

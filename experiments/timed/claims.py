@@ -35,7 +35,7 @@ from gpipe_bench.harness.verdict import (
     within_factor,
 )
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 TABLE = "claims-text"
 """The table of the paper's sentences."""

@@ -153,7 +153,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="a graph kept although R follows",
-        file="pipeline/engine.py",
+        file="pipeline/step.py",
         old="training and not schedule.recomputes(action.microbatch, action.stage)",
         new="training",
         why="the memory that a recomputation is for would never be free",
@@ -212,7 +212,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="a schedule's stages in the order of their workers",
-        file="pipeline/engine.py",
+        file="pipeline/step.py",
         old="    actions = schedule.actions[workers.pop()] if len(workers) == 1 else",
         new="    actions = schedule.actions[workers.pop()][::-1] if len(workers) == 1 else",
         why="a worker takes its row in order",
@@ -230,7 +230,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="a refused batch is a failure",
-        file="pipeline/steps.py",
+        file="pipeline/step.py",
         old="        except ShortBatchError:\n",
         new="        except ZeroDivisionError:\n",
         why="a last, short batch would end the job though nothing of it was sent",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from itertools import product
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -30,7 +31,8 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A setting that the paper leaves open, for some tables.
 
     Either `allowed` lists the values, or `range` has the lowest and the highest, in `unit`. `constraint` says
-    in words which values can go together.
+    in words which values can go together. `later` has further values, thought of after our numbers had been
+    seen: hypotheses (`Reason`), which no range covers.
     """
 
     tables: Tables
@@ -38,6 +40,7 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reason: Text
     sources: Annotated[tuple[Origin, ...], Meta(min_length=1)]
     allowed: tuple[Value, ...] = ()
+    later: tuple[Value, ...] = ()
     range: tuple[float, float] | None = None
     unit: str = ""
     constraint: str = ""
@@ -45,8 +48,9 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if bool(self.allowed) == (self.range is not None):
             raise ValueError(f"{self.setting} must have either 'allowed' values or a 'range'")
-        if len(set(map(repr, self.allowed))) != len(self.allowed):
-            raise ValueError(f"{self.setting}: a value is allowed twice: {list(self.allowed)}")
+        every = (*self.allowed, *self.later)
+        if len(set(map(repr, every))) != len(every):
+            raise ValueError(f"{self.setting}: a value is allowed twice: {list(every)}")
         if self.range is not None and not -math.inf < self.range[0] < self.range[1] < math.inf:
             raise ValueError(f"{self.setting}: range is {list(self.range)}, not two finite numbers that rise")
 
@@ -83,11 +87,20 @@ class Stated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     note: str = ""
 
 
+class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A reason for differences, entered after our numbers had been seen: later values taken together."""
+
+    name: Text
+    tables: Tables
+    settings: Annotated[dict[str, Value], Meta(min_length=1)]
+
+
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
-    """All unknown and all stated settings, in the file's order."""
+    """All unknown and all stated settings, and the reasons for differences, in the file's order."""
 
     unknown: tuple[Unknown, ...]
     stated: tuple[Stated, ...]
+    hypothesis: tuple[Reason, ...] = ()
 
     def __post_init__(self) -> None:
         seen: set[tuple[str, str]] = set()
@@ -97,6 +110,18 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
                 if (table, one.setting) in seen:
                     raise ValueError(f"{one.setting} of {table} stands there twice")
                 seen.add((table, one.setting))
+        for reason in self.hypothesis:
+            for table, (setting, value) in product(reason.tables, reason.settings.items()):
+                later = self.find(table, setting).later
+                if value not in later:
+                    raise ValueError(
+                        f"{reason.name!r}: {value!r} is no later value of {setting} of {table}; there are: "
+                        f"{', '.join(map(repr, later)) or 'none'}"
+                    )
+
+    def reasons(self, table: str) -> tuple[Reason, ...]:
+        """The reasons for differences of a table."""
+        return tuple(reason for reason in self.hypothesis if table in reason.tables)
 
     def of(self, table: str) -> dict[str, Unknown]:
         """The unknown settings of a table, by name."""

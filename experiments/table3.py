@@ -33,7 +33,7 @@ from gpipe_bench.experiments.predicted.records import (
     predicted_text,
     prediction_text,
 )
-from gpipe_bench.experiments.predicted.sweep import points
+from gpipe_bench.harness.unknowns import points
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed.replay import (

@@ -131,9 +131,7 @@ class Joint:
             near = f"; the nearest is off by {self.nearest:.3g} times" if self.nearest > 1 else ""
             return f"impossible (0 of {self.tried:,} settings{near})"
         found = f"possible ({len(self.holding):,} of {self.tried:,} settings"
-        return found + (
-            f"; {self.exact:,} without the prediction's error)" if self.error != (1, 1) else ")"
-        )
+        return found + (f"; {self.exact:,} without the prediction's error)" if self.error != (1, 1) else ")")
 
 
 @functools.cache
@@ -173,13 +171,12 @@ def judge_jointly(
 def _evaluated(claim: Claim, walk: Walk, published: Mapping[Cell, PaperNumber]) -> Joint | None:
     """None where the walk has no setting with all of the numbers."""
     wanted = [_wanted(claim, condition, published) for condition in claim.conditions]
-    ours = [
-        _quotients([walk.values[claim.cell(each)] for each in condition.over if claim.cell(each) in walk.values],
-                   [walk.values[claim.cell(each)] for each in condition.under if claim.cell(each) in walk.values])
-        if all(claim.cell(each) in walk.values for each in (*condition.over, *condition.under))
-        else [None] * len(walk.settings)
-        for condition in claim.conditions
-    ]  # fmt: skip
+    nothing: Sequence[float | None] = [None] * len(walk.settings)
+
+    def found(named: Sequence[str]) -> list[Sequence[float | None]]:
+        return [walk.values.get(claim.cell(each), nothing) for each in named]
+
+    ours = [_quotients(found(each.over), found(each.under)) for each in claim.conditions]
     places = [n for n in range(len(walk.settings)) if all(values[n] is not None for values in ours)]
     if not places:
         return None
@@ -217,9 +214,7 @@ def _evaluated(claim: Claim, walk: Walk, published: Mapping[Cell, PaperNumber]) 
     )  # fmt: skip
 
 
-def _wanted(
-    claim: Claim, condition: Condition, published: Mapping[Cell, PaperNumber]
-) -> tuple[float, float]:
+def _wanted(claim: Claim, condition: Condition, published: Mapping[Cell, PaperNumber]) -> tuple[float, float]:
     """The smallest and the largest quotient that meets a condition."""
     if condition.is_bound:
         low = -math.inf if condition.at_least is None else condition.at_least
@@ -262,7 +257,9 @@ def joint_text(found: Sequence[Joint]) -> str:
     """The joint claims as a table in words; nothing where there are none."""
     if not found:
         return ""
-    lines = [[each.table, each.statement, "; ".join(_numbers(each)), each.words + _split(each)] for each in found]
+    lines = [
+        [each.table, each.statement, "; ".join(_numbers(each)), each.words + _split(each)] for each in found
+    ]
     return Grid(
         title=(
             "Jointly: does one setting give all of it? (found after looking; never added to counts of cells; "

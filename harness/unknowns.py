@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -85,6 +86,31 @@ class Stated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: Annotated[str, Meta(pattern="^v[15] ")]
     quote: Text
     note: str = ""
+
+
+def points(unknown: Unknown) -> tuple[Value, ...]:
+    """The values that are gone through; of a range its low end, its geometric middle and its high end."""
+    if unknown.low is None or unknown.high is None:
+        return unknown.allowed
+    return (unknown.low, math.sqrt(unknown.low * unknown.high), unknown.high)
+
+
+def ranks(unknown: Unknown) -> tuple[int, ...]:
+    """For each of `points`, how many steps it is from the middle; 0 for the middle itself."""
+    return steps_from_middle(points(unknown))
+
+
+def steps_from_middle(values: Sequence[Value]) -> tuple[int, ...]:
+    """For each of some values, how many steps it is from the middle, by a rule that knows no result.
+
+    The middle of numbers is the lower middle of the list, then come the next larger, the next smaller and so
+    on; of words it is the first. Of a range it is the geometric middle, which stands between the ends.
+    """
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return tuple(range(len(values)))
+    middle = (len(values) - 1) // 2
+    order = sorted(range(len(values)), key=lambda place: (abs(place - middle), place < middle))
+    return tuple(order.index(place) for place in range(len(values)))
 
 
 class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

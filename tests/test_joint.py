@@ -9,7 +9,10 @@ from gpipe_bench.harness.paper import PaperNumber
 
 A, B = ("t", "r", "a"), ("t", "r", "b")
 PAPER = [
-    PaperNumber(table="t", row="r", column=name, value=value, printed=f"{value:g}", unit="ratio", kind="result", source="paper")
+    PaperNumber(
+        table="t", row="r", column=name, value=value, printed=f"{value:g}", unit="ratio", kind="result",
+        source="paper",
+    )
     for name, value in (("a", 2.0), ("b", 4.0))
 ]  # fmt: skip
 SETTINGS = [{"batch": 1}, {"batch": 2}, {"batch": 3}]
@@ -31,7 +34,9 @@ BOTH = (Condition(over=("r | a",)), Condition(over=("r | b",)))
 def test_every_cell_may_be_met_by_a_setting_of_its_own_and_all_by_none() -> None:
     found = judged([2.0, 9.0, 1.0], [1.0, 4.0, 2.0], *BOTH)
     assert (found.verdict, len(found.holding), found.tried) == ("impossible", 0, 3)
-    assert found.nearest == pytest.approx(3.5 / 2), "the last, of which b is 2 and the least that rounds to 4 is 3.5"
+    assert found.nearest == pytest.approx(3.5 / 2), (
+        "the last, of which b is 2 and the least that rounds to 4 is 3.5"
+    )
     assert "0 of 3 settings" in found.words
 
 

@@ -185,7 +185,10 @@ def test_what_the_paper_contradicts_itself_on_is_not_comparable(cells):
 def test_what_no_schedule_reaches_at_one_batch_says_so_and_is_judged(cells, find):
     """The caption lets the batch change, so all that lie above the bound are judged alike."""
     for c in cells:
-        if c.table in ("table2-transformer", "table2-amoebanet") and (c.source, c.kind) == ("paper", "result"):
+        if c.table in ("table2-transformer", "table2-amoebanet") and (c.source, c.kind) == (
+            "paper",
+            "result",
+        ):
             bound = max(
                 find("table2-bound", f"{c.row} {how} re-materialization", c.column, "theory").value
                 for how in ("with", "without")

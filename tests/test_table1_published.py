@@ -22,7 +22,14 @@ from gpipe_bench.experiments.table1.as_published import (
 from gpipe_bench.experiments.table1.cells import cells
 from gpipe_bench.experiments.table1.experiment import EXPERIMENT
 from gpipe_bench.experiments.table1.largest import Setting, place_anyhow
-from gpipe_bench.experiments.table1.settings import Combination, allowed, combinations, hypotheses, spread_of
+from gpipe_bench.experiments.table1.settings import (
+    Combination,
+    allowed,
+    combinations,
+    hypotheses,
+    possible,
+    spread_of,
+)
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import SCHEMA, Record
@@ -219,22 +226,31 @@ def replace_columns(given: Record) -> Record:
     return record(str(given.case["part"]), "transformer", details)
 
 
-def test_activation_memory_is_a_range_over_what_is_unknown() -> None:
+def test_activation_memory_is_a_range_over_the_combinations_under_which_the_papers_models_fit() -> None:
+    """9 GiB do not fit; of the other two the lower M is the nearest to the middle of everything."""
     found = entry([MEMORY], "table1-transformer", "peak activation memory", "pipeline-1")
     assert found.question == "as published"
     assert found.spread is not None
-    assert (found.spread.low, found.spread.high) == (3 * GIB, 9 * GIB)
-    assert found.spread.combinations == 3
-    # Where both copies were tried with the same M, and both M with the same copies.
-    assert {part.what: (part.low, part.high) for part in found.spread.parts} == {
-        "gradient_copies": (6 * GIB, 9 * GIB), "num_microbatches": (3 * GIB, 6 * GIB),
-    }  # fmt: skip
-    assert "under 2 of them the model fits" in found.note
-    assert "3 GiB to 6 GiB" in found.note
+    assert (found.spread.low, found.spread.high) == (3 * GIB, 6 * GIB)
+    assert found.spread.combinations == 2
+    assert found.quantity is not None
+    assert found.quantity.value == 6 * GIB
+    assert [part.what for part in found.spread.parts] == ["num_microbatches"]
+    assert "under which the paper's models fit (2 of 4); this one by itself fits under 2" in found.note
     (judged,) = (
         each for each in compare([found]) if each.place == found.place and each.question == "as published"
     )
-    assert judged.verdict == "undecided"
+    assert judged.verdict == "below", "6.4 is met by the 9 GiB that do not fit"
+
+
+def test_a_model_that_fits_under_no_combination_tells_nothing_of_the_others() -> None:
+    columns = {**MEMORY.details["columns"], "naive-1": {"bytes": [1, 2, 3, 4], "fits": "0000"}}
+    changed = record("hypotheses", "transformer", {**MEMORY.details, "columns": columns})
+    found = entry([changed], "table1-transformer", "peak activation memory", "naive-1")
+    assert (found.spread.low, found.spread.high) == (1, 2)
+    assert "this one by itself fits under none" in found.note
+    nothing = {**changed.details, "columns": {"naive-1": columns["naive-1"]}}
+    assert possible(record("hypotheses", "transformer", nothing)) == (0, 1, 2, 3)
 
 
 def test_capacity_counts_what_does_not_fit_as_nothing() -> None:

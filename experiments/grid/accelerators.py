@@ -114,7 +114,7 @@ def run(key: Mapping[str, Scalar], *, quick: bool) -> Outcome:
 
 def settings() -> list[Setting]:
     """The middle first, then every corner of what is not stated."""
-    from gpipe_bench.experiments.predicted.sweep import points
+    from gpipe_bench.harness.unknowns import points
     from gpipe_bench.harness.unknowns import load_unknowns
 
     names = ("share_of_peak", "link_bytes_per_s", "link_latency_s")

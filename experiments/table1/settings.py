@@ -17,7 +17,7 @@ from gpipe_bench.harness.hypotheses import Hypothesis, Key
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.units import convert
-from gpipe_bench.harness.unknowns import Unknown, Value, load_unknowns
+from gpipe_bench.harness.unknowns import Unknown, Value, load_unknowns, steps_from_middle
 from gpipe_bench.harness.verdict import Part, Spread
 from gpipe_bench.models.paper import HALVES, Column
 
@@ -76,7 +76,11 @@ def spread_of(
         return None
     numbers = [value for _, value in found]
     return Spread(
-        low=min(numbers), high=max(numbers), parts=tuple(_parts(found, names)), combinations=len(numbers)
+        low=min(numbers),
+        high=max(numbers),
+        parts=tuple(_parts(found, names)),
+        combinations=len(numbers),
+        values=tuple(numbers),
     )
 
 
@@ -102,9 +106,26 @@ class Choices:
     settings: tuple[Combination, ...]
     columns: Mapping[str, tuple[float | None, ...]]
 
+    def of(self, places: Sequence[int]) -> Choices:
+        """Some of the combinations."""
+        columns = {name: tuple(values[n] for n in places) for name, values in self.columns.items()}
+        return Choices(self.names, tuple(self.settings[n] for n in places), columns)
+
     def spread(self, column: str) -> Spread | None:
         """The range of a column."""
         return spread_of(self.settings, self.columns[column], self.names)
+
+    def middle(self, values: Sequence[float | None]) -> float | None:
+        """What stands for all: of the combinations with a number that of the one nearest to the middle of
+        every setting, by the rule of all predictions. None where there is no number.
+        """
+        far = {}
+        for name in self.names:
+            each = list(dict.fromkeys(settings[name] for settings in self.settings))
+            far[name] = dict(zip(each, steps_from_middle(each), strict=True))
+        steps = [[far[name][each[name]] for name in self.names] for each in self.settings]
+        having = [place for place, value in enumerate(values) if value is not None]
+        return values[min(having, key=lambda n: (sum(steps[n]), steps[n]))] if having else None
 
     def quotient(self, over: str, under: str) -> tuple[float | None, ...]:
         """One column over another under the same settings; None where the second is nothing."""
@@ -115,17 +136,28 @@ class Choices:
 
 
 def activation_choices(record: Record) -> Choices:
-    """Peak activation memory in bytes."""
+    """Peak activation memory in bytes, under every combination."""
     settings = _product(record.details["settings"])
     columns = {name: tuple(column["bytes"]) for name, column in record.details["columns"].items()}
     return Choices(tuple(record.details["settings"]), settings, columns)
+
+
+def possible(record: Record) -> tuple[int, ...]:
+    """The combinations under which the paper's own runs are possible: all its models fit into the largest
+    memory there may be, but for those that fit under no combination, which tell nothing. All, where none is.
+    """
+    columns = [each["fits"] for each in record.details["columns"].values()]
+    fitting = [each for each in columns if "1" in each]
+    every = range(len(columns[0]))
+    return tuple(n for n in every if all(each[n] == "1" for each in fitting)) or tuple(every)
 
 
 def parameter_choices(record: Record) -> Choices:
     """Parameters of the columns' models, where settings change them."""
     details = record.details["parameters"]
     columns = {name: tuple(counts) for name, counts in details["columns"].items()}
-    return Choices(tuple(details["settings"]), _product(details["settings"]), columns)
+    settings = _product(details["settings"])
+    return Choices(tuple(details["settings"]), settings, columns)
 
 
 def capacity_choices(record: Record) -> Choices:
@@ -140,18 +172,9 @@ def capacity_choices(record: Record) -> Choices:
     return Choices(names, settings, columns)
 
 
-def fitting(record: Record, column: str) -> tuple[int, float, float] | None:
-    """Under how many combinations a column's model fits, and the range of its memory then; None for none."""
-    found = record.details["columns"][column]
-    values = [
-        value for value, fits in zip(found["bytes"], found["fits"], strict=True) if fits == "1" and value
-    ]
-    return (len(values), min(values), max(values)) if values else None
-
-
-def ranged(name: str, unit: str, spread: Spread) -> Quantity:
-    """A prediction; its middle stands for it."""
-    return Quantity(name=name, value=(spread.low + spread.high) / 2, unit=unit, provenance="modelled")
+def ranged(name: str, unit: str, middle: float | None) -> Quantity:
+    """A prediction; what the middle gives stands for it."""
+    return Quantity(name=name, value=middle, unit=unit, provenance="modelled")
 
 
 def hypothesis_record(records: Sequence[Record], half: str) -> Record | None:

@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import records as predictions
-from gpipe_bench.experiments.predicted.records import as_published, hypotheses_of, prediction_text
+from gpipe_bench.experiments.predicted.records import (
+    as_published,
+    equal_stages,
+    hypotheses_of,
+    prediction_text,
+    walks,
+)
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.timed import claims
@@ -594,6 +600,7 @@ EXPERIMENT = Experiment(
     figures=figures,
     timelines=kept_timelines,
     hypotheses=hypotheses_of,
+    walks=lambda records: [*walks(records), equal_stages()],
     options=("device", "engine"),
     engines=tuple(ENGINES),
 )

@@ -507,7 +507,9 @@ def test_what_was_tried_is_walked_for_claims_about_several_cells() -> None:
     (walk,) = walks([found])
     assert (walk.name, walk.values) == ("breakdown-v5", {cell: [59.0, 61.0]})
     assert [each["num_microbatches"] for each in walk.settings] == [0, 1]
-    early, late = zip(*(equal_stages("t").values["t", "M=32", f"K={k}"] for k in (2, 4, 8)), strict=True)
+    early, late = zip(
+        *(equal_stages().values["table2-amoebanet", "M=32", f"K={k}"] for k in (2, 4, 8)), strict=True
+    )
     bounds = [
         [
             PUBLISHED["theory", "table2-bound", f"M=32 {how} re-materialization", f"K={k}"].value

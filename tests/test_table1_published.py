@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gpipe_bench.experiments.table1 import naive
 from gpipe_bench.experiments.table1.as_published import (
     capacity_combinations,
     choices,
@@ -29,6 +30,7 @@ from gpipe_bench.experiments.table1.settings import (
     hypotheses,
     possible,
     spread_of,
+    walks,
 )
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
@@ -323,3 +325,47 @@ def test_the_smoke_profile_predicts_nothing_and_the_short_one_both_halves() -> N
     }
     assert parts["smoke"] == []
     assert len(parts["short"]) == 4
+
+
+def test_a_reason_by_name_is_held_against_naive_1_and_against_what_is_divided_by_it() -> None:
+    reason = {
+        "name": "products only",
+        "settings": {"activation_format": ["float32", "bfloat16"]},
+        "bytes": [23.4 * GIB, 11.7 * GIB],
+        "capacity": {"settings": {"num_microbatches": [16, 32]}, "parameters": [100_000_000, 0], "sizes": []},
+    }
+    given = [replace_columns(CAPACITY), record("reasons", "transformer", reason), replace_columns(MEMORY)]
+    found = hypotheses(given)[-1]
+    assert (found.name, found.after_looking) == ("table1-transformer: products only", True)
+    assert found.spreads["table1-transformer", "peak activation memory", "naive-1"].values == (23.4, 11.7)
+    times = ("claims", "Transformer: larger by re-materialization alone", "pipeline-1 / naive-1")
+    assert found.spreads[times].values == (3.0, 4.0), "nothing fits at M = 32"
+
+
+def test_the_largest_models_are_walked_with_the_activations_under_the_same_settings() -> None:
+    sizes = {"num_layers": [1, 2, 3], "num_filters": [0, 0, 0]}
+    largest = replace_columns(CAPACITY)
+    columns = {name: {**each, **sizes} for name, each in largest.details["columns"].items()}
+    settings = {"gradient_copies": [1], "num_microbatches": [16, 32], "memory_cap_bytes": [1.0, 2.0]}
+    capacity = record(
+        "capacity",
+        "transformer",
+        {"settings": settings, "combinations": [[0, 0, 0], [0, 1, 1], [0, 1, 0]], "columns": columns},
+    )
+    found = {walk.name: walk for walk in walks([replace_columns(MEMORY), capacity])}
+    every = found["table1-transformer, whether it fits or not"]
+    memory = ("table1-transformer", "peak activation memory", "pipeline-1")
+    assert (len(every.settings), every.values[memory]) == (4, [6.0, 3.0, 9.0, None])
+    sized = found["table1-transformer, largest models"]
+    assert sized.values["table1-transformer", "num_layers", "pipeline-1"] == [1, 2, 3]
+    assert sized.values["table1-transformer", "maximum parameters", "naive-1"][0] is None, "nothing fits"
+    assert sized.values[memory] == [9.0, None, None], "one copy of gradients, by M"
+
+
+def test_of_products_alone_three_layers_of_the_transformer_keep_what_the_paper_prints() -> None:
+    """By hand for bfloat16: 3 layers of 3.25 GiB (queries, keys, values, scores, context, output, 8192 and
+    2048 wide products) and logits of 1.953 GiB.
+    """
+    layer = 3 * 0.125 + 2 + 2 * 0.125 + 0.5 + 0.125
+    (kept, *_) = naive.reasons("transformer").details["bytes"]
+    assert kept == 2 * round((3 * layer + 32 * 1024 * 32_000 * 2 / GIB) * GIB)

@@ -20,6 +20,7 @@ from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.environment import differences
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.hypotheses import with_reasons
+from gpipe_bench.harness.joint import Joint, joint_text, judge_jointly
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.table import Row, replies_text, text_table
 from gpipe_bench.harness.verdict import Answer, Comparison
@@ -38,13 +39,15 @@ MOST_LINES = 5
 class Shown:
     """What some records of one experiment come to, worked out once: whoever shows them reads it here.
 
-    `comparisons` has one for every entry, and one for every number of the same tables that nobody produced.
+    `comparisons` has one for every entry, and one for every number of the same tables that nobody produced;
+    `joint` one for every claim about several cells at once.
     """
 
     records: tuple[Record, ...]
     entries: tuple[Answer, ...]
     comparisons: tuple[Comparison, ...]
     text: str
+    joint: tuple[Joint, ...] = ()
 
 
 def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
@@ -60,8 +63,9 @@ def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
         raise RuntimeError(f"the cells of {experiment.name} can't be compared") from error
     tables = experiment.tables
     text = text_table(comparisons) if tables is None else tables(records, comparisons)
-    parts = filter(None, [replies_text(comparisons), text])
-    return Shown(tuple(records), tuple(entries), tuple(comparisons), "\n\n".join(parts))
+    joint = judge_jointly(experiment.walks(records)) if experiment.walks is not None else []
+    parts = filter(None, [replies_text(comparisons), text, joint_text(joint)])
+    return Shown(tuple(records), tuple(entries), tuple(comparisons), "\n\n".join(parts), tuple(joint))
 
 
 def environment_warnings(records: Sequence[Record]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpipe_bench.experiments.table1.settings import (
+    CLAIMS,
     activation_choices,
     capacity_choices,
     capacity_record,
@@ -41,15 +42,6 @@ CONTEXT = (
     "context: with as many micro-batches as the model needs and the cut that memory likes best, which the "
     "paper's numbers are not about"
 )
-
-CLAIMS = (
-    ("AmoebaNet: largest on 8 accelerators over naive-1", "amoebanet", "pipeline-8", "naive-1"),
-    ("Transformer: largest on 128 partitions over naive-1", "transformer", "pipeline-128", "naive-1"),
-    ("Transformer: larger by re-materialization alone", "transformer", "pipeline-1", "naive-1"),
-    ("AmoebaNet: larger on one accelerator", "amoebanet", "pipeline-1", "naive-1"),
-    ("AmoebaNet: larger from 1 to 8 accelerators", "amoebanet", "pipeline-8", "pipeline-1"),
-)
-"""Row, half and the two columns that are divided."""
 
 
 def cells(records: Sequence[Record]) -> list[Answer]:

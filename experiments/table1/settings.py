@@ -14,6 +14,7 @@ from itertools import product
 from statistics import median
 
 from gpipe_bench.harness.hypotheses import Hypothesis, Key
+from gpipe_bench.harness.joint import Walk
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.units import convert
@@ -221,7 +222,107 @@ def hypotheses(records: Sequence[Record]) -> list[Hypothesis]:
         for half, each in choices.items():
             numbers |= values[half][tuple(combination[name] for name in each.names)]
         made.append(Hypothesis(name=_named(combination, base), values=numbers, settings=combination))
-    return made
+    return [*made, *_reasons(records)]
+
+
+CLAIMS = (
+    ("AmoebaNet: largest on 8 accelerators over naive-1", "amoebanet", "pipeline-8", "naive-1"),
+    ("Transformer: largest on 128 partitions over naive-1", "transformer", "pipeline-128", "naive-1"),
+    ("Transformer: larger by re-materialization alone", "transformer", "pipeline-1", "naive-1"),
+    ("AmoebaNet: larger on one accelerator", "amoebanet", "pipeline-1", "naive-1"),
+    ("AmoebaNet: larger from 1 to 8 accelerators", "amoebanet", "pipeline-8", "pipeline-1"),
+)
+"""Row, half and the two columns that are divided."""
+
+
+def _reasons(records: Sequence[Record]) -> Iterator[Hypothesis]:
+    """What naive-1 is where only outputs of products are kept (`naive`), by half: its activations, the
+    largest model, and how many times larger GPipe's are, under the same settings of whatever both leave open.
+    """
+    units = {cell.key: cell.unit for cell in load_paper() if cell.source == "paper"}
+    for half in HALVES:
+        record, table = _done(find(records, part="reasons", half=half)), HALVES[half].table
+        if record is None:
+            continue
+        key = (table, ROW, "naive-1")
+        activations = [convert(value, "bytes", units[key]) for value in record.details["bytes"]]
+        capacity = record.details["capacity"]
+        naive = dict(zip(map(_frozen, _product(capacity["settings"])), capacity["parameters"], strict=True))
+        found = {key: activations, (table, "maximum parameters", "naive-1"): list(naive.values())}
+        if (largest := capacity_record(records, half)) is not None:
+            choices = capacity_choices(largest)
+            for row, of_half, over, under in CLAIMS:
+                if (of_half, under) == (half, "naive-1"):
+                    pairs = [
+                        (value, naive[_frozen({name: settings[name] for name in capacity["settings"]})])
+                        for settings, value in zip(choices.settings, choices.columns[over], strict=True)
+                    ]
+                    found["claims", row, f"{over} / {under}"] = [a / b for a, b in pairs if a and b]
+        yield Hypothesis(
+            name=f"{table}: {record.details['name']}",
+            values={key: activations[0]},
+            settings={"reason": record.details["name"]},
+            after_looking=True,
+            spreads={
+                cell: Spread(
+                    low=min(values), high=max(values), combinations=len(values), values=tuple(values)
+                )
+                for cell, values in found.items()
+                if values
+            },
+        )
+
+
+def _frozen(settings: Combination) -> tuple[tuple[str, Value], ...]:
+    return tuple(sorted(settings.items()))
+
+
+WHETHER_IT_FITS = "whether it fits or not"
+LARGEST = "largest models"
+
+
+def walks(records: Sequence[Record]) -> list[Walk]:
+    """Activations of the paper's models under every combination; and the sizes of the largest models under
+    every combination of their search, with the activations of the paper's models under the same settings.
+    """
+    units = {cell.key: cell.unit for cell in load_paper() if cell.source == "paper"}
+    found = []
+    for half in HALVES:
+        table, memory, largest = (
+            HALVES[half].table,
+            hypothesis_record(records, half),
+            capacity_record(records, half),
+        )
+        activations: dict[Key, dict[tuple[tuple[str, Value], ...], float | None]] = {}
+        if memory is not None:
+            choices = activation_choices(memory)
+            for column, values in choices.columns.items():
+                key = (table, ROW, column)
+                numbers = [None if value is None else convert(value, "bytes", units[key]) for value in values]
+                activations[key] = dict(zip(map(_frozen, choices.settings), numbers, strict=True))
+            every = {key: [*numbers.values()] for key, numbers in activations.items()}
+            found.append(Walk(f"{table}, {WHETHER_IT_FITS}", choices.settings, every))
+        if largest is not None:
+            sized = capacity_choices(largest)
+            columns = largest.details["columns"]
+            values_of: dict[Key, list[float | None]] = {
+                (table, row, column): [value or None for value in columns[column][name]]
+                for row, name in (
+                    ("maximum parameters", "parameters"),
+                    ("num_layers", "num_layers"),
+                    ("num_filters", "num_filters"),
+                )
+                for column in columns
+            }
+            shared = [
+                _frozen({n: each[n] for n in sized.names if n in SHARED + OWN[half]})
+                for each in sized.settings
+            ]
+            for key, numbers_of in activations.items():
+                if all(each in numbers_of for each in shared):  # not where the search left settings out
+                    values_of[key] = [numbers_of[each] for each in shared]
+            found.append(Walk(f"{table}, {LARGEST}", sized.settings, values_of))
+    return found
 
 
 def _values(half: str, choices: Choices) -> dict[tuple[Value, ...], dict[Key, float]]:

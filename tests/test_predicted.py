@@ -272,6 +272,7 @@ def test_where_the_middle_is_not_admitted_the_nearest_is_and_the_first_settings_
         "", AXES, {CELL: values, other: np.array([[1.0, 1.0], [1.0, np.nan], [1.0, 1.0]])}
     )
     assert found.settings == {"a": 1, "b": "x"}, "a combination has all cells of the table"
+    assert found.spread(CELL).high == 5 > found.spread(other).combinations == 4, "and only such count"
     with pytest.raises(ValueError, match="no combination of a, b is admitted"):
         Prediction.by_rule("", AXES, {CELL: np.full((3, 2), np.nan)})
 

@@ -144,7 +144,8 @@ class Prediction:
     Args:
         title: names the model and its size
         axes: the settings
-        values: of each cell, an array with a dimension for each axis; NaN where it is not admitted
+        values: of each cell, an array with a dimension for each axis; NaN where the paper's runs of all cells
+            are not possible together
         reference: the place on every axis of the combination that stands for all
         note: what has to be said of it
     """
@@ -180,6 +181,7 @@ class Prediction:
             raise ValueError(
                 f"no combination of {', '.join(axis.name for axis in axes)} is admitted for all cells"
             )
+        every = {cell: np.where(admitted, value, np.nan) for cell, value in every.items()}
         places = np.argwhere(admitted)
         steps = np.stack([np.array(axis.ranks)[at] for axis, at in zip(axes, places.T, strict=True)])
         fewest = places[

@@ -282,8 +282,9 @@ LARGEST = "largest models"
 
 
 def walks(records: Sequence[Record]) -> list[Walk]:
-    """Activations of the paper's models under every combination; and the sizes of the largest models under
-    every combination of their search, with the activations of the paper's models under the same settings.
+    """Activations of the paper's models under every combination, and under those under which they fit; and
+    the sizes of the largest models under every combination of their search, with the activations of the
+    paper's models under the same settings.
     """
     units = {cell.key: cell.unit for cell in load_paper() if cell.source == "paper"}
     found = []
@@ -301,7 +302,12 @@ def walks(records: Sequence[Record]) -> list[Walk]:
                 numbers = [None if value is None else convert(value, "bytes", units[key]) for value in values]
                 activations[key] = dict(zip(map(_frozen, choices.settings), numbers, strict=True))
             every = {key: [*numbers.values()] for key, numbers in activations.items()}
-            found.append(Walk(f"{table}, {WHETHER_IT_FITS}", choices.settings, every))
+            places = possible(memory)
+            fitting = {key: [values[n] for n in places] for key, values in every.items()}
+            found += [
+                Walk(f"{table}, {WHETHER_IT_FITS}", choices.settings, every),
+                Walk(table, [choices.settings[n] for n in places], fitting),
+            ]
         if largest is not None:
             sized = capacity_choices(largest)
             columns = largest.details["columns"]

@@ -128,7 +128,7 @@ def with_reasons(
             return entry
         holding = [each for each in tried if each.share(cell, entry.allowed) >= SLIVER]
         others = sum(each.tried for each in tried if each.after_looking or not entry.tried)
-        return replace(entry, explained_by=_named(holding), others_tried=others)
+        return replace(entry, explained_by=_named(holding), others_tried=entry.others_tried + others)
 
     return [joined(entry) for entry in entries]
 

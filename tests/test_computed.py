@@ -87,11 +87,16 @@ def test_quotients_of_printed_numbers_by_hand() -> None:
     assert set(words("transfer", errors).values()) == {"identity"}
 
 
-def test_a_transformer_of_any_depth_is_counted_from_two() -> None:
-    assert quotients.parameters_of("transformer", "naive-1") == quotients.parameters(
-        "transformer-lm", {"num_layers": 3}
-    )
-    assert quotients.parameters_of("transformer", "pipeline-128") == pytest.approx(83.9e9, rel=1e-3)
+def test_sentences_by_hand() -> None:
+    """Filters double and sides halve; 24 layers have 96 rings of 7/8 a boundary's two messages; 8 + ... + 1."""
+    activations, parameters, spmd, pipedream = quotients.sentences()
+    assert activations.value == pytest.approx(0.5, rel=0.01)
+    assert parameters.value == pytest.approx(4, rel=0.01)
+    assert (spmd.value, pipedream.value) == (84.0, 4.5)
+    of_ranks = quotients.correlation()
+    assert of_ranks.value == pytest.approx(1 - 6 * 6 / (7 * 48)), "by the ranks of v1's Table 2"
+    assert set(words("claims-text", [activations, parameters, spmd, pipedream]).values()) == {"reproduced"}
+    assert set(words("growth", [of_ranks]).values()) == {"reproduced"}
 
 
 # The experiment
@@ -101,7 +106,10 @@ def test_a_run_keeps_numbers_with_their_ranges() -> None:
     key = {"part": "as published", "table": "growth", "what": "growth"}
     outcome = EXPERIMENT.run(Case(key), RunOptions(profile="smoke"))
     (growth,) = quotients.growth()
-    assert [quantity.value for quantity in outcome.quantities] == [growth.value]
+    assert [quantity.value for quantity in outcome.quantities] == [
+        growth.value,
+        quotients.correlation().value,
+    ]
     kept = record("growth", [growth])
     assert spread_of(kept, growth.row, growth.column) == growth.spread
     assert spread_of(kept, "another", growth.column) is None

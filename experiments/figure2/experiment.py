@@ -29,6 +29,7 @@ from gpipe_bench.experiments.figure2.computed import (
     traffic,
 )
 from gpipe_bench.experiments.figure2.shown import MOST_STAGES, figures, of_part, tables, timelines
+from gpipe_bench.experiments.timed.claims import TABLE as SENTENCES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar
@@ -227,7 +228,7 @@ def _size(options: dict[str, Any]) -> str:
 
 def cells(records: Sequence[Record]) -> list[Answer]:
     """A cell for every formula that the paper's text gives and we have a record for."""
-    return [*_formulas(records), *_least_multiple(records), *_sizes(records)]
+    return [*_formulas(records), *_least_multiple(records), *_early_over_late(records), *_sizes(records)]
 
 
 def _formulas(records: Sequence[Record]) -> Iterator[Answer]:
@@ -315,6 +316,28 @@ def _least_multiple(records: Sequence[Record]) -> Iterator[Answer]:
             "ends and the middle of what negligible may mean: by (K-1)/(M+K-1), and with recomputation as "
             "early as the same sentence says (found after looking)."
         ),
+    )
+
+
+def _early_over_late(records: Sequence[Record]) -> Iterator[Answer]:
+    """What early recomputation makes of the bubble, over all K > 1 and M on record."""
+    ratios: list[float] = []
+    for record in of_part(records, "bubble"):
+        for each in record.quantities:
+            late = record.quantity("bubble", schedule="gpipe-late", M=each.key.get("M"))
+            if each.key.get("schedule") == "gpipe-early" and late is not None and each.value and late.value:
+                ratios.append(float(each.value) / float(late.value))
+    if not ratios:
+        return
+    part = Part(what="K and M", low=min(ratios), high=max(ratios))
+    yield Answer(
+        table=SENTENCES,
+        row="bubble with early recomputation over late",
+        column="largest over K and M",
+        question="as published",
+        quantity=_quantity("bubble, early over late", max(ratios), "ratio"),
+        spread=Spread(low=min(ratios), high=max(ratios), parts=(part,)),
+        note=f"Equal stages, a free link, forward : backward = 1 : 2; {len(ratios)} pairs of K and M.",
     )
 
 

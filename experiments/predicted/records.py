@@ -403,6 +403,29 @@ def walks(records: Sequence[Record]) -> list[Walk]:
     return found
 
 
+def both_models(of_each: Sequence[Walk]) -> Walk | None:
+    """Two predictions beside each other, under all pairs of settings that agree in what both have but for the
+    nominal batch; None where there are not two.
+    """
+    if len(of_each) != 2:
+        return None
+    one, other = of_each
+    shared = (one.settings[0].keys() & other.settings[0].keys()) - {"batch_size"}
+    pairs = [
+        (m, n)
+        for (m, a), (n, b) in product(enumerate(one.settings), enumerate(other.settings))
+        if all(a[name] == b[name] for name in shared)
+    ]
+    values: dict[Cell, Sequence[float | None]] = {
+        c: [of[m] for m, _ in pairs] for c, of in one.values.items()
+    }
+    values |= {cell: [of[n] for _, n in pairs] for cell, of in other.values.items()}
+    settings = [
+        {**one.settings[m], "batch_size of the other": other.settings[n].get("batch_size")} for m, n in pairs
+    ]
+    return Walk("table2, both models", settings, values)
+
+
 def equal_stages() -> Walk:
     """The closed form of Table 2 for equal stages, a free link, one batch, and forward : backward = 1 : 2.
     Recomputation is as early as it can be, or late: when the gradient arrives, which is as if it were none.

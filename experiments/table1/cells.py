@@ -105,6 +105,7 @@ def _activations(records: Sequence[Record], half: str, column: str) -> Answer:
         quantity=ranged(row, "bytes", choices.middle(values)),
         spread=spread,
         record=record,
+        others_tried=len(every.settings) - len(values),  # under which the models do not fit
         note=(
             f"{ACTIVATIONS} under which the paper's models fit ({len(values):,} of "
             f"{len(every.settings):,}); this one by itself fits under {f'{alone:,}' if alone else 'none'}"

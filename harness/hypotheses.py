@@ -164,7 +164,7 @@ def _fit(hypothesis: Hypothesis, base: Hypothesis, cells: Mapping[Key, PaperNumb
             )
         ratios[key] = value / cell.target
         logarithms.setdefault(key[0], []).append(math.log(ratios[key]))
-        if accounts(value, cell):
+        if hypothesis.share(cell) >= SLIVER:
             within.add(key)
     names = {*base.settings, *hypothesis.settings}
     changed = sum(base.settings.get(name) != hypothesis.settings.get(name) for name in names)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from msgspec import Meta, Struct
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.record import Scalar
-from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.unknowns import Text
 
 PATH = PUBLISHED / "joint.toml"
@@ -34,6 +35,8 @@ Cell = tuple[str, str, str]
 Cells = Annotated[tuple[Text, ...], Meta(min_length=1)]
 
 _ULP = 1e-9
+NOTHING = 1e-9
+"""What is smaller divides nothing: a share that is zero but for rounding."""
 
 
 class Condition(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,12 +129,14 @@ class Joint:
 
     @property
     def words(self) -> str:
-        """`possible (26 of 216 settings)`, `impossible (0 of 1,152; the nearest is a factor of 1.3 off)`."""
+        """`possible (26 of 216 settings)`, `impossible (0 of 32 settings; the nearest is off by 1.4 times)`."""
+        near = f"the nearest is off by {self.nearest:.3g} times"
         if self.verdict == "impossible":
-            near = f"; the nearest is off by {self.nearest:.3g} times" if self.nearest > 1 else ""
-            return f"impossible (0 of {self.tried:,} settings{near})"
+            return f"impossible (0 of {self.tried:,} settings; {near})"
         found = f"possible ({len(self.holding):,} of {self.tried:,} settings"
-        return found + (f"; {self.exact:,} without the prediction's error)" if self.error != (1, 1) else ")")
+        if self.error == (1, 1):
+            return found + ")"
+        return f"{found}; {self.exact:,} without the prediction's error{'' if self.exact else f', {near}'})"
 
 
 @functools.cache
@@ -200,11 +205,11 @@ def _evaluated(claim: Claim, walk: Walk, published: Mapping[Cell, PaperNumber]) 
         split = {value: (having[value], count) for value, count in every.items()}
     numbers = tuple(
         (
-            None if condition.is_bound else math.sqrt(low * high),
+            None if condition.is_bound else _printed(claim, condition, published),
             min(float(values[n] or 0) for n in places),
             max(float(values[n] or 0) for n in places),
         )
-        for condition, (low, high), values in zip(claim.conditions, wanted, ours, strict=True)
+        for condition, values in zip(claim.conditions, ours, strict=True)
     )
     return Joint(
         table=claim.table, name=claim.name, statement=claim.statement,
@@ -229,13 +234,22 @@ def _wanted(claim: Claim, condition: Condition, published: Mapping[Cell, PaperNu
     return low * (1 - condition.within), high * (1 + condition.within)
 
 
+def _printed(claim: Claim, condition: Condition, published: Mapping[Cell, PaperNumber]) -> float:
+    """The paper's quotient of a condition."""
+    over, under = (
+        math.prod(published[claim.cell(each)].target for each in named)
+        for named in (condition.over, condition.under)
+    )
+    return over / under
+
+
 def _quotients(
     over: Sequence[Sequence[float | None]], under: Sequence[Sequence[float | None]]
 ) -> list[float | None]:
     """Setting by setting; None where a number is missing or would be divided by nothing."""
 
     def one(above: tuple[float | None, ...], below: tuple[float | None, ...]) -> float | None:
-        if any(value is None for value in above) or not all(below):
+        if any(value is None for value in above) or any(abs(value or 0.0) < NOTHING for value in below):
             return None
         return math.prod(value or 0.0 for value in above) / math.prod(value or 1.0 for value in below)
 
@@ -258,16 +272,23 @@ def joint_text(found: Sequence[Joint]) -> str:
     if not found:
         return ""
     lines = [
-        [each.table, each.statement, "; ".join(_numbers(each)), each.words + _split(each)] for each in found
+        [
+            _wrapped(f"{each.table}: {each.statement}", 44),
+            "\n".join(_numbers(each)),
+            _wrapped(_answer(each), 32),
+        ]
+        for each in found
     ]
-    return Grid(
-        title=(
-            "Jointly: does one setting give all of it? (found after looking; never added to counts of cells; "
-            "--json lists the settings)"
-        ),
-        columns=["", "statement", "ours over all settings (the paper's)", "verdict"],
-        lines=lines,
-    ).text()  # fmt: skip
+    title = fill(
+        "Jointly: does one setting give all of it? Found after looking, never added to counts of cells; "
+        "--json lists the settings."
+    )
+    columns = ["statement", "ours, all settings (paper)", "answer"]
+    return Grid(title=title, columns=columns, lines=lines).text()
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(text, width, break_on_hyphens=False))
 
 
 def _numbers(joint: Joint) -> Iterator[str]:
@@ -276,6 +297,6 @@ def _numbers(joint: Joint) -> Iterator[str]:
         yield ours if paper is None else f"{ours} ({paper:.4g})"
 
 
-def _split(joint: Joint) -> str:
+def _answer(joint: Joint) -> str:
     parts = [f"{value}: {holding} of {count}" for value, (holding, count) in joint.split.items()]
-    return f"; {', '.join(parts)}" if parts else ""
+    return "; ".join([joint.words, *([", ".join(parts)] if parts else [])])

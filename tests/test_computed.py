@@ -88,7 +88,7 @@ def test_quotients_of_printed_numbers_by_hand() -> None:
 
 
 def test_sentences_by_hand() -> None:
-    """Filters double and sides halve; 24 layers have 96 rings of 7/8 a boundary's two messages; 8 + ... + 1."""
+    """Filters double and sides halve; 24 layers have 96 rings; the versions are 8, 7, ..., 1."""
     activations, parameters, spmd, pipedream = quotients.sentences()
     assert activations.value == pytest.approx(0.5, rel=0.01)
     assert parameters.value == pytest.approx(4, rel=0.01)

@@ -119,6 +119,19 @@ def test_no_reason_of_the_reference_records_contradicts_its_hypotheses(name: str
     assert differing >= 1, name
 
 
+def test_a_reason_by_name_accounts_where_a_tenth_of_its_settings_do() -> None:
+    """11 is met by one of ten settings; by one of eleven it is a sliver, however near the middle."""
+
+    def reason(others: int) -> Hypothesis:
+        spread = Spread(low=10.0, high=40.0, values=(10.9, *[40.0] * others))
+        return Hypothesis(name="r", values={A: 40.0}, settings={}, after_looking=True, spreads={A: spread})
+
+    assert [each.name for each in rank([BASE, reason(9)], PAPER).explains(A)] == ["r"]
+    assert rank([BASE, reason(10)], PAPER).explains(A) == ()
+    (joined,) = with_reasons([ours(20.0)], [reason(9)], PAPER)
+    assert (joined.explained_by, joined.others_tried) == ("r (found after looking)", 10)
+
+
 def test_single_settings_are_the_base_and_one_change_of_it() -> None:
     ranking = rank([BASE, NEAR, BOTH], PAPER)
     assert [fit.hypothesis.name for fit in ranking.of_single_settings()] == ["base", "narrow"]
@@ -170,7 +183,7 @@ def test_the_verb_refuses_what_has_no_hypotheses_and_says_what_to_run(tmp_path: 
 def test_the_verb_shows_the_reference_records() -> None:
     status, out, err = call("hypotheses", "table1", "--results", "results/reference/cpu-2-cores")
     assert status == 0, err
-    for text in ("The base: activation format float32", "4608 hypotheses were tried on 10 numbers"):
+    for text in ("The base: activation format float32", "4610 hypotheses were tried on 10 numbers"):
         assert text in out
     assert "None of them accounts for every number" in out
     status, lines, _ = call(
@@ -178,7 +191,7 @@ def test_the_verb_shows_the_reference_records() -> None:
     )
     found = [json.loads(line) for line in lines.splitlines()]
     assert status == 0
-    assert len(found) == 4608
+    assert len(found) == 4610
     assert {"hypothesis", "settings", "ratios", "rms", "within"} <= set(found[0])
     assert found[0]["rms"]["all"] == min(each["rms"]["all"] for each in found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_bench.harness.joint import Claim, Condition, Walk, judge_jointly, load_claims
+from gpipe_bench.harness.joint import Claim, Condition, Walk, joint_text, judge_jointly, load_claims
 from gpipe_bench.harness.paper import PaperNumber
 
 A, B = ("t", "r", "a"), ("t", "r", "b")
@@ -45,19 +45,27 @@ def test_the_settings_that_give_all_are_listed_and_those_without_numbers_are_not
     assert (found.verdict, found.holding, found.tried) == ("possible", ({"batch": 1},), 2)
     assert found.words == "possible (1 of 2 settings)"
     assert found.split == {"1": (1, 1), "2": (0, 1)}
+    text = joint_text([found])
+    assert "t: s" in text
+    assert "4 to 7 (4)" in text
+    assert "possible (1 of 2 settings)" in text
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_in_a_quotient_what_moves_both_cancels() -> None:
     apart = Condition(over=("r | b",), under=("r | a",), within=0.1)
     found = judged([20.0, 200.0, 1.0], [40.0, 400.0, 9.0], apart)
     assert [each["batch"] for each in found.holding] == [1, 2]
+    assert judged([1e-15, 2.0, None], [4.0, 4.0, 4.0], apart).tried == 1, "nothing is divided by zero, nearly"
     assert found.numbers == ((pytest.approx(2.0, rel=0.1), 2.0, 9.0),)
 
 
 def test_the_predictions_error_makes_possible_what_it_says_and_moves_no_order() -> None:
     found = judged([3.0, 5.0, 5.0], [4.0, 4.0, 4.0], BOTH[0], error=(0.8, 1.2))
     assert (found.verdict, len(found.holding), found.exact) == ("possible", 1, 0)
-    assert found.words == "possible (1 of 3 settings; 0 without the prediction's error)"
+    assert found.words == (
+        "possible (1 of 3 settings; 0 without the prediction's error, the nearest is off by 1.2 times)"
+    )
     order = Condition(over=("r | a",), under=("r | b",), at_least=1)
     assert len(judged([3.0, 5.0, 3.9], [4.0, 4.0, 4.0], order, error=(0.8, 1.2)).holding) == 1
 

@@ -128,7 +128,9 @@ def with_reasons(
             return entry
         holding = [each for each in tried if each.share(cell, entry.allowed) >= SLIVER]
         others = sum(each.tried for each in tried if each.after_looking or not entry.tried)
-        return replace(entry, explained_by=_named(holding), others_tried=entry.others_tried + others)
+        named = tuple(each.name.rpartition(": ")[2] for each in tried if each.after_looking)
+        others += entry.others_tried
+        return replace(entry, explained_by=_named(holding), others_tried=others, named=named)
 
     return [joined(entry) for entry in entries]
 

@@ -129,8 +129,10 @@ class Joint:
 
     @property
     def words(self) -> str:
-        """`possible (26 of 216 settings)`, `impossible (0 of 32 settings; the nearest is off by 1.4 times)`."""
-        near = f"the nearest is off by {self.nearest:.3g} times"
+        """`possible (26 of 216 settings)`, `impossible (0 of 32 settings; the nearest is off by 1.4 times)`,
+        with what is left without the prediction's error.
+        """
+        near = f"the nearest is off by {self.nearest:.4g} times"
         if self.verdict == "impossible":
             return f"impossible (0 of {self.tried:,} settings; {near})"
         found = f"possible ({len(self.holding):,} of {self.tried:,} settings"

@@ -17,7 +17,7 @@ names its parts: a range that is only a number can be made as wide as it has to 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -83,6 +83,7 @@ class Answer(Place):
         explained_by: the tested settings that account for a difference, named as the table of hypotheses
             names them
         others_tried: how many settings were tried that the spread does not cover
+        named: the reasons by name that were tried
         status: for an answer without a number; by default the record's
         reason: likewise
     """
@@ -95,6 +96,7 @@ class Answer(Place):
     note: str = ""
     explained_by: str = ""
     others_tried: int = 0
+    named: tuple[str, ...] = ()
     status: Status = "done"
     reason: str = ""
 
@@ -132,7 +134,8 @@ class Comparison(Place):
     settings. `ratio` is ours over the value judged, `factor` how far the nearest ends of the two ranges are
     apart where they don't meet. `counted` says whether it counts among the paper's numbers: no
     context, no repetition, nobody else's. `peer` is the same number as somebody else published it.
-    `explained_by` names the settings that account for a difference, of the `tried` ones.
+    `explained_by` names the settings that account for a difference, of the `tried` ones, among which are the
+    reasons `named`.
     """
 
     kind: str = "ours"
@@ -160,6 +163,7 @@ class Comparison(Place):
     reason: str
     explained_by: str
     tried: int
+    named: tuple[str, ...] = ()
     footnotes: tuple[str, ...]
     hardware: str = ""
     location: str = ""
@@ -167,7 +171,7 @@ class Comparison(Place):
     @property
     def why(self) -> str:
         """What is known of the reason of a difference; empty where there is none."""
-        return why(self.explained_by, self.tried) if self.verdict in DIFFERS else ""
+        return why(self.explained_by, self.tried, self.named) if self.verdict in DIFFERS else ""
 
     @property
     def paper_text(self) -> str:
@@ -218,6 +222,7 @@ def judge(
         peer_printed="" if peer is None else peer.printed,
         explained_by=ours.explained_by if differs else "",
         tried=ours.tried,
+        named=ours.named if differs else (),
         footnotes=_footnotes(cell, ours, held["verdict"], held["reason"]),
         **known,
         **held,
@@ -232,13 +237,14 @@ def accounts(value: float, cell: PaperNumber, allowed: Allowed | None = None) ->
     return cell.comparable and _verdict(cell.kind, allowed or printed(cell), value, value) in HOLDS
 
 
-def why(explained_by: str, tried: int) -> str:
+def why(explained_by: str, tried: int, named: Sequence[str] = ()) -> str:
     """What is known of the reason of a difference: what accounts for it, and of how many that were tried."""
     if explained_by:
         return f"accounted for by {explained_by}, of {tried:,} settings tried"
     if not tried:
         return "nothing was tried that might account for it"
-    return f"no setting accounts for it, of {tried:,} tried"
+    among = f", among them that {', that '.join(named)}" if named else ""
+    return f"no setting accounts for it, of {tried:,} tried{among}"
 
 
 def narrow(low: float, high: float) -> bool:
@@ -349,7 +355,9 @@ def _reason(
             if factor:  # neither nothing nor too small for a number of its own
                 times = max(factor, 1 / factor)
                 apart = f", at least a factor of {times:.{3 if times >= 1.005 else 5}g} away"
-            reason = f"{mine} lies {verdict} {theirs}{apart}; {why(ours.explained_by, ours.tried)}"
+            reason = (
+                f"{mine} lies {verdict} {theirs}{apart}; {why(ours.explained_by, ours.tried, ours.named)}"
+            )
     if cell.corrected_printed:
         return f"judged by the corrected {cell.corrected_printed}, not the printed {cell.printed}; {reason}"
     return reason
@@ -375,7 +383,7 @@ def _footnotes(cell: PaperNumber | None, ours: Answer, verdict: Verdict, reason:
     notes.append(ours.note)
     if verdict in DIFFERS and ours.quantity is not None and ours.quantity.value is not None:
         # the sizes of the differences stand in the table
-        reason = why(ours.explained_by, ours.tried)
+        reason = why(ours.explained_by, ours.tried, ours.named)
         notes.append(reason[0].upper() + reason[1:])
     elif verdict in ("not comparable", "not run", "below") and reason != NO_RECORD:  # "not run" says it all
         notes.append(reason)

@@ -130,6 +130,9 @@ def test_a_reason_by_name_accounts_where_a_tenth_of_its_settings_do() -> None:
     assert rank([BASE, reason(10)], PAPER).explains(A) == ()
     (joined,) = with_reasons([ours(20.0)], [reason(9)], PAPER)
     assert (joined.explained_by, joined.others_tried) == ("r (found after looking)", 10)
+    (joined,) = with_reasons([ours(20.0)], [reason(10)], PAPER)
+    (found,) = (each for each in compare([joined], PAPER) if each.place == A)
+    assert found.why == "no setting accounts for it, of 11 tried, among them that r"
 
 
 def test_single_settings_are_the_base_and_one_change_of_it() -> None:

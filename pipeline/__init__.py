@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.api import Pipeline
     from gpipe_bench.pipeline.memory.cut import StagePeaks
     from gpipe_bench.pipeline.memory.profile import Profiler
-    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+    from gpipe_bench.pipeline.memory.workers import pipeline_memory
     from gpipe_bench.pipeline.model.layers_of import layers_of
     from gpipe_bench.pipeline.model.split import split
     from gpipe_bench.pipeline.ranks.launch import launch, start_process
@@ -29,7 +29,7 @@ _HOMES = {
     "Pop": "stage.portals",
     "PortalSequential": "stage.portals",
     "Profiler": "memory.profile",
-    "pipeline_memory": "memory.stages.workers",
+    "pipeline_memory": "memory.workers",
     "StagePeaks": "memory.cut",
 }
 

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.arguments import schedule_of
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
+from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
-from gpipe_bench.pipeline.memory.stages.ties import shared_weights
-from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
+from gpipe_bench.pipeline.memory.workers import pipeline_memory, shared_weights
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.stage.trees import Tree, split
 from gpipe_bench.pipeline.transport import InProcess

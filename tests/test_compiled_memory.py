@@ -15,7 +15,7 @@ from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline, pipeline_memory
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.footprint import footprint
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.plan.schedule import gpipe
 
@@ -167,7 +167,7 @@ def test_every_story_ends_with_gradients_and_nothing_else() -> None:
     assert profile.parameter_bytes == profile.gradient_bytes
     # While a later gradient is added to the sum, all of the layer's are there: a compiled backward returns
     # them together.
-    assert footprint([profile]).backward.transients >= profile.gradient_bytes
+    assert stage_bytes([profile]).backward.transients >= profile.gradient_bytes
 
 
 def test_a_layer_that_only_views_is_profiled_as_it_is() -> None:

@@ -47,7 +47,7 @@ from gpipe_bench.harness.unknowns import Unknown, load_unknowns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+from gpipe_bench.pipeline.memory.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.breakdown import breakdown
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.replay import replay

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.footprint import footprint
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.story import LayerProfile, Story
 
 N, C, SIDE = 2, 4, 8  # examples, channels, height and width
@@ -355,7 +355,7 @@ def test_torchs_own_tracker_agrees_on_transformer_blocks() -> None:
     profiles, loss = Profiler().model(
         layers, lambda output, _: output.mean(), one(spec), one(TensorSpec((4,), torch.float32))
     )
-    found = footprint(profiles, loss)
+    found = stage_bytes(profiles, loss)
 
     model = nn.Sequential(*layers)
     x = torch.randn(spec.shape)

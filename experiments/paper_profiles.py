@@ -2,7 +2,7 @@
 
 Tracing a layer takes a tenth of a second, as a compiler does a second; a search wants a family at every
 size, a table of hypotheses under every number format, number of micro-batches and layout too. So each kind
-of layer is profiled once, at lengths that primes tell apart (pipeline.memory.labels), and AmoebaNet's
+of layer is profiled once, at lengths that primes tell apart (experiments.labels), and AmoebaNet's
 third stack is its second one with twice the channels on maps of half the side. What is put together is
 checked: each layer takes exactly what the one before it returns. Differentiated operation by operation the
 result is that of profiling every layer at its size, to the byte; compiled, the cut may fall otherwise among
@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from gpipe_bench.experiments.labels import Label, Relabel, tiled
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.paper import HALVES
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.labels import Label, Relabel, tiled
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.memory.story import LayerProfile, Story
 

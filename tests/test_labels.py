@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_bench.experiments.labels import Label, Relabel, padded, tiled
 from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, profiled, transformer
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.labels import Label, Relabel, padded, tiled
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.story import LayerProfile

@@ -25,12 +25,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from gpipe_bench.experiments.labels import Label, Relabel
 from gpipe_bench.experiments.paper_profiles import EXAMPLES, Reading, profiled_model
 from gpipe_bench.experiments.predicted.steps import Steps
 from gpipe_bench.experiments.timed.replay import TimedActions
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.labels import Label, Relabel
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.story import LayerProfile
 from gpipe_bench.pipeline.memory.workers import stage_memory

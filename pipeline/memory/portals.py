@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.counts import Way
-from gpipe_bench.pipeline.memory.passing import beside, passing
 from gpipe_bench.pipeline.memory.peaks import StageMemory
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.profile import Profiler, beside, passing
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.workers import memories
 from gpipe_bench.pipeline.plan.portals import arriving, leaving, lines_of

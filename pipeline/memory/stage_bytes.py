@@ -28,9 +28,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from gpipe_bench.pipeline.memory.story import BufferRole, Deferred, LayerProfile, Received, SplitStory, Story
+from gpipe_bench.pipeline.memory.story import BufferRole, Deferred, LayerProfile, Received, Story
 from gpipe_bench.pipeline.stage.buffers import SMALL_BYTES
 from gpipe_bench.pipeline.stage.split_backward import MANY_BYTES
 
@@ -367,23 +368,8 @@ _Name = tuple[Any, ...]
 _Gradient = tuple[_Name, int]
 """With its bytes."""
 _RECEIVED = "from the next stage"
-
-
-def _FIRST(layer: LayerProfile) -> Story:  # noqa: N802
-    return layer.first
-
-
-def _LATER(layer: LayerProfile) -> Story:  # noqa: N802
-    return layer.later
-
-
-def _INPUTS(layer: LayerProfile) -> Story:  # noqa: N802
-    return _halves(layer).inputs
-
-
-def _halves(layer: LayerProfile) -> SplitStory:
-    assert layer.halves is not None, "it was looked at"
-    return layer.halves
+_FIRST, _LATER, _INPUTS = map(attrgetter, ("first", "later", "halves.inputs"))
+"""Which story of a layer: a B that makes gradients of parameters, a later one, I."""
 
 
 class _Part(NamedTuple):
@@ -399,7 +385,7 @@ class _Left:
     """What I leaves for W: its parts, in the order in which W takes them, and sizes of what waits."""
 
     def __init__(self, layers: Sequence[LayerProfile]) -> None:
-        self._halves = [_halves(layer) for layer in layers]
+        self._halves = [layer.halves for layer in layers if layer.halves is not None]
         self._singles, self._lasts = list[_Part](), list[_Part]()
         self.sizes: dict[_Name, int] = {}
 
@@ -473,7 +459,7 @@ class Halves:
         if left is None:
             return cls(whole=True)
         layers, _ = played.backward(_INPUTS, left=left)
-        last = _halves(played.layers[-1]).inputs
+        last = _INPUTS(played.layers[-1])
         # The targets are the user's and stay.
         given = len(played.layers[0].inputs.same_as)
         ends = {name: ("end", name) for name in played.boundary if ("end", name) in left.sizes}

@@ -25,7 +25,7 @@ from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.paper import HALVES
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
-from gpipe_bench.pipeline.memory.story import LayerProfile, Story
+from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
 
 EXAMPLES = 43
 """Examples in a micro-batch of the profiled layers; a micro-batch of one is profiled by itself: a dimension
@@ -274,7 +274,7 @@ def _alone(spec: TensorSpec) -> Boundary:
 def _carrying(spec: TensorSpec, profile: LayerProfile) -> LayerProfile:
     """The layer as it hands a further tensor on untouched, as cells do with the auxiliary logits."""
 
-    def story(given: Story, *, with_graph: bool) -> Story:
+    def trace(given: Trace, *, with_graph: bool) -> Trace:
         number = len(given.sizes)
         shape = (*spec.shape, spec.dtype.itemsize)
         return replace(
@@ -291,7 +291,7 @@ def _carrying(spec: TensorSpec, profile: LayerProfile) -> LayerProfile:
         profile,
         inputs=profile.inputs.join(_alone(spec)),
         outputs=profile.outputs.join(_alone(spec)),
-        free=story(profile.free, with_graph=False),
-        first=story(profile.first, with_graph=True),
-        later=story(profile.later, with_graph=True),
+        free=trace(profile.free, with_graph=False),
+        first=trace(profile.first, with_graph=True),
+        later=trace(profile.later, with_graph=True),
     )

@@ -7,7 +7,7 @@ import torch
 from real_steps import Step, compare, count, profiles
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.memory.story import BufferRole
+from gpipe_bench.pipeline.memory.trace import BufferRole
 from gpipe_bench.pipeline.memory.workers import action_bytes, bytes_of_stages
 from gpipe_bench.pipeline.plan.schedule import Action
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
-from gpipe_bench.pipeline.memory.story import Received
+from gpipe_bench.pipeline.memory.trace import Received
 from gpipe_bench.pipeline.plan.schedule import Kind
 
 N, C, SIDE = 4, 8, 8
@@ -227,11 +227,11 @@ def test_footprints_of_equal_layers_add_up() -> None:
 
 
 def test_one_gradient_for_two_outputs_goes_with_the_last_that_needs_it() -> None:
-    story = Profiler().layer(Call(lambda x: (x.tanh(), x.sigmoid())), image()).first
+    trace = Profiler().layer(Call(lambda x: (x.tanh(), x.sigmoid())), image()).first
 
     def left(*received: Received) -> int:
         """Bytes of gradients more at the end of the backward pass than at its begin."""
-        return sum(stretch.other for stretch in story.stretches(received))
+        return sum(segment.other for segment in trace.segments(received))
 
     one, other = Received(0, X, is_held=False), Received(1, X, is_held=False)
     held = Received(2, X, is_held=True)

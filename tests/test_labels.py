@@ -14,7 +14,7 @@ from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, profiled,
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.trace import LayerProfile
 
 
 def block(width: int, examples: int, *, compiled: bool = False) -> LayerProfile:

@@ -48,7 +48,7 @@ from gpipe_bench.models import example_batch
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column
 from gpipe_bench.pipeline.memory.profile import ModelProfile, fake_copy
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import stage_memory
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import gpipe, naive
@@ -151,7 +151,7 @@ def _stage(
     is_naive: bool,
 ) -> Stage:
     """Equal stages are walked once. Gradients of parameters are counted apart and in single precision; the
-    stories have them in the format of the activations.
+    traces have them in the format of the activations.
     """
     schedule = naive(num_stages) if is_naive else gpipe(num_stages, num_microbatches, remat="always")
     ahead = 1 if num_stages > 1 else 0

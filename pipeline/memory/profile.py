@@ -3,7 +3,7 @@
 Everything downstream (partition, memory model, maximum-size search) adds up layer profiles, so a profile must
 say more than "saved 12 MiB": whether an input is kept by the layer's graph (its neighbour may keep the same
 storage), when in the backward pass it is let go, how high the transients stand at that moment. A profile
-therefore tells the *order of events* - which storage appears and dies when - of three stories:
+therefore tells the *order of events* - which storage appears and dies when - of three traces:
 
     free     forward without a graph                                       (F under re-materialization)
     first    forward with a graph, backward that creates the gradients     (first B of a step)
@@ -32,10 +32,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.compiled import Graphs, compiled_stories, graphs_of
+from gpipe_bench.pipeline.memory.compiled import Graphs, compiled_traces, graphs_of
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.layer_run import LayerRun, buffer_roles
-from gpipe_bench.pipeline.memory.story import LayerProfile, Story
+from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_this_rank
 from gpipe_bench.pipeline.plan.portals import Declared
 from gpipe_bench.pipeline.signature import signature
@@ -71,7 +71,7 @@ class Profiler:
     ``attention`` is the device's whose kernels of attention the layers take (`attention.ATTENTIONS`).
 
     ``number_format`` is a dtype in which every layer reads its parameters without keeping copies of them;
-    their own sizes stay. With inputs of that dtype all activations have it, and gradients in the stories.
+    their own sizes stay. With inputs of that dtype all activations have it, and gradients in the traces.
 
     ``with_shapes`` also keeps the shape that each storage was made for, which scaled profiles lack.
 
@@ -163,13 +163,13 @@ class Profiler:
         run = run_of(layer)
         first = run.whole()
         outputs = run.outputs
-        stories = self._compiled(layer, inputs, outputs, unused) if self.compiled else None
-        if stories is None:
+        traces = self._compiled(layer, inputs, outputs, unused) if self.compiled else None
+        if traces is None:
             with torch.no_grad():
                 free = run_of(layer).whole()
             run = run_of(layer)  # which the buffers are told by: a table may have been made in the first
-            stories = free, first, run.whole()
-        free, first, later = stories
+            traces = free, first, run.whole()
+        free, first, later = traces
         has_gradient = [p.grad is not None for p in layer.parameters()]
         halves = None
         if self.split_backward:
@@ -209,8 +209,8 @@ class Profiler:
 
     def _compiled(
         self, layer: nn.Module, inputs: Boundary, outputs: Boundary, unused: frozenset[int]
-    ) -> tuple[Story, Story, Story] | None:
-        """The stories of the compiled layer; None where there is nothing to compile."""
+    ) -> tuple[Trace, Trace, Trace] | None:
+        """The traces of the compiled layer; None where there is nothing to compile."""
         graphs = self._graphs.get((signature(layer), inputs))
         # What is handed on is in no graph, so it makes no difference there whether anything uses it.
         if graphs is None or any(graphs.handed_on[position] is None for position in unused):
@@ -219,7 +219,7 @@ class Profiler:
                 self._graphs[signature(layer), inputs] = graphs
         if graphs is None:
             return None
-        return compiled_stories(graphs, inputs, outputs, unused, with_shapes=self.with_shapes)
+        return compiled_traces(graphs, inputs, outputs, unused, with_shapes=self.with_shapes)
 
 
 class LossLayer(nn.Module):

@@ -31,7 +31,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from gpipe_bench.pipeline.memory.story import BufferRole, Deferred, LayerProfile, Received, Story
+from gpipe_bench.pipeline.memory.trace import BufferRole, Deferred, LayerProfile, Received, Trace
 from gpipe_bench.pipeline.stage.buffers import SMALL_BYTES
 from gpipe_bench.pipeline.stage.split_backward import MANY_BYTES
 
@@ -206,32 +206,32 @@ class Played:
         self.sizes.update({name: self.layers[0].inputs.tensors[name].num_bytes for name in names})
         unused = len(names)
         for index, layer in enumerate(self.layers):
-            story = layer.first
+            trace = layer.first
             for target in layer.inputs.tensors[len(names) :] if index else ():  # the loss: its last inputs
                 self.sizes[unused] = target.num_bytes
                 self.boundary.add(unused)
                 names = (*names, unused)
                 unused += 1
-            known = dict(zip(story.inputs, names, strict=True))
+            known = dict(zip(trace.inputs, names, strict=True))
             self.copied.update([names[position] for position in layer.overwritten])
-            for storage in story.outputs:
+            for storage in trace.outputs:
                 if storage not in known:
-                    known[storage], self.sizes[unused] = unused, story.sizes[storage]
+                    known[storage], self.sizes[unused] = unused, trace.sizes[storage]
                     unused += 1
             self._inputs.append(frozenset(names))
             self._names.append(known)
-            names = tuple([known[storage] for storage in story.outputs])
+            names = tuple([known[storage] for storage in trace.outputs])
         self.copied &= self.boundary
 
-    def names_in(self, index: int, story: Story) -> dict[int, int]:
-        """The names of the storages at a layer's ends as a story of it knows them, as a rule by the same
+    def names_in(self, index: int, trace: Trace) -> dict[int, int]:
+        """The names of the storages at a layer's ends as a trace of it knows them, as a rule by the same
         numbers as ``first``.
         """
         first, names = self.layers[index].first, self._names[index]
-        if story.inputs == first.inputs and story.outputs == first.outputs:
+        if trace.inputs == first.inputs and trace.outputs == first.outputs:
             return names
         ends = [names[storage] for storage in first.inputs + first.outputs]
-        return dict(zip(story.inputs + story.outputs, ends, strict=True))
+        return dict(zip(trace.inputs + trace.outputs, ends, strict=True))
 
     @cached_property
     def free(self) -> list[LayerMoment]:
@@ -252,13 +252,13 @@ class Played:
         saved = lingers = 0
         holders, found = dict[int, int](), list[LayerMoment]()
         for index, layer in enumerate(self.layers):
-            story, names = layer.first, self._names[index]
+            trace, names = layer.first, self._names[index]
             loose = self._inputs[index] - self.boundary - holders.keys()
             passing = lingers + sum([self.sizes[name] for name in loose])
-            before, fullest = saved + passing, Moment(saved, 0, passing + story.forward_peak)
+            before, fullest = saved + passing, Moment(saved, 0, passing + trace.forward_peak)
             lingers += layer.replaced_bytes * again
-            saved += story.kept_inside
-            for storage in story.kept_ends:
+            saved += trace.kept_inside
+            for storage in trace.kept_ends:
                 name = names[storage]
                 if name not in holders and name not in self.boundary:
                     saved += self.sizes[name]
@@ -274,14 +274,14 @@ class Played:
 
     def backward(
         self,
-        story_of: Callable[[LayerProfile], Story],
+        trace_of: Callable[[LayerProfile], Trace],
         stays: Iterable[int] = (),
         left: _Left | None = None,
     ) -> tuple[list[LayerMoment], int]:
         """A backward, or I, from the last layer to the first.
 
         Args:
-            story_of: which story of each layer.
+            trace_of: which trace of each layer.
             stays: names that something else holds, too.
             left: is told what I leaves for W.
 
@@ -291,16 +291,16 @@ class Played:
         holders, saved, gradients = self.holders.copy(), self.saved_bytes, 0
         for name in chain(self.boundary, stays):
             holders[name] = holders.get(name, 0) + 1
-        last, found = story_of(self.layers[-1]), list[LayerMoment]()
+        last, found = trace_of(self.layers[-1]), list[LayerMoment]()
         received: list[_Gradient | None] = [
             None if storage is None else ((_RECEIVED, position), last.sizes[storage])
             for position, storage in enumerate(last.output_gradients)
         ]
         held = dict([each for each in received if each is not None])  # whoever started holds them
         for index in range(len(self.layers) - 1, -1, -1):
-            story = story_of(self.layers[index])
-            names = self.names_in(index, story)
-            received = received[: len(story.outputs)]  # without the target's place
+            trace = trace_of(self.layers[index])
+            names = self.names_in(index, trace)
+            received = received[: len(trace.outputs)]  # without the target's place
             loose = {each for each in received if each is not None and each[0] not in held}
             other = sum(held.values()) + sum([size for _, size in loose])
             numbers: dict[_Name, int] = {}  # equal layers receive equal gradients wherever they stand
@@ -313,29 +313,29 @@ class Played:
                 ]
             )
             before, most, fullest = saved + gradients + other, -1, None
-            for stretch in story.stretches(given):
-                if saved + gradients + other + stretch.peak > most:
-                    most = saved + gradients + other + stretch.peak
+            for segment in trace.segments(given):
+                if saved + gradients + other + segment.peak > most:
+                    most = saved + gradients + other + segment.peak
                     fullest = (
-                        saved + stretch.peak_saved, gradients + stretch.peak_gradients,
-                        other + stretch.peak_other,
+                        saved + segment.peak_saved, gradients + segment.peak_gradients,
+                        other + segment.peak_other,
                     )  # fmt: skip
-                saved += stretch.saved
-                gradients += stretch.gradients
-                other += stretch.other
-                if stretch.released is not None:
-                    name = names[stretch.released]
+                saved += segment.saved
+                gradients += segment.gradients
+                other += segment.other
+                if segment.released is not None:
+                    name = names[segment.released]
                     holders[name] = holders.get(name, 0) - 1
                     if holders[name] == 0:
                         saved -= self.sizes[name]
             moment = Moment() if fullest is None else Moment(*fullest)
             found.append(LayerMoment(before, moment, saved + gradients + other))
-            known = dict(zip(story.output_gradients, received, strict=True))
+            known = dict(zip(trace.output_gradients, received, strict=True))
             if left is not None:
                 held |= left.leave(index, names, known, self.sizes)
             received = [
-                None if storage is None else known.get(storage, ((index, storage), story.sizes[storage]))
-                for storage in story.input_gradients
+                None if storage is None else known.get(storage, ((index, storage), trace.sizes[storage]))
+                for storage in trace.input_gradients
             ]
         back = {each for each in received if each is not None and each[0] not in held}
         return found[::-1], sum([size for _, size in back])
@@ -350,9 +350,9 @@ class Played:
         of_graph, fuller = names & self.holders.keys(), [0, 0, 0]
         if of_graph and (half := _Left.of(self.layers)) is not None:
             ways.append((_INPUTS, self.backward(_INPUTS, left=half)[0]))
-        for number, (story_of, plain) in enumerate(ways if of_graph else ()):
-            half = _Left.of(self.layers) if story_of is _INPUTS else None
-            longer, _ = self.backward(story_of, of_graph, half)
+        for number, (trace_of, plain) in enumerate(ways if of_graph else ()):
+            half = _Left.of(self.layers) if trace_of is _INPUTS else None
+            longer, _ = self.backward(trace_of, of_graph, half)
             fuller[number] = _fullest(longer).total - _fullest(plain).total
         return Sent(
             sent_bytes=sum([self.sizes[name] for name in names]),
@@ -369,7 +369,7 @@ _Gradient = tuple[_Name, int]
 """With its bytes."""
 _RECEIVED = "from the next stage"
 _FIRST, _LATER, _INPUTS = map(attrgetter, ("first", "later", "halves.inputs"))
-"""Which story of a layer: a B that makes gradients of parameters, a later one, I."""
+"""Which trace of a layer: a B that makes gradients of parameters, a later one, I."""
 
 
 class _Part(NamedTuple):
@@ -416,17 +416,17 @@ class _Left:
             sizes: of names.
         """
         of, held, halves = dict[int, _Name](), dict[_Name, int](), self._halves[index]
-        story = halves.inputs
+        trace = halves.inputs
         for part in halves.parts:
             for storage in part.releases:
                 if storage in names:
                     of[storage], size = ("end", names[storage]), sizes[names[storage]]
                 else:
-                    given = known.get(storage, ((index, storage), story.sizes[storage]))
+                    given = known.get(storage, ((index, storage), trace.sizes[storage]))
                     if given is None:  # nobody sent it
                         continue
                     of[storage], size = given
-                    if storage not in story.kept:
+                    if storage not in trace.kept:
                         held[of[storage]] = size
                 self.sizes[of[storage]] = size
         for part in reversed(halves.parts):

@@ -11,7 +11,7 @@ from gpipe_bench.pipeline.memory.counts import Moment, Step, Way, moments, steps
 from gpipe_bench.pipeline.memory.messages import Ahead, Sends, Transport, places
 from gpipe_bench.pipeline.memory.peaks import Optimizer, Placed, StageMemory, Worker
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.recomputing.held import Held
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule

@@ -19,7 +19,7 @@ COMPILED = (
         old="            events += [-number - 1 for number in sorted(gradients)]\n",
         new="            pass\n",
         why="every layer would leave a second copy of its gradients behind",
-        tests=("tests/test_compiled_memory.py::test_every_story_ends_with_gradients_and_nothing_else",),
+        tests=("tests/test_compiled_memory.py::test_every_trace_ends_with_gradients_and_nothing_else",),
     ),
     Mutant(
         name="a compiled layer writes to its statistics",

@@ -131,7 +131,7 @@ MODELLED = (
         file="pipeline/memory/fake_tensors.py",
         old="    numbers = {1: 1, 0: 0}\n",
         new="    numbers: dict[int, int] = {}\n",
-        why="a dimension of length 1 is stretched to another's, and any other is not",
+        why="a dimension of length 1 is segmented to another's, and any other is not",
         tests=("tests/test_fake_tensors.py::test_results_are_those_of_torch",),
     ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from real_steps import Step, count, profiles
+from real_steps import Call, Step, count, profiles
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
@@ -19,18 +19,6 @@ from gpipe_bench.pipeline.plan.schedule import Kind
 N, C, SIDE = 4, 8, 8
 NUM_MICROBATCHES = 2
 X = N // NUM_MICROBATCHES * C * SIDE * SIDE * 4  # bytes of an activation of one micro-batch
-
-
-class Call(nn.Module):
-    """A layer that calls a function of its modules and its input."""
-
-    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value, *self.parts)
 
 
 def conv(in_channels: int = C, out_channels: int = C) -> nn.Conv2d:

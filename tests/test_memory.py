@@ -11,7 +11,7 @@ import real_steps
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from real_steps import Counted, Step, compare
+from real_steps import Call, Counted, Step, compare
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.table1.real_steps import verify
@@ -22,18 +22,6 @@ from gpipe_bench.pipeline.memory.workers import pipeline_memory, stage_memory
 from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Action, Kind, Schedule, gpipe, naive, one_f_one_b
 
 C, SIDE = 8, 8
-
-
-class Call(nn.Module):
-    """A layer that calls a function of its modules and its input."""
-
-    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value, *self.parts)
 
 
 def conv(out_channels: int = C) -> nn.Conv2d:

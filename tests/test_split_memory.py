@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_placement, random_schedule
-from real_steps import Counted, Step, count
+from real_steps import Call, Counted, Step, count
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,18 +25,6 @@ from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 
 WIDTH, LENGTH, EXAMPLES = 48, 12, 8  # of a micro-batch
 X = EXAMPLES * LENGTH * WIDTH * 4  # bytes of an activation
-
-
-class Call(nn.Module):
-    """A layer that calls a function of its modules and its input."""
-
-    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value, *self.parts)
 
 
 def square_error(output: Tensor, target: Tensor) -> Tensor:

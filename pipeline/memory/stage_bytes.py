@@ -190,12 +190,10 @@ class Played:
         self.boundary = set[int]()  # names that the stage's boundary holds, and the target
         self.copied = set[int]()  # of these, what a layer overwrites: a forward that runs twice has a copy
         self._inputs: list[frozenset[int]] = []  # names at the entry of each layer
-        self._names: list[
-            dict[int, int]
-        ] = []  # of the storages at each layer's ends, as its `first` has them
+        self._names: list[dict[int, int]] = []  # of the storages at a layer's ends, as its `first` has them
         self._link()
-        self.saved_bytes = 0
-        self.holders: dict[int, int] = {}  # how many storages of the layers' graphs a name is held by
+        self.saved_bytes = 0  # held by the graph
+        self.holders: dict[int, int] = {}  # of each name, how many storages of the layers' graphs it is
         self.with_graph = self.forward()
         self.later, self.sent_back_bytes = self.backward(_LATER)
 

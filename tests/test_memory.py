@@ -160,7 +160,6 @@ def test_scaled_down_models_of_the_paper(
 
 # The book-keeping, with sizes that tell what was counted: each a power of ten.
 STAGE = StageBytes(
-    num_parameters=0,
     parameter_bytes=10**9,
     trained_sizes=(10**9,),
     buffer_bytes=0,

@@ -50,7 +50,9 @@ def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> Siz
         model, loss_fn("amoebanet-d", **options), Boundary.of(inputs), Boundary.of(target)
     )
     found = stage_bytes(layers, loss)
-    return Size((found.saved_bytes + found.input_bytes) / BATCH_SIZE, found.num_parameters)
+    return Size(
+        (found.saved_bytes + found.input_bytes) / BATCH_SIZE, sum(layer.num_parameters for layer in layers)
+    )
 
 
 def stride() -> list[Computed]:

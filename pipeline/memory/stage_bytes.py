@@ -57,7 +57,6 @@ class Moment:
 class StageBytes:
     """Bytes of one stage, for one micro-batch. Boundary inputs are never part of the moments."""
 
-    num_parameters: int
     parameter_bytes: int
     trained_sizes: tuple[int, ...]  # of each parameter tensor that gets a gradient
     buffer_bytes: int
@@ -115,7 +114,6 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
     changing, shadows = _buffer_copies(played.layers)
     again = played.forward(again=True) if any(layer.replaced_bytes for layer in layers) else None
     return StageBytes(
-        num_parameters=sum([layer.num_parameters for layer in layers]),
         parameter_bytes=sum([layer.parameter_bytes for layer in layers]),
         trained_sizes=tuple(chain.from_iterable([layer.trained_sizes for layer in layers])),
         buffer_bytes=sum([layer.buffer_bytes for layer in layers]),
@@ -242,7 +240,7 @@ class Played:
         return found
 
     def forward(self, *, again: bool = False) -> list[LayerMoment]:
-        """A forward with a graph.
+        """A forward with a graph; finds what the graph holds.
 
         With ``again``, of R: what was in the place of a replaced buffer is looked at when all layers are
         through.

@@ -37,7 +37,7 @@ def pipeline_memory(
     as it comes, as 0 has it; under 1f1b one may wait, and the peak is between that for 0 and that for 1.
     """
     check_number(stages, schedule)
-    found = counted_once(bytes_of_stages(layers, loss, stages), stages, schedule, ties)
+    found = _counted_once(bytes_of_stages(layers, loss, stages), stages, schedule, ties)
     if not isinstance(receive_ahead, int) or schedule.placement:
         memory = memories(found, schedule, optimizer, receive_ahead)
     else:
@@ -47,7 +47,7 @@ def pipeline_memory(
         )
     if not receive_ahead or not ties:
         return memory
-    return with_sums(memory, found, stages, schedule, optimizer, receive_ahead, ties)
+    return _with_sums(memory, found, stages, schedule, optimizer, receive_ahead, ties)
 
 
 def bytes_of_stages(
@@ -280,12 +280,11 @@ class SharedWeight:
     """A parameter that several layers use, by their indices.
 
     Args:
-        num_elements, num_bytes: its size
+        num_bytes: its size
         trained: whether it gets a gradient
         layers: those that use it, the first one first
     """
 
-    num_elements: int
     num_bytes: int
     trained: bool
     layers: tuple[int, ...]
@@ -298,13 +297,13 @@ def shared_weights(layers: Sequence[nn.Module]) -> tuple[SharedWeight, ...]:
         for parameter in layer.parameters():
             users.setdefault(parameter, []).append(index)
     return tuple(
-        SharedWeight(parameter.numel(), parameter.nbytes, parameter.requires_grad, tuple(found))
+        SharedWeight(parameter.nbytes, parameter.requires_grad, tuple(found))
         for parameter, found in users.items()
         if len(found) > 1
     )
 
 
-def counted_once(
+def _counted_once(
     stages: Sequence[StageBytes],
     spans: Sequence[range],
     schedule: Schedule,
@@ -319,9 +318,6 @@ def counted_once(
             worker = schedule.worker(stage)
             if worker in seen:
                 found[stage] = without(found[stage], weight.num_bytes, weight.trained)
-                found[stage] = replace(
-                    found[stage], num_parameters=found[stage].num_parameters - weight.num_elements
-                )
             seen.add(worker)
     return tuple(found)
 
@@ -339,7 +335,7 @@ def without(stage: StageBytes, num_bytes: int, trained: bool) -> StageBytes:
     )
 
 
-def with_sums(
+def _with_sums(
     found: Sequence[StageMemory],
     stages: Sequence[StageBytes],
     spans: Sequence[range],
@@ -350,7 +346,7 @@ def with_sums(
 ) -> tuple[StageMemory, ...]:
     """The fullest moments of workers in processes of their own, which ``found`` says without the sums.
 
-    ``stages`` are `counted_once`. The weights are summed one after another, when all gradients are there.
+    ``stages`` are `_counted_once`. The weights are summed one after another, when all gradients are there.
     """
     stage_of = {layer: stage for stage, span in enumerate(spans) for layer in span}
     received = [0] * schedule.num_workers
